@@ -1,0 +1,62 @@
+# Needs Python 3.11 or 3.12, git and make. Everything else goes into $(VENV).
+#
+#   make demo     compare two models from transformers; writes report.html and report-bert.html
+#   make test     lint, types, import contract, and every test that this machine can run
+#   make bench    scheduling and replay benchmarks (benchmarks/README.md)
+#   make clean    remove what these made
+#
+# On a machine whose Python has torch already and that should be used as it is (an offline GPU machine, say):
+#   make demo VENV_FLAGS=--system-site-packages
+# The pins of constraints.txt are then left out, so that pip keeps what it finds. Where no registry can be reached:
+#   PIP_FLAGS="--no-index --find-links DIRECTORY_OF_WHEELS --no-build-isolation"
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+PIP_FLAGS ?=
+
+BIN := $(VENV)/bin
+PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint constraints.txt)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m examples.demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy --strict nimble_core
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/.test
+	@set -e; for script in benchmarks/bench_*.py; do \
+	  if [ -f "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script"; fi; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f report.html report-bert.html report.nimble report-bert.nimble
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.venv:
+	$(PYTHON) -c 'import sys; sys.exit("nimble_viz needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@touch $@
+
+# The CUDA extra that torch was built for, where there is a GPU; none where torch has no CUDA.
+$(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[demo]'
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+	  major=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \
+	  if [ -n "$$major" ]; then $(INSTALL) --editable ".[cuda$$major]"; \
+	  else echo "There is a GPU, but this torch was built without CUDA: the demo runs on the CPU."; fi; fi
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(INSTALL) --editable '.[test]'
+	@touch $@

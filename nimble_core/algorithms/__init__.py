@@ -1,0 +1,1 @@
+"""Pure graph algorithms: integers and sequences in, integers out; iterative and deterministic."""

@@ -1,0 +1,72 @@
+"""What each call costs on its own, and from where we know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Costs", "Kernel", "uniform_costs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One node of a captured graph, seen running.
+
+    Args:
+        call: index of the call that added it, None if unknown.
+        name: demangled where possible; ``"memcpy"`` and ``"memset"`` for those nodes.
+        grid: blocks per dimension.
+        block: threads per dimension.
+        registers: per thread.
+        shared_bytes: static and dynamic shared memory per block.
+        node: graph node id (low 32 bits), -1 if unknown.
+        duration_ns: median over the observed replays.
+    """
+
+    call: int | None
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    registers: int
+    shared_bytes: int
+    node: int
+    duration_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Isolated duration of every call.
+
+    Args:
+        ns: nanoseconds by call index.
+        source: where they come from, in words.
+        spread_ns: interquartile range by call index; empty if unknown.
+        kernels: the kernels behind the calls; empty off CUDA.
+        observed: how many replays were observed.
+        expected: nodes expected per replay (0 if unknown) and
+        seen: nodes seen per replay: where they differ, the numbers are unreliable.
+    """
+
+    ns: tuple[float, ...]
+    source: str
+    spread_ns: tuple[float, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    observed: int = 0
+    expected: int = 0
+    seen: int = 0
+
+    @property
+    def reliable(self) -> bool:
+        """Whether every expected node was seen."""
+        return self.expected == self.seen
+
+    @property
+    def total_ns(self) -> float:
+        """Sum over the calls: what one stream needs at least."""
+        return float(sum(self.ns))
+
+
+def uniform_costs(calls: int | Sequence[object], ns: float = 1.0) -> Costs:
+    """The same cost for each of ``calls`` calls: for graphs that were never measured."""
+    count = calls if isinstance(calls, int) else len(calls)
+    return Costs(ns=(float(ns),) * count, source="uniform")

@@ -1,0 +1,120 @@
+"""Exact times of replayed kernels, by graph node, through CUPTI activity records (``cupti-python``).
+
+torch's own profiler may run before or after in the same process (seen with torch 2.11, CUPTI 13.0): each collection
+registers its callbacks anew and switches its activity kinds off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+__all__ = ["Activity", "available", "collect", "node_id"]
+
+_BUFFER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """One thing the GPU did.
+
+    Args:
+        kind: ``"kernel"``, ``"memcpy"`` or ``"memset"``.
+        name: kernel name as compiled (mangled), or the kind.
+        start_ns: on CUPTI's clock.
+        end_ns: likewise.
+        stream: stream id as CUPTI saw it.
+        node: low 32 bits of the graph node id, 0 outside graphs.
+        grid: blocks per dimension.
+        block: threads per dimension.
+        registers: per thread.
+        shared_bytes: static and dynamic shared memory per block.
+    """
+
+    kind: str
+    name: str
+    start_ns: int
+    end_ns: int
+    stream: int
+    node: int
+    grid: tuple[int, int, int] = (0, 0, 0)
+    block: tuple[int, int, int] = (0, 0, 0)
+    registers: int = 0
+    shared_bytes: int = 0
+
+
+@cache
+def _cupti() -> Any | None:
+    try:
+        from cupti import cupti
+    except Exception:  # not installed, or built for another CUDA: ImportError, OSError, RuntimeError
+        return None
+    return cupti
+
+
+def available() -> bool:
+    """Whether cupti-python can be used here."""
+    return _cupti() is not None
+
+
+def node_id(node: int) -> int:
+    """Low 32 bits of CUPTI's id of a graph node (raw handle); -1 if CUPTI is not available."""
+    cupti = _cupti()
+    return int(cupti.get_graph_node_id(node)) & 0xFFFFFFFF if cupti else -1
+
+
+def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:
+    """Run ``run`` and return what the GPU did meanwhile, sorted by start; empty without cupti-python.
+
+    Args:
+        run: launches work.
+        synchronize: waits for it.
+    """
+    cupti = _cupti()
+    if cupti is None:
+        return []
+    kinds = {
+        cupti.ActivityKind.CONCURRENT_KERNEL: "kernel",
+        cupti.ActivityKind.MEMCPY: "memcpy",
+        cupti.ActivityKind.MEMSET: "memset",
+    }
+    seen: list[Activity] = []
+
+    def completed(records: list[Any]) -> None:
+        for record in records:
+            kind = kinds.get(record.kind)
+            if kind:
+                seen.append(_activity(kind, record))
+
+    cupti.activity_register_callbacks(lambda: (_BUFFER_BYTES, 0), completed)
+    synchronize()
+    for kind in kinds:
+        cupti.activity_enable(kind)
+    try:
+        run()
+        synchronize()
+        cupti.activity_flush_all(1)
+    finally:
+        for kind in kinds:
+            cupti.activity_disable(kind)
+    return sorted(seen, key=lambda activity: (activity.start_ns, activity.end_ns))
+
+
+def _activity(kind: str, record: Any) -> Activity:
+    node = int(record.graph_node_id) & 0xFFFFFFFF
+    if kind != "kernel":
+        return Activity(kind, kind, int(record.start), int(record.end), int(record.stream_id), node)
+    return Activity(
+        kind,
+        str(record.name),
+        int(record.start),
+        int(record.end),
+        int(record.stream_id),
+        node,
+        (int(record.grid_x), int(record.grid_y), int(record.grid_z)),
+        (int(record.block_x), int(record.block_y), int(record.block_z)),
+        int(record.registers_per_thread),
+        int(record.static_shared_memory) + int(record.dynamic_shared_memory),
+    )

@@ -1,0 +1,64 @@
+"""What can go wrong, as few kinds. Every message says what happened, where, and what to do.
+
+``NimbleError`` is the root: ``except NimbleError`` catches all that this project raises on purpose.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "DeviceError",
+    "InputError",
+    "NimbleError",
+    "NotStaticError",
+    "ReportFileError",
+    "ScheduleError",
+]
+
+
+class NimbleError(Exception):
+    """Root of all errors raised on purpose.
+
+    Args:
+        what: what happened, one sentence.
+        where: call, module path and source line, if known.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.fix = fix
+        super().__init__(what, where, fix)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  to do: {self.fix}")
+        return "\n".join(lines)
+
+
+class InputError(NimbleError, ValueError):
+    """An argument that does not fit: a model that is not callable, a replay with another shape, a bad option."""
+
+
+class CaptureError(NimbleError, RuntimeError):
+    """A call that cannot be recorded or captured (host read, data-dependent shape, unseen launch)."""
+
+
+class NotStaticError(CaptureError):
+    """Two recordings of one model differ: the model is not static."""
+
+
+class ScheduleError(NimbleError, RuntimeError):
+    """A schedule that would race, deadlock or break its promise; names the pair of calls."""
+
+
+class DeviceError(NimbleError, RuntimeError):
+    """The device refused: out of memory, a failed launch, no such device."""
+
+
+class ReportFileError(NimbleError, ValueError):
+    """A report file that is damaged, hostile, or newer than this version reads."""

@@ -1,0 +1,262 @@
+"""``Nimble``: the user's entry point. Wrap a module, prepare it once, call it as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from nimble_core.errors import InputError
+from nimble_core.options import Options
+from nimble_core.pipeline import (
+    Plan,
+    Stopwatch,
+    capture,
+    check_inputs,
+    choose,
+    device_for,
+    measure_costs,
+    plan,
+    record_static,
+    state_kept,
+)
+from nimble_core.schedule import Schedule
+from nimble_core.signature import Signature
+from nimble_core.structure import builder
+
+__all__ = ["Engine", "Nimble"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One prepared signature.
+
+    Args:
+        signature: inputs it takes.
+        plan: the schedule it runs and its executable.
+        build: makes the model's output from output tensors.
+        mode: whether the module was in training mode when it was prepared.
+        seconds: preparation time by step; ``"warm-up"`` holds library loading and autotuning.
+        notes: what the user should know.
+    """
+
+    signature: Signature
+    plan: Plan
+    build: Callable[[Sequence[torch.Tensor]], Any]
+    mode: bool
+    seconds: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule it replays."""
+        return self.plan.schedule
+
+
+class Nimble(torch.nn.Module):
+    """A module that replays ``model`` ahead-of-time scheduled.
+
+    Parameters, buffers and ``state_dict`` are the model's own, with the same names; the model itself is left as it
+    was and can be used beside this.
+
+    Example::
+
+        net = Nimble(model).prepare(x)
+        y = net(x)
+
+    Args:
+        model: a module, or any function of tensors, on one device.
+        options: how to prepare.
+
+    Raises:
+        InputError: ``model`` is neither.
+    """
+
+    def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:  # noqa: B008 (frozen value)
+        super().__init__()
+        if not callable(model) or isinstance(model, type):
+            raise InputError(
+                f"Nimble takes a torch.nn.Module or a function, given {model!r}"[:200],
+                fix="pass an instance: Nimble(Model())",
+            )
+        # Beside the module system: registering the model would prefix every name in state_dict.
+        object.__setattr__(self, "_model", model)
+        object.__setattr__(self, "_options", options)
+        object.__setattr__(self, "_engines", [])
+        if isinstance(model, torch.nn.Module):
+            for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                object.__setattr__(self, table, getattr(model, table))
+            object.__setattr__(self, "training", model.training)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """What was prepared, latest first."""
+        return tuple(self._engines)
+
+    def prepare(self, *args: Any, training: bool = False, **kwargs: Any) -> Nimble:
+        """Record, schedule and capture the model for inputs like these; returns self.
+
+        Preparing again for the same signature replaces its engine; other signatures stay prepared.
+
+        Args:
+            args: example positional inputs.
+            training: prepare forward and backward; not available in this version.
+            kwargs: example keyword inputs.
+
+        Raises:
+            InputError: no tensor among the inputs, mixed devices, or ``training=True``.
+            NotStaticError: the model does not do the same on every input.
+            CaptureError: a call that cannot be captured.
+            DeviceError: out of memory.
+        """
+        if training:
+            raise InputError(
+                "prepare(training=True) is not available in this version",
+                fix="prepare(...) captures inference; train the wrapped model itself, its parameters are shared",
+            )
+        engine = _prepare(self._model, args, kwargs, self._options)
+        mode = engine.mode
+        for old in [e for e in self._engines if e.mode == mode and e.signature.bind(args, kwargs) is not None]:
+            self._engines.remove(old)
+            old.plan.executable.close()
+        self._engines.insert(0, engine)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the engine that was prepared for inputs like these.
+
+        Raises:
+            InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given.
+        """
+        model = self._model
+        mode = getattr(model, "training", False)
+        for engine in self._engines:
+            if engine.mode == mode:
+                tensors = engine.signature.bind(args, kwargs)
+                if tensors is not None:
+                    static = self._options.outputs == "static"
+                    return engine.build(engine.plan.executable.run(tensors, static=static))
+        return self._unprepared(args, kwargs, mode)
+
+    def _unprepared(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Any:
+        answer = self._options.on_new_shape
+        if answer == "eager":
+            return self._model(*args, **kwargs)
+        if answer == "prepare":
+            return self.prepare(*args, **kwargs).forward(*args, **kwargs)
+        if not self._engines:
+            raise InputError("nothing is prepared", fix="call prepare(*example_inputs) first")
+        for engine in self._engines:
+            if engine.mode == mode:
+                raise InputError(
+                    f"no engine is prepared for these inputs: {engine.signature.explain(args, kwargs)}",
+                    where=f"prepared: {engine.signature}",
+                    fix='prepare(...) for them as well, or use Options(on_new_shape="prepare" or "eager")',
+                )
+        words = ("training", "evaluation") if mode else ("evaluation", "training")
+        raise InputError(
+            f"the model is in {words[0]} mode, the engines were prepared in {words[1]} mode",
+            fix=f"model.{'eval' if mode else 'train'}(), or prepare again",
+        )
+
+    def close(self) -> None:
+        """Free every engine."""
+        while self._engines:
+            self._engines.pop().plan.executable.close()
+
+    def train(self, mode: bool = True) -> Nimble:
+        """Set the wrapped model's mode."""
+        if isinstance(self._model, torch.nn.Module):
+            self._model.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Nimble:
+        # .to(), .half(), …: the parameters move, so what was captured no longer stands for the model.
+        self.close()
+        if isinstance(self._model, torch.nn.Module):
+            self._model._apply(*args, **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_model"), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Graphs and workers cannot be copied: a copy starts unprepared.
+        return Nimble, (self._model, self._options)
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+    def extra_repr(self) -> str:
+        """Engines, one a line."""
+        return "\n".join(
+            f"prepared: {engine.signature}; {engine.schedule.policy}, {engine.schedule.streams} streams"
+            for engine in self._engines
+        )
+
+
+def _prepare(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> Engine:
+    watch = Stopwatch()
+    signature = check_inputs(model, args, kwargs)
+    device = device_for(signature.device)
+    with watch("warm-up"):
+        device.warm_up(model, args, kwargs)
+    recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
+    notes = recorded.recording.program.notes
+    if recorded.whole:
+        with watch("capture"):
+            executable = device.capture_whole(model, recorded.recording, signature)
+        best = Plan(executable.schedule, executable)
+        notes = (*notes, f"captured as a whole on one stream: launches not seen {recorded.recording.unseen_where}")
+    else:
+        with state_kept(recorded):
+            best = _plan(device, recorded, options, watch)
+    return Engine(
+        signature=signature,
+        plan=best,
+        build=builder(recorded.recording.output_structure),
+        mode=bool(getattr(model, "training", False)),
+        seconds=dict(watch.seconds),
+        notes=notes,
+    )
+
+
+def _plan(device: Any, recorded: Any, options: Options, watch: Stopwatch) -> Plan:
+    policy: Any = options.policy
+    measured: Literal["auto"] | None = "auto" if policy == "auto" and options.tune != "off" else None
+    if policy == "auto":
+        policy = "nimble" if device.kind == "cuda" or measured else "single"
+    plans: list[Plan] = []
+    costs = None
+    try:
+        if measured:
+            with watch("capture"):
+                plans.append(capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit))
+            with watch("measure calls"):
+                costs = measure_costs(device, recorded, plans[0]).costs
+        with watch("schedule"):
+            schedule = plan(recorded, policy, costs, device.stream_cap(options.max_streams))
+        if not (plans and schedule.streams <= 1):
+            with watch("capture"):
+                plans.append(capture(device, recorded, schedule, memory_limit=options.memory_limit))
+        with watch("choose"):
+            best, _ = choose(device, plans, options)
+    except BaseException:
+        for one in plans:
+            one.executable.close()
+        raise
+    for one in plans:
+        if one is not best:
+            one.executable.close()
+    return best
+

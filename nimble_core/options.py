@@ -1,0 +1,63 @@
+"""Options: one frozen value shared by the API, the magics and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nimble_core.errors import InputError
+
+__all__ = ["Options"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "fuse": ("none",),
+    "tune": ("off", "fast", "full"),
+    "outputs": ("copy", "static"),
+    "on_new_shape": ("error", "eager", "prepare"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to prepare a model.
+
+    Args:
+        fuse: which kernels to use: ``"none"`` keeps the eager ones.
+        policy: stream assignment: ``"auto"`` measures the candidates and takes the fastest, or a policy's name
+            (``"single"``, ``"nimble"``), or any callable ``(graph, costs) -> Schedule``.
+        tune: how much to measure while preparing: ``"off"`` nothing (``policy="auto"`` then means ``"nimble"`` on
+            CUDA and ``"single"`` on the host), ``"fast"`` a few replays of each candidate, ``"full"`` many.
+        budget_s: seconds that measuring candidates may take.
+        max_streams: cap on streams, None for no cap.
+        memory_limit: bytes the engine may hold, None for no limit; more is refused at preparation.
+        outputs: ``"copy"`` gives each call its own outputs; ``"static"`` the engine's buffers, overwritten by the
+            next call.
+        strict: refuse what would otherwise be captured as it is (launches that were not seen).
+        on_new_shape: what a call with an unprepared signature does: ``"error"``, ``"eager"`` or ``"prepare"``.
+
+    Raises:
+        InputError: a value that is not among the choices, or out of range.
+    """
+
+    fuse: str = "none"
+    policy: str | Callable[..., Any] = "auto"
+    tune: Literal["off", "fast", "full"] = "fast"
+    budget_s: float = 5.0
+    max_streams: int | None = 32
+    memory_limit: int | None = None
+    outputs: Literal["copy", "static"] = "copy"
+    strict: bool = False
+    on_new_shape: Literal["error", "eager", "prepare"] = "error"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise InputError(f"Options({name}={value!r}) is not a choice", fix=f"one of {', '.join(choices)}")
+        if self.max_streams is not None and self.max_streams < 1:
+            raise InputError(f"Options(max_streams={self.max_streams}) is less than 1", fix="at least 1, or None")
+        if not self.budget_s >= 0:
+            raise InputError(f"Options(budget_s={self.budget_s}) is negative", fix="seconds, 0 or more")
+        if self.memory_limit is not None and self.memory_limit < 0:
+            raise InputError(f"Options(memory_limit={self.memory_limit}) is negative", fix="bytes, or None")

@@ -1,0 +1,199 @@
+"""From a model to executables: record → graph → costs → schedule → check → capture, one step a line.
+
+``Nimble`` and ``compare`` both go this way; each step is timed under the name it has here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nimble_core.check import check_schedule
+from nimble_core.costs import Costs, uniform_costs
+from nimble_core.devices.base import Device, Executable, Observation
+from nimble_core.errors import CaptureError, DeviceError, InputError
+from nimble_core.graph import CallGraph, build_graph
+from nimble_core.measurement import Measurement, interleave
+from nimble_core.options import Options
+from nimble_core.policies import resolve_policy
+from nimble_core.record import check_static, other_values, require_callable
+from nimble_core.schedule import Schedule
+from nimble_core.signature import Signature
+from nimble_core.structure import builder
+from nimble_core.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from nimble_core.recording import Recording
+
+__all__ = ["Plan", "Recorded", "Stopwatch", "capture", "choose", "device_for", "measure_costs", "plan", "record_static", "state_kept"]
+
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Times named steps: ``with watch("record"): …``; ``seconds`` keeps them in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A model on example inputs: its recording and hazards."""
+
+    model: Callable[..., Any]
+    signature: Signature
+    recording: Recording
+    graph: CallGraph
+
+    @property
+    def whole(self) -> bool:
+        """Whether the Program is incomplete, so that only the module as a whole can be captured."""
+        return self.recording.unseen > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked schedule and what it runs as."""
+
+    schedule: Schedule
+    executable: Executable
+
+
+def device_for(device: torch.device) -> Device:
+    """The Device that runs tensors on ``device``. Raises InputError for kinds that are not supported."""
+    if device.type == "cuda":
+        from nimble_core.devices.cuda import CudaDevice
+
+        return CudaDevice(device)
+    if device.type == "cpu":
+        from nimble_core.devices.host import HostDevice
+
+        return HostDevice()
+    raise InputError(f"inputs are on {device}: only cuda and cpu are supported", fix="move model and inputs")
+
+
+def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """Signature of the inputs. Raises InputError for what is no model, no input, or mixed devices."""
+    require_callable(model)
+    signature = Signature(args, kwargs)
+    for name, parameter in getattr(model, "named_parameters", lambda: ())():
+        if parameter.device != signature.device:
+            raise InputError(
+                f"mixed devices: parameter {name} is on {parameter.device}, {signature.paths[0]} on {signature.device}",
+                fix=f"model.to({str(signature.device)!r}), or move the inputs to {parameter.device}",
+            )
+    return signature
+
+
+def record_static(
+    device: Device,
+    model: Callable[..., Any],
+    signature: Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    strict: bool,
+    step: Step,
+) -> Recorded:
+    """Record twice, on other input values the second time, and build the hazards.
+
+    Raises:
+        NotStaticError: the recordings differ.
+        CaptureError: a call that cannot be captured; under ``strict`` also launches that were not seen.
+    """
+    with step("record"):
+        recording = device.record(model, signature, args, kwargs)
+    with step("record again"):
+        build = builder(signature.structure)
+        again_args, again_kwargs = build(other_values(signature.tensors))
+        again = Signature(again_args, again_kwargs)
+        check_static(recording.program, device.record(model, again, again_args, again_kwargs).program)
+    if recording.unseen and strict:
+        raise CaptureError(
+            f"{recording.unseen} launches belong to no call that was seen",
+            where=recording.unseen_where,
+            fix="Options(strict=False) captures the module as a whole, on one stream",
+        )
+    with step("hazards"):
+        graph = build_graph(recording.program)
+    return Recorded(model, signature, recording, graph)
+
+
+@contextmanager
+def state_kept(recorded: Recorded) -> Iterator[None]:
+    """Put back, at the end, what replays inside write: parameters, buffers, example inputs, random state.
+
+    Replays run for real on the model's own tensors (BatchNorm in training mode updates its statistics).
+    """
+    from nimble_core.record import random_state_kept
+
+    recording = recorded.recording
+    written = {ref.storage for call in recording.program.calls for ref in call.writes}
+    live = [tensor for slot, tensor in recording.given.items() if recording.storage_of[slot] in written]
+    live += [recorded.signature.tensors[position] for position in recording.written_inputs]
+    saved = [(tensor.detach(), tensor.detach().clone()) for tensor in live]
+    with random_state_kept(recorded.signature.device):
+        try:
+            yield
+        finally:
+            for tensor, value in saved:
+                tensor.copy_(value)
+
+
+def capture(device: Device, recorded: Recorded, schedule: Schedule, *, memory_limit: int | None = None) -> Plan:
+    """Check ``schedule`` and capture it. Raises ScheduleError, CaptureError, DeviceError."""
+    check_schedule(recorded.graph, schedule, recorded.recording.program)
+    executable = device.capture(recorded.recording, schedule, recorded.signature.tensors)
+    if memory_limit is not None and executable.nbytes > memory_limit:
+        nbytes = executable.nbytes
+        executable.close()
+        raise DeviceError(
+            f"the engine holds {format_bytes(nbytes)}, more than memory_limit={format_bytes(memory_limit)}",
+            fix="raise the limit, or cap streams with Options(max_streams=...)",
+        )
+    return Plan(schedule, executable)
+
+
+def plan(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int | None) -> Schedule:
+    """Schedule by ``policy`` (name or callable); without costs every call counts the same."""
+    known = costs or uniform_costs(recorded.graph.size)
+    schedule: Schedule = resolve_policy(policy)(recorded.graph, known, max_streams=max_streams)
+    return schedule
+
+
+def measure_costs(device: Device, recorded: Recorded, single: Plan, replays: int = 7) -> Observation:
+    """What each call costs on its own, from replays of the one-stream plan."""
+    return device.observe(single.executable, recorded.recording, replays)
+
+
+def choose(
+    device: Device, plans: Sequence[Plan], options: Options
+) -> tuple[Plan, Mapping[str, Measurement]]:
+    """The fastest plan by measured replays; ties within 1% go to fewer streams."""
+    if len(plans) == 1 or options.tune == "off":
+        return plans[-1], {}
+    rounds = 9 if options.tune == "fast" else 101
+    taken = interleave(
+        {one.schedule.policy: one.executable.replay for one in plans},
+        clock_ns=device.clock_ns,
+        synchronize=device.synchronize,
+        rounds=rounds,
+        budget_s=options.budget_s,
+    )
+    fastest = min(one.median_ns for one in taken.values())
+    close = [one for one in plans if taken[one.schedule.policy].median_ns <= fastest * 1.01]
+    return min(close, key=lambda one: one.schedule.streams), taken

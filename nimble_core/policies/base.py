@@ -1,0 +1,89 @@
+"""What a policy is, and the part that all of them share: from streams to a complete Schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nimble_core.algorithms.reachability import predecessor_lists, unconnected
+from nimble_core.algorithms.reduction import transitive_reduction
+from nimble_core.costs import Costs
+from nimble_core.errors import InputError
+from nimble_core.graph import CallGraph
+from nimble_core.schedule import Schedule, SyncCounts
+
+__all__ = ["Policy", "plan_streams", "stream_neighbours"]
+
+
+class Policy(Protocol):
+    """A pure function from a graph and its costs to a schedule."""
+
+    def __call__(self, graph: CallGraph, costs: Costs, *, max_streams: int | None = None) -> Schedule:
+        """Plan ``graph`` on at most ``max_streams`` streams (None: no cap)."""
+        ...
+
+
+def stream_neighbours(stream: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of calls that follow each other on one stream, in issue order of the later one."""
+    last: dict[int, int] = {}
+    pairs = []
+    for call in order:
+        lane = stream[call]
+        if lane in last:
+            pairs.append((last[lane], call))
+        last[lane] = call
+    return pairs
+
+
+def plan_streams(
+    graph: CallGraph,
+    stream: Sequence[int],
+    *,
+    policy: str,
+    matched: int | None = None,
+) -> Schedule:
+    """The schedule that runs each call on its given stream, issued in program order, with the fewest waits.
+
+    The waits are the cross-stream edges of the transitive reduction of the hazards and the order within streams
+    together: each of them is needed, and no other is.
+
+    Args:
+        graph: the hazards.
+        stream: stream of each call, 0-based, no gaps.
+        policy: name to be written into the schedule.
+        matched: size of the maximum matching that the streams were made from. With it, a plan that adds no order
+            promises maximum concurrency and minimum syncs.
+
+    Raises:
+        InputError: ``stream`` does not give one stream per call.
+
+    >>> from nimble_core.graph import graph_from_edges
+    >>> plan_streams(graph_from_edges(3, [(0, 1), (0, 2)]), [0, 0, 1], policy="mine").syncs
+    ((0, 2),)
+    """
+    if len(stream) != graph.size:
+        raise InputError(f"{len(stream)} streams were given for {graph.size} calls", fix="one stream per call")
+    order = range(graph.size)
+    added = unconnected(predecessor_lists(graph.size, graph.meg), stream_neighbours(stream, order))
+    needed: Sequence[tuple[int, int]] = graph.meg
+    if added:
+        needed = transitive_reduction(predecessor_lists(graph.size, [*graph.meg, *added]))
+    syncs = tuple((u, v) for u, v in needed if stream[u] != stream[v])
+    counts = SyncCounts(
+        full=sum(stream[u] != stream[v] for u, v in graph.edges),
+        meg=sum(stream[u] != stream[v] for u, v in graph.meg),
+        planned=len(syncs),
+    )
+    promised = matched is not None and not added
+    return Schedule(
+        policy=policy,
+        stream=tuple(stream),
+        order=tuple(order),
+        syncs=syncs,
+        added_order=tuple(added),
+        maximum_concurrency=promised,
+        minimum_syncs=promised,
+        meg_edges=len(graph.meg) if matched is not None else 0,
+        matched=matched or 0,
+        counts=counts,
+    )

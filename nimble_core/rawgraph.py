@@ -1,0 +1,90 @@
+"""Reading CUDA graphs through the driver (``cuda-bindings``): nodes and edges, during a capture and after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nimble_core.errors import DeviceError
+
+__all__ = ["CaptureProbe", "RawGraph", "read_graph"]
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(
+            "cuda-bindings is not installed: captured graphs cannot be read",
+            fix='pip install "nimble-viz[cuda13]" (or [cuda12], as your torch was built: torch.version.cuda)',
+        ) from error
+    return driver
+
+
+def _checked(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    code, *values = result
+    if int(code) != 0:
+        raise DeviceError(f"{what} failed: {code.name if hasattr(code, 'name') else code}")
+    return tuple(values)
+
+
+class CaptureProbe:
+    """Looks into the capture under way on one stream.
+
+    Args:
+        stream: raw handle of a stream that is capturing.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._driver = _driver()
+        _, _, self._graph, *_ = _checked(self._driver.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")
+
+    def nodes(self) -> int:
+        """Nodes captured so far."""
+        code, _, count = self._driver.cuGraphGetNodes(self._graph, 0)
+        if int(code) != 0:
+            raise DeviceError(f"cuGraphGetNodes failed: {code.name}")
+        return int(count)
+
+    def last(self, stream: int) -> tuple[int, ...]:
+        """Nodes that the next node on ``stream`` would depend on (raw handles)."""
+        _, _, _, dependencies, *_ = _checked(self._driver.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")
+        return tuple(int(node) for node in dependencies or ())
+
+
+@dataclass(frozen=True, slots=True)
+class RawGraph:
+    """Nodes and edges of a captured graph.
+
+    Args:
+        nodes: raw handles in order of creation.
+        kinds: ``"kernel"``, ``"memcpy"``, ``"memset"``, or the driver's word, parallel to ``nodes``.
+        edges: ``(from, to)`` as positions in ``nodes``.
+    """
+
+    nodes: tuple[int, ...]
+    kinds: tuple[str, ...]
+    edges: tuple[tuple[int, int], ...]
+
+
+def read_graph(handle: int) -> RawGraph:
+    """Read the graph behind ``CUDAGraph.raw_cuda_graph()``. Raises DeviceError."""
+    driver = _driver()
+    graph = driver.CUgraph(init_value=handle)
+    _, count = _checked(driver.cuGraphGetNodes(graph, 0), "cuGraphGetNodes")
+    if not count:
+        return RawGraph((), (), ())
+    found, _ = _checked(driver.cuGraphGetNodes(graph, count), "cuGraphGetNodes")
+    nodes = tuple(int(node) for node in found)
+    kinds = tuple(_kind(_checked(driver.cuGraphNodeGetType(node), "cuGraphNodeGetType")[0].name) for node in found)
+    *_, edge_count = _checked(driver.cuGraphGetEdges(graph, 0), "cuGraphGetEdges")
+    edges: list[tuple[int, int]] = []
+    if edge_count:
+        tails, heads, *_ = _checked(driver.cuGraphGetEdges(graph, edge_count), "cuGraphGetEdges")
+        place = {node: position for position, node in enumerate(nodes)}
+        edges = sorted((place[int(a)], place[int(b)]) for a, b in zip(tails, heads, strict=True))
+    return RawGraph(nodes, kinds, tuple(edges))
+
+
+def _kind(name: str) -> str:
+    return name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()

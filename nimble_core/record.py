@@ -1,0 +1,769 @@
+"""Record: run a model once and write down every call that reaches its device.
+
+A ``TorchDispatchMode`` sees every ATen call below autograd, with all arguments. On CUDA the run happens under a
+throwaway stream capture: nothing executes, libraries branch as they will in the real capture, and the captured nodes
+tell calls from host steps and betray launches that the mode did not see. On the host the run is live.
+
+Whatever the run changed (parameters, buffers, inputs, attributes, random state) is put back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nimble_core.errors import CaptureError, InputError, NotStaticError
+from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
+from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, slots_in
+from nimble_core.signature import Signature
+from nimble_core.structure import flatten
+
+__all__ = ["NodeCounter", "check_static", "other_values", "preserved", "record"]
+
+# Operators that write tensors their schema does not mark: (operator, arguments written, argument that says whether).
+_SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::batch_norm_update_stats": (("running_mean", "running_var"), ""),
+    "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
+    "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
+}
+
+_UNINITIALISED = ("aten::empty", "aten::new_empty")
+_TORCH_ROOT = torch.__path__[0]
+_CORE_ROOT = __file__.rpartition("/")[0]
+
+
+class NodeCounter(Protocol):
+    """Counts the nodes of the capture under way, so that calls can be told from host steps."""
+
+    def nodes(self) -> int:
+        """Nodes captured so far."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside this, work runs for real instead of being captured (copies of host constants)."""
+
+
+def record(
+    model: Callable[..., Any],
+    signature: Signature,
+    *,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    counter: NodeCounter | None = None,
+) -> Recording:
+    """Run ``model(*args, **kwargs)`` once and return what it asked of the device.
+
+    Args:
+        model: module or function.
+        signature: of the inputs; its tensors are the ones in ``args`` and ``kwargs``.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        counter: nodes of the capture this runs under; None for a live run on the host.
+
+    Raises:
+        CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
+            and source line.
+        InputError: an output of an unknown type that holds tensors.
+    """
+    recorder = _Recorder(model, signature, counter)
+    with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
+        recorder.before_write = guard.before_write
+        with _announced(), recorder:
+            result = model(*args, **kwargs)
+        outputs, structure = flatten(result, what="output")
+        recording = recorder.finish(outputs, structure)
+        changed = guard.changed_attributes()
+    if changed:
+        program = recording.program
+        note = "the forward changed attributes, which were put back: " + ", ".join(changed)
+        values = {name: getattr(program, name) for name in Program.__slots__} | {"notes": (*program.notes, note)}
+        recording = _replace(recording, program=Program(**values))
+    return recording
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    """Say "capturing" to libraries that ask, on this thread, as a CUDA capture does by itself.
+
+    They then take the branch that a replay can repeat (Hugging Face masks read values back otherwise), the same one
+    on the host as on CUDA.
+    """
+    real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
+    torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == thread or real()
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = real
+
+
+def _replace(recording: Recording, **changes: Any) -> Recording:
+    return Recording(**({name: getattr(recording, name) for name in Recording.__slots__} | changes))
+
+
+class _Recorder(TorchDispatchMode):
+    """The dispatch mode that writes everything down."""
+
+    def __init__(self, model: Callable[..., Any], signature: Signature, counter: NodeCounter | None) -> None:
+        super().__init__()
+        self.counter = counter
+        self.device = signature.device
+        self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self._modules = _module_paths(model)
+        self._storages: list[Storage] = []
+        self._storage_ids: dict[int, int] = {}
+        self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
+        self._slots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._storage_of: list[int] = []
+        self._given: dict[int, torch.Tensor] = {}
+        self._owned: list[torch.Tensor] = []
+        self._steps: list[Step] = []
+        self._calls: list[Call] = []
+        self._constant: set[int] = set()  # storages whose values depend on neither inputs nor parameters
+        self._written: set[int] = set()
+        self._generator: int | None = None
+        self._nodes = counter.nodes() if counter else 0
+        self._unseen = 0
+        self._unseen_where = ""
+        self._names: dict[int, tuple[Role, str]] = {}
+        for role, name, tensor in _owned_tensors(model):
+            self._names.setdefault(_address(tensor), (role, name))
+        self.inputs = tuple(
+            self._give(tensor, "input", path)
+            for tensor, path in zip(signature.tensors, signature.paths, strict=True)
+        )
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else a torch.compile'd submodule first called inside the mode runs eager and is never compiled afterwards.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
+        frame = sys._getframe(1)
+        self._refuse_dynamic(func, tensors, args, kwargs, frame)
+        if self.counter and self._is_host_work(func, tensors, args, kwargs):
+            return self._run_on_host(func, args, kwargs)
+        if self.counter:
+            self._notice_unseen(frame)
+        written = [tensor for tensor in _written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
+        for tensor in written:
+            self.before_write(tensor)
+        template = tuple(self._template(arg) for arg in args)
+        named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
+        if torch.Tag.inplace_view in func.tags:
+            return self._inplace_view(func, args, kwargs, template)
+        result = self._run(func, args, kwargs, frame)
+        returned = flat_tensors(result)
+        known = len(self._storages)
+        outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
+        call = None
+        if self._reaches_device(func, tensors, returned, written, known):
+            call = len(self._calls)
+            self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame))
+        reads = tuple(dict.fromkeys(slots_in([*template, *(value for _, value in named)])))
+        self._steps.append(Step(func, template, named, outputs, reads, call))
+        return result
+
+    def finish(self, outputs: Sequence[torch.Tensor], structure: Any) -> Recording:
+        """The recording, once the model has returned ``outputs``."""
+        if self.counter:
+            self._notice_unseen(None)
+        for tensor in outputs:
+            if tensor.device != self.device:
+                raise CaptureError(
+                    f"an output is on {tensor.device}, the inputs on {self.device}: copying it is a host synchronisation",
+                    fix="return device tensors and copy them outside the model",
+                )
+        slots = tuple(self._slot(tensor) for tensor in outputs)
+        program = Program(
+            calls=tuple(self._calls),
+            storages=tuple(self._storages),
+            inputs=tuple(self._refs[slot] for slot in self.inputs),
+            outputs=tuple(self._refs[slot] for slot in slots),
+            host_steps=sum(step.call is None for step in self._steps),
+            device=self.device.type,
+        )
+        written = tuple(
+            position for position, slot in enumerate(self.inputs) if self._storage_of[slot] in self._written
+        )
+        return Recording(
+            program=program,
+            steps=tuple(self._steps),
+            slots=len(self._storage_of),
+            storage_of=tuple(self._storage_of),
+            given={slot: tensor for slot, tensor in self._given.items() if slot not in self.inputs},
+            inputs=self.inputs,
+            outputs=slots,
+            output_structure=structure,
+            written_inputs=written,
+            unseen=self._unseen,
+            unseen_where=self._unseen_where,
+        )
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except torch.AcceleratorError as error:
+            module, file, line = _place(frame, self._modules)
+            raise CaptureError(
+                f"{func} cannot be captured: {str(error).splitlines()[0]}",
+                where=str(Origin(str(func), module, file, line)),
+                fix="keep that operator out of the prepared module, or use a form that does not synchronise",
+            ) from error
+
+    # -- tensors -----------------------------------------------------------------------------------------------
+
+    @property
+    def _refs(self) -> dict[int, TensorRef]:
+        return self._ref_of
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        address = _address(tensor)
+        index = self._storage_ids.get(address)
+        if index is None:
+            storage = tensor.untyped_storage()
+            role, name = self._names.get(address, ("intermediate", ""))
+            index = self._add_storage(Storage(storage.nbytes(), role, name))
+            self._storage_ids[address] = index
+            self._keep.append(StorageWeakRef(storage))
+        return index
+
+    def _add_storage(self, storage: Storage) -> int:
+        self._storages.append(storage)
+        return len(self._storages) - 1
+
+    def _new_slot(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"a {tensor.layout} tensor appeared: only dense tensors can be re-issued",
+                fix="convert it with .to_dense() in the model, or leave that part out of the prepared module",
+            )
+        slot = len(self._storage_of)
+        self._storage_of.append(self._storage(tensor))
+        self._ref_of[slot] = self._ref(tensor)
+        self._slots[tensor] = slot
+        return slot
+
+    def _slot(self, tensor: torch.Tensor) -> int:
+        """Slot of a tensor; one that no call made is a parameter, a buffer or a constant, and is kept."""
+        slot = self._slots.get(tensor)
+        return self._give(tensor) if slot is None else int(slot)
+
+    def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
+        known = _address(tensor) in self._storage_ids
+        slot = self._new_slot(tensor)
+        storage = self._storage_of[slot]
+        if role and not known:
+            self._storages[storage] = Storage(self._storages[storage].nbytes, role, name)
+        elif not known and self._storages[storage].role == "intermediate":
+            self._storages[storage] = Storage(self._storages[storage].nbytes, "constant", name)
+            self._constant.add(storage)
+        self._given[slot] = tensor.detach()
+        self._owned.append(tensor)  # a strong reference: the slot is found by the tensor's identity
+        return slot
+
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
+        itemsize = tensor.element_size()
+        return TensorRef(
+            storage=self._storage(tensor),
+            offset=tensor.storage_offset() * itemsize,
+            sizes=tuple(tensor.shape),
+            strides=tensor.stride(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            itemsize=itemsize,
+        )
+
+    @property
+    def _ref_of(self) -> dict[int, TensorRef]:
+        return self.__dict__.setdefault("_slot_refs", {})
+
+    def _template(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return Slot(self._slot(arg))
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(self._template(item) for item in arg) if type(arg) in (list, tuple) else list(arg)
+        return arg
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        returned: list[torch.Tensor],
+        written: list[torch.Tensor],
+        frame: FrameType,
+    ) -> Call:
+        accesses: list[Access] = []
+        for tensor in tensors:
+            accesses.append(Access(self._ref(tensor), write=False))
+        for tensor in written:
+            accesses.append(Access(self._ref(tensor), write=True))
+        for tensor in returned:
+            # A result on memory that was there before is written too, marked by the schema or not.
+            if not any(tensor is other for other in written):
+                accesses.append(Access(self._ref(tensor), write=True))
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.counter:
+            # On the host a random call changes the generator's state: such calls keep their order. On CUDA each
+            # captured call has its own offset into the stream of random numbers.
+            accesses += self._generator_accesses()
+        inputs_constant = all(self._storage(tensor) in self._constant for tensor in tensors)
+        for tensor in returned:
+            storage = self._storage(tensor)
+            if inputs_constant and torch.Tag.nondeterministic_seeded not in func.tags:
+                self._constant.add(storage)
+        for tensor in written:
+            storage = self._storage(tensor)
+            self._written.add(storage)
+            if not inputs_constant:
+                self._constant.discard(storage)
+        module, file, line = _place(frame, self._modules)
+        return Call(
+            index=len(self._calls),
+            operator=str(func),
+            arguments=_arguments(func, args, kwargs, self._storage),
+            accesses=tuple(dict.fromkeys(accesses)),
+            origins=(Origin(str(func), module, file, line),),
+        )
+
+    def _generator_accesses(self) -> list[Access]:
+        if self._generator is None:
+            self._generator = self._add_storage(Storage(0, "generator", "default generator"))
+        ref = TensorRef(self._generator, 0, (1,), (1,), "uint8", 1)
+        return [Access(ref, write=False), Access(ref, write=True)]
+
+    def _reaches_device(
+        self,
+        func: Any,
+        tensors: list[torch.Tensor],
+        returned: list[torch.Tensor],
+        written: list[torch.Tensor],
+        known: int,
+    ) -> bool:
+        if self.counter:
+            before, self._nodes = self._nodes, self.counter.nodes()
+            return self._nodes > before
+        if written:
+            return any(tensor.numel() for tensor in written)
+        if func._schema.name.startswith(_UNINITIALISED):
+            return False
+        fresh = [tensor for tensor in returned if self._storage(tensor) >= known]
+        return any(tensor.numel() for tensor in fresh)
+
+    def _inplace_view(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...]
+    ) -> Any:
+        """``squeeze_`` and its like change a tensor's shape, not its memory: recorded as a new view of it."""
+        tensor = args[0]
+        nbytes = tensor.untyped_storage().nbytes()
+        result = func(*args, **kwargs)
+        if tensor.untyped_storage().nbytes() != nbytes or _address(tensor) not in self._storage_ids:
+            raise CaptureError(
+                f"{func} gave a tensor other memory: that cannot be re-issued",
+                fix="allocate the tensor with its final size",
+            )
+        slot = self._new_slot(tensor)
+        view = (template[0], list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        reads = tuple(slots_in(view))
+        self._steps.append(Step(torch.ops.aten.as_strided.default, view, (), (slot,), reads, None))
+        return result
+
+    # -- refusals ----------------------------------------------------------------------------------------------
+
+    def _refuse_dynamic(
+        self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> None:
+        if torch.Tag.data_dependent_output in func.tags:
+            why, fix = "gives the host a value computed on the device", "compute it on the device, or pass it as an input"
+        elif _shape_depends_on_data(func, args, kwargs):
+            why, fix = "has an output whose shape depends on data", "use a form with a fixed shape (torch.where, a mask, a size argument)"
+        elif self.device.type != "cpu" and _copies_to_host(func, tensors, args, kwargs):
+            why, fix = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
+        else:
+            return
+        if all(tensor.device.type == "cpu" and self._storage(tensor) in self._constant for tensor in tensors):
+            return  # a constant: the same on every run
+        module, file, line = _place(frame, self._modules)
+        raise CaptureError(
+            f"{func} {why}: the host would have to wait for the device, and a replay cannot",
+            where=str(Origin(str(func), module, file, line)),
+            fix=fix,
+        )
+
+    def _notice_unseen(self, frame: FrameType | None) -> None:
+        assert self.counter
+        now = self.counter.nodes()
+        if now > self._nodes:
+            self._unseen += now - self._nodes
+            if not self._unseen_where:
+                before = str(self._calls[-1]) if self._calls else "the first call"
+                module, file, line = _place(frame, self._modules) if frame else ("", "", 0)
+                here = f", before {file}:{line} in {module or 'the model'}" if file else ", before the end"
+                self._unseen_where = f"after {before}{here}"
+            self._nodes = now
+
+    # -- host constants in a device program --------------------------------------------------------------------
+
+    def _is_host_work(self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Work on host tensors alone: their values are constants, since every input is on the device."""
+        if tensors:
+            return all(tensor.device.type == "cpu" for tensor in tensors)
+        device = kwargs.get("device")
+        return device is None or torch.device(device).type == "cpu"
+
+    def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it now: its result is a constant, kept if a later call reads it."""
+        assert self.counter
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type == "cpu":
+            result = func(*args, **kwargs)
+        else:
+            with self.counter.outside():
+                result = func(*args, **kwargs)
+        for tensor in flat_tensors(result):
+            if tensor not in self._slots:
+                self._constant.add(self._storage_of[self._give(tensor, "constant")])
+        return result
+
+
+@contextmanager
+def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[str]]]:
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    before = {path: _attributes(module) for path, module in modules.items()}
+    sizes = {path: _sizes(module) for path, module in modules.items()}
+
+    def changed() -> list[str]:
+        names = []
+        for path, module in modules.items():
+            now, old = _attributes(module), before[path]
+            differ = [key for key in now.keys() | old.keys() if now.get(key, before) is not old.get(key, before)]
+            grown = [(None, key) for key, size in _sizes(module).items() if sizes[path].get(key, size) != size]
+            names += [f"{path}.{key}".lstrip(".") for _, key in sorted({*differ, *grown}, key=str)]
+        return names
+
+    try:
+        yield changed
+    finally:
+        for path, module in modules.items():
+            for (table, key), value in before[path].items():
+                _table(module, table)[key] = value
+            for table, key in _attributes(module).keys() - before[path].keys():
+                del _table(module, table)[key]
+
+
+def _table(module: torch.nn.Module, name: str | None) -> dict[str, Any]:
+    return module.__dict__ if name is None else module.__dict__[name]
+
+
+def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
+    tables = ("_parameters", "_buffers", "_modules")
+    found: dict[tuple[str | None, str], Any] = {
+        (None, key): value for key, value in module.__dict__.items() if key not in tables
+    }
+    for table in tables:
+        found |= {(table, key): value for key, value in module.__dict__[table].items()}
+    return found
+
+
+def _sizes(module: torch.nn.Module) -> dict[str, int]:
+    return {
+        key: len(value)
+        for key, value in module.__dict__.items()
+        if not key.startswith("_") and isinstance(value, (list, dict, set))
+    }
+
+
+class _Guard:
+    """Keeps what a live run is about to overwrite."""
+
+    def __init__(self, live: bool, changed: Callable[[], list[str]]) -> None:
+        self.live = live
+        self.changed_attributes = changed
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fresh: set[int] = set()
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
+        if self.live:
+            self._saved.append((tensor.detach(), tensor.detach().clone()))
+
+    def restore(self) -> None:
+        """Undo the writes, last first."""
+        with torch.no_grad():
+            for tensor, value in reversed(self._saved):
+                tensor.copy_(value)
+
+
+@contextmanager
+def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[_Guard]:
+    """Put back, at the end or after an error, what runs of ``model`` inside change.
+
+    Attributes, random state, and the tensors reported to the guard's ``before_write``.
+
+    Args:
+        model: module or function.
+        live: whether the runs execute (False under a capture).
+    """
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept(torch.device("cpu")))
+        changed = stack.enter_context(_attribute_guard(model))
+        guard = _Guard(live, changed)
+        stack.callback(guard.restore)
+        yield guard
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Put the random state of Python, of torch's host generator and of ``device`` back at the end."""
+    python, host = random.getstate(), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu, device)
+
+
+class _WriteGuard(TorchDispatchMode):
+    """Lets a model run, telling the guard of every tensor it is about to write that existed before."""
+
+    def __init__(self, guard: _Guard, existing: set[int]) -> None:
+        super().__init__()
+        self.guard = guard
+        self.existing = existing
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written_tensors(func, args, kwargs):
+            if isinstance(tensor, torch.Tensor) and _address(tensor) in self.existing:
+                self.guard.before_write(tensor)
+        return func(*args, **kwargs)
+
+
+def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were."""
+    tensors, _ = flatten((tuple(args), dict(kwargs)), what="input")
+    existing = {_address(tensor) for _, _, tensor in _owned_tensors(model)} | {_address(t) for t in tensors}
+    with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard, existing):
+        return model(*args, **kwargs)
+
+
+def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
+    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
+
+    Every integer stays a value the model has already accepted (indices stay in range).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for tensor in tensors:
+        order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+        other = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
+        if tensor.is_floating_point() or tensor.is_complex():
+            scale = torch.rand(tensor.shape, generator=generator).to(tensor.device) + 0.5
+            other = (other * scale).to(tensor.dtype)
+        made.append(torch.empty_like(tensor).copy_(other))
+    return made
+
+
+def check_static(first: Program, second: Program) -> None:
+    """Compare two recordings of one model on different input values.
+
+    Raises:
+        NotStaticError: naming the first call that differs, with its module path and source line.
+    """
+    for a, b in zip(first.calls, second.calls, strict=False):
+        if a.operator == b.operator and a.arguments == b.arguments and _shapes(a) == _shapes(b):
+            continue
+        if a.operator != b.operator:
+            how = f"{a.operator} in one run, {b.operator} in the other"
+        else:
+            changed = [f"{x[0]}={x[1]} / {y[1]}" for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
+            how = f"{a.operator} with other arguments ({', '.join(changed)[:200] or 'shapes'})"
+        raise NotStaticError(
+            f"the model is not static: on other input values call {a.index} is {how}",
+            where=str(a),
+            fix="remove the branch on data or random state, or prepare only the static part",
+        )
+    if len(first.calls) != len(second.calls):
+        longer = max(first.calls, second.calls, key=len)
+        extra = longer[min(len(first.calls), len(second.calls))]
+        raise NotStaticError(
+            f"the model is not static: {len(first.calls)} calls in one run, {len(second.calls)} on other input values",
+            where=str(extra),
+            fix="remove the branch on data or random state, or prepare only the static part",
+        )
+
+
+def _shapes(call: Call) -> list[tuple[Any, ...]]:
+    return [(access.ref.sizes, access.ref.strides, access.ref.dtype, access.write) for access in call.accesses]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError) as error:
+        raise CaptureError(
+            f"a {type(tensor).__name__} with layout {tensor.layout} has no memory of its own",
+            fix="use dense tensors in the prepared module",
+        ) from error
+
+
+def _owned_tensors(model: Callable[..., Any]) -> Iterator[tuple[Role, str, torch.Tensor]]:
+    if isinstance(model, torch.nn.Module):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            yield "parameter", name, parameter
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            yield "buffer", name, buffer
+
+
+def _module_paths(model: Callable[..., Any]) -> dict[int, str]:
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def _place(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:
+    """``(module path, file, line)`` of the code that issued a call.
+
+    The module is the innermost one running, the line the innermost one outside torch.
+    """
+    file, line, fallback = "", 0, ("", 0)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not file and not name.startswith((_TORCH_ROOT, _CORE_ROOT)):
+            file, line = _short(name), frame.f_lineno
+        if frame.f_code.co_name == "_call_impl" and name.startswith(_TORCH_ROOT):
+            path = modules.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                if file:
+                    return path, file, line
+                return path, *_outside_torch(frame, fallback)
+        frame = frame.f_back
+    return "", file, line
+
+
+@cache
+def _short(file: str) -> str:
+    """``file`` relative to the import path it lies on: reports travel, absolute paths do not."""
+    roots = sorted((root.rstrip("/") + "/" for root in sys.path if root), key=len, reverse=True)
+    return next((file[len(root) :] for root in roots if file.startswith(root)), file.rpartition("/")[2])
+
+
+def _outside_torch(frame: FrameType | None, fallback: tuple[str, int]) -> tuple[str, int]:
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_TORCH_ROOT, _CORE_ROOT)):
+            return _short(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back
+    return fallback
+
+
+@cache
+def _write_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that the schema, or the table of silent operators, marks as written."""
+    schema = func._schema
+    positions, names = [], []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            positions.append(position)
+            names.append(argument.name)
+    return tuple(positions), tuple(names)
+
+
+@cache
+def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int, str]:
+    written, condition = _SILENT_WRITES.get(func._schema.name, ((), ""))
+    order = [argument.name for argument in func._schema.arguments]
+    return (
+        tuple(order.index(name) for name in written if name in order),
+        written,
+        order.index(condition) if condition in order else -1,
+        condition,
+    )
+
+
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    positions, names = _write_arguments(func)
+    silent, silent_names, condition, condition_name = _silent_arguments(func)
+    if silent:
+        on = args[condition] if 0 <= condition < len(args) else kwargs.get(condition_name, True)
+        if on:
+            positions, names = (*positions, *silent), (*names, *silent_names)
+    found: list[Any] = []
+    for position, name in zip(positions, names, strict=True):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += flat_tensors(value)
+    return found
+
+
+def _shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    name = func._schema.name
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        # Only a mask has to be counted; integer indices give a shape that is known.
+        return any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
+    if name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _copies_to_host(
+    func: Any, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    if not any(tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    if func._schema.name in ("aten::copy_", "aten::_copy_from"):
+        return isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _arguments(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], storage: Callable[[torch.Tensor], int]
+) -> tuple[tuple[str, str], ...]:
+    names = [argument.name for argument in func._schema.arguments]
+
+    def text(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"%{storage(value)}"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(text(item) for item in value) + "]"
+        return repr(value)
+
+    return tuple((names[i], text(value)) for i, value in enumerate(args)) + tuple(
+        (name, text(value)) for name, value in kwargs.items()
+    )
+
+
+def require_callable(model: object) -> None:
+    """Raise InputError unless ``model`` is a module or another callable (a class does not count)."""
+    if not callable(model) or isinstance(model, type):
+        raise InputError(
+            f"expected a torch.nn.Module or a function, given {type(model).__name__}"
+            + (f" {model.__name__} itself" if isinstance(model, type) else ""),
+            fix="pass an instance: model = Model(); prepare or compare that",
+        )

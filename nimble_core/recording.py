@@ -1,0 +1,195 @@
+"""The Program's effectful twin: the tensors and operators that re-issue its calls.
+
+Tensors live in numbered slots. A recording holds the steps (calls, and the views and allocations between them) as
+templates over slots; an ``Issuer`` runs them, in any order that a schedule allows, on whatever stream or thread the
+device has made current.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nimble_core.program import Program
+from nimble_core.structure import Structure
+
+__all__ = ["Issuer", "Recording", "Slot", "Step", "collector_paused", "issuing", "slots_in"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a tensor in a step's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator as it was called.
+
+    Args:
+        func: the operator; called with ``args`` and ``kwargs`` after slots are replaced by tensors.
+        args: positional arguments; ``Slot`` stands for a tensor, lists may hold slots.
+        kwargs: keyword arguments, likewise.
+        outputs: slot of each tensor returned (flattened), -1 where it is an argument returned.
+        reads: slots among the arguments.
+        call: index of the call it is, None for a host step.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[int, ...]
+    reads: tuple[int, ...]
+    call: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one run of a model did, ready to be re-issued.
+
+    Args:
+        program: the calls as values.
+        steps: all steps in program order, host steps among them.
+        slots: number of slots.
+        storage_of: storage index of each slot.
+        given: tensors that exist before the first step (parameters, buffers, constants), by slot. They are aliases:
+            the memory stays valid even if the model lets go of it.
+        inputs: slot of each input tensor.
+        outputs: slot of each output tensor.
+        output_structure: what is around the outputs.
+        written_inputs: positions of inputs that the model writes in place.
+        unseen: launches seen in the recording capture that belong to no call: the Program is incomplete.
+        unseen_where: where they were, in words.
+    """
+
+    program: Program
+    steps: tuple[Step, ...]
+    slots: int
+    storage_of: tuple[int, ...]
+    given: dict[int, torch.Tensor]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    output_structure: Structure
+    written_inputs: tuple[int, ...] = ()
+    unseen: int = 0
+    unseen_where: str = ""
+
+
+def slots_in(args: Sequence[Any]) -> Iterator[int]:
+    """Slot numbers in a template, in order."""
+    for arg in args:
+        if type(arg) is Slot:
+            yield arg.index
+        elif isinstance(arg, (list, tuple)):
+            yield from slots_in(arg)
+
+
+class Issuer:
+    """Runs the steps of one recording over its own tensors.
+
+    Args:
+        recording: what to run.
+        inputs: one tensor per program input.
+    """
+
+    def __init__(self, recording: Recording, inputs: Sequence[torch.Tensor]) -> None:
+        self.recording = recording
+        self.tensors: list[torch.Tensor | None] = [None] * recording.slots
+        for slot, tensor in recording.given.items():
+            self.tensors[slot] = tensor
+        for slot, tensor in zip(recording.inputs, inputs, strict=True):
+            self.tensors[slot] = tensor
+        self._calls: list[Step] = [step for step in recording.steps if step.call is not None]
+        self._maker = {
+            slot: step for step in recording.steps if step.call is None for slot in step.outputs if slot >= 0
+        }
+        self._slots_of_storage: dict[int, list[int]] = {}
+        for slot, storage in enumerate(recording.storage_of):
+            self._slots_of_storage.setdefault(storage, []).append(slot)
+
+    def issue(self, call: int) -> None:
+        """Run one call, after the host steps it needs."""
+        step = self._calls[call]
+        for slot in step.reads:
+            if self.tensors[slot] is None:
+                self._make(slot)
+        self._run(step)
+
+    def outputs(self) -> list[torch.Tensor]:
+        """The output tensors; valid once all calls were issued."""
+        for slot in self.recording.outputs:
+            if self.tensors[slot] is None:
+                self._make(slot)
+        found = [self.tensors[slot] for slot in self.recording.outputs]
+        return [tensor for tensor in found if tensor is not None]
+
+    def release(self, storage: int) -> None:
+        """Let go of every tensor on ``storage``."""
+        for slot in self._slots_of_storage.get(storage, ()):
+            self.tensors[slot] = None
+
+    def _make(self, slot: int) -> None:
+        pending = [self._maker[slot]]
+        while pending:
+            step = pending[-1]
+            missing = [need for need in step.reads if self.tensors[need] is None]
+            if missing:
+                pending.extend(self._maker[need] for need in missing)
+            else:
+                self._run(step)
+                pending.pop()
+
+    def _run(self, step: Step) -> None:
+        tensors = self.tensors
+        result = step.func(*[_fill(arg, tensors) for arg in step.args], **{k: _fill(v, tensors) for k, v in step.kwargs})
+        if not step.outputs:
+            return
+        returned = [result] if isinstance(result, torch.Tensor) else flat_tensors(result)
+        for slot, tensor in zip(step.outputs, returned, strict=True):
+            if slot >= 0:
+                tensors[slot] = tensor
+
+
+def _fill(arg: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    if type(arg) is Slot:
+        return tensors[arg.index]
+    if type(arg) is list:
+        return [_fill(item, tensors) for item in arg]
+    if type(arg) is tuple:
+        return tuple(_fill(item, tensors) for item in arg)
+    return arg
+
+
+def flat_tensors(result: Any) -> list[torch.Tensor]:
+    """Tensors of an operator's result, in order; ``None`` and numbers left out."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in flat_tensors(item)]
+    return []
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: it walks all that was just recorded, and a graph collected in the middle of a
+    capture would end it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def issuing(device_type: str) -> Iterator[None]:
+    """Modes under which recorded operators run again: no autograd, no autocast (its casts were recorded)."""
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield

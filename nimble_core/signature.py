@@ -1,0 +1,156 @@
+"""What a prepared engine accepts: structure, shapes, dtypes and device of the inputs, checked on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nimble_core.errors import InputError
+from nimble_core.structure import Constant, Leaf, Node, Structure, flatten, leaf_paths, same_structure
+
+__all__ = ["Signature"]
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+class Signature:
+    """Inputs as they were at preparation.
+
+    ``bind`` is the hot path: it returns the input tensors of a call that fits and None for any other.
+    ``explain`` says, for one that does not, what was expected and what was given.
+
+    Args:
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+
+    Raises:
+        InputError: no tensor among the inputs, or tensors on more than one device, or not dense.
+    """
+
+    def __init__(self, args: Args, kwargs: Kwargs) -> None:
+        self.names = tuple(kwargs)
+        self.tensors, self.structure = flatten((tuple(args), dict(kwargs)), what="input")
+        self.paths = _paths(self.structure)
+        if not self.tensors:
+            raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
+        self.device = _one_device(self.tensors, self.paths)
+        for tensor, path in zip(self.tensors, self.paths, strict=True):
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                raise InputError(f"{path} is {tensor.layout}, not a dense tensor", fix="convert it with .to_dense()")
+        self.metas = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
+        self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
+
+    def _compile(self) -> Callable[[Args, Kwargs], list[torch.Tensor] | None]:
+        assert isinstance(self.structure, Node)
+        positional, keyword = self.structure.children
+        assert isinstance(positional, Node)
+        assert isinstance(keyword, Node)
+        metas, names, structure = self.metas, self.names, self.structure
+        flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
+        count, named = len(positional.children), len(names)
+
+        def fits(tensors: Sequence[Any]) -> bool:
+            for tensor, (shape, dtype, device) in zip(tensors, metas, strict=True):
+                if not (
+                    isinstance(tensor, torch.Tensor)
+                    and tensor.shape == shape
+                    and tensor.dtype is dtype
+                    and tensor.device == device
+                ):
+                    return False
+            return True
+
+        def bind_flat(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
+            if len(args) != count or len(kwargs) != named:
+                return None
+            tensors = list(args)
+            if named:
+                try:
+                    tensors += [kwargs[name] for name in names]
+                except KeyError:
+                    return None
+            return tensors if fits(tensors) else None
+
+        def bind_nested(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
+            if len(args) != count or len(kwargs) != named or any(name not in kwargs for name in names):
+                return None
+            try:
+                tensors, given = flatten((tuple(args), {name: kwargs[name] for name in names}))
+            except InputError:
+                return None
+            return tensors if same_structure(structure, given) and fits(tensors) else None
+
+        return bind_flat if flat else bind_nested
+
+    def explain(self, args: Args, kwargs: Kwargs) -> str:
+        """First difference between the prepared inputs and these, as ``"args[0]: expected …, given …"``."""
+        assert isinstance(self.structure, Node)
+        count = len(self.structure.children[0].children)  # type: ignore[union-attr]
+        if len(args) != count:
+            return f"expected {count} positional inputs, given {len(args)}"
+        missing = [name for name in self.names if name not in kwargs]
+        extra = [name for name in kwargs if name not in self.names]
+        if missing or extra:
+            words = [f"expected keyword {name!r}, not given" for name in missing]
+            words += [f"keyword {name!r} given, not expected" for name in extra]
+            return "; ".join(words)
+        tensors, given = flatten((tuple(args), {name: kwargs[name] for name in self.names}), what="input")
+        if not same_structure(self.structure, given):
+            return _structure_difference(self.structure, given)
+        for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
+                return (
+                    f"{path}: expected {_describe(shape, dtype, device)}, "
+                    f"given {_describe(tensor.shape, tensor.dtype, tensor.device)}"
+                )
+        return "no difference found"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True))
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def _paths(structure: Structure) -> list[str]:
+    # The root is ((args), {kwargs}): name its two halves.
+    return [
+        path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+        for path in leaf_paths(structure)
+    ]
+
+
+def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.device:
+    device = tensors[0].device
+    for tensor, path in zip(tensors, paths, strict=True):
+        if tensor.device != device:
+            raise InputError(
+                f"inputs on mixed devices: {paths[0]} is on {device}, {path} on {tensor.device}",
+                fix=f"move every input to {device}",
+            )
+    return device
+
+
+def _structure_difference(expected: Structure, given: Structure, path: str = "") -> str:
+    if isinstance(expected, Node) and isinstance(given, Node):
+        if expected.type is not given.type:
+            return f"{path}: expected {expected.type.__name__}, given {given.type.__name__}"
+        if expected.keys != given.keys:
+            return f"{path}: expected keys {list(expected.keys)}, given {list(given.keys)}"
+        for key, a, b in zip(expected.keys, expected.children, given.children, strict=True):
+            if not same_structure(a, b):
+                inner = ("args", "kwargs")[key] if not path and key in (0, 1) else f"{path}[{key!r}]"
+                return _structure_difference(a, b, inner)
+    return f"{path}: expected {_name(expected)}, given {_name(given)}"
+
+
+def _name(structure: Structure) -> str:
+    if isinstance(structure, Leaf):
+        return "a tensor"
+    if isinstance(structure, Constant):
+        return repr(structure.value)[:80]
+    return structure.type.__name__

@@ -1,0 +1,363 @@
+"""``compare``: from a model and its inputs to a Report.
+
+Eager, one-stream replay and multi-stream replay are measured in turn on the same inputs; the plans are checked against
+eager on fresh ones; the eager run is profiled and the replays are watched, kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nimble_core.algorithms.critical_path import critical_path
+from nimble_core.costs import Costs, uniform_costs
+from nimble_core.errors import InputError, NimbleError
+from nimble_core.graph import predecessors
+from nimble_core.measurement import Measurement, interleave
+from nimble_core.options import Options
+from nimble_core.schedule import Schedule
+from nimble_core.timeline import Timeline
+from nimble_viz.equality import check_equality
+from nimble_viz.report import EqualityCheck, Memory, OverheadProfile, PrepareStep, Report
+
+if TYPE_CHECKING:
+    import torch
+
+    from nimble_core.devices.base import Device, Executable
+    from nimble_core.pipeline import Plan, Recorded
+    from nimble_viz.progress import Progress
+
+__all__ = ["compare"]
+
+_TARGET_ROUNDS = 50
+_OBSERVED_REPLAYS = 11
+
+
+def compare(
+    model: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    against: Sequence[str] = (),
+    options: Options | None = None,
+    progress: Progress | None = None,
+    device: Device | None = None,
+) -> Report:
+    """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay.
+
+    The model, its parameters, buffers and random state are left as they were. An interruption (Ctrl-C) once something
+    was recorded returns what there is, marked incomplete.
+
+    Args:
+        model: module or function of tensors, on one device.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        target: for training; not available in this version.
+        loss_fn: likewise.
+        optimizer: likewise.
+        against: peers to measure beside; none are available in this version.
+        options: how to prepare; defaults to ``Options()``.
+        progress: told what is going on; by default a progress line where someone can see it.
+        device: what runs it; by default where the inputs are.
+
+    Raises:
+        InputError: no model, no tensor among the inputs, mixed devices, an option that is not available.
+        NotStaticError: the model does not do the same on every input.
+        CaptureError: a call that cannot be captured; names it, its module path and source line.
+        DeviceError: out of memory.
+    """
+    from nimble_core.pipeline import check_inputs, device_for
+    from nimble_viz.progress import default_progress
+
+    if target is not None or loss_fn is not None or optimizer is not None:
+        raise InputError("training cannot be compared in this version", fix="leave out target, loss_fn and optimizer")
+    if against:
+        raise InputError(f"no peer called {against[0]!r} is available in this version", fix="leave out against")
+    options = options or Options()
+    named = dict(kwargs or {})
+    signature = check_inputs(model, args, named)
+    run = _Comparison(model, args, named, signature, device or device_for(signature.device), options)
+    with progress or default_progress() as told:
+        try:
+            run.measure(told)
+        except KeyboardInterrupt:
+            if run.recorded is None:
+                raise
+            run.interrupted = True
+        finally:
+            run.close()
+    return run.report()
+
+
+class _Comparison:
+    """What is known so far; ``report`` makes a Report of it at any time once the model is recorded."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        signature: Any,
+        device: Device,
+        options: Options,
+    ) -> None:
+        from nimble_core.host_info import environment
+
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.signature, self.device, self.options = signature, device, options
+        self.environment = environment("cuda" if device.kind == "cuda" else "cpu")
+        self.recorded: Recorded | None = None
+        self.plans: dict[str, Plan] = {}
+        self.schedules: dict[str, Schedule] = {}
+        self.costs: Costs | None = None
+        self.measurements: dict[str, Measurement] = {}
+        self.checks: list[EqualityCheck] = []
+        self.preparation: dict[str, float] = {}
+        self.overhead: OverheadProfile | None = None
+        self.timelines: list[Timeline] = []
+        self.engine_bytes: dict[str, int] = {}
+        self.eager_peak = 0
+        self.compare_peak = 0
+        self.warnings: list[str] = []
+        self.interrupted = False
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def measure(self, progress: Progress) -> None:
+        """All steps, in the order that gives the reader the most if it is interrupted."""
+        from nimble_core.pipeline import state_kept
+
+        self._record(progress)
+        assert self.recorded is not None
+        with state_kept(self.recorded):
+            self._capture(progress)
+            self._time(progress)
+            self._check(progress)
+            self._watch(progress)
+            self._profile(progress)
+            with progress.step("eager memory"):
+                self.eager_peak = self.device.memory_peak(self._eager)
+
+    def _record(self, progress: Progress) -> None:
+        from nimble_core.pipeline import record_static
+
+        def step(name: str) -> Any:
+            return _timed(progress, name, self.preparation)
+
+        with step("warm-up"):
+            self.device.warm_up(self.model, self.args, self.kwargs)
+        recorded = record_static(
+            self.device, self.model, self.signature, self.args, self.kwargs, strict=self.options.strict, step=step
+        )
+        self.recorded = recorded
+
+    def _capture(self, progress: Progress) -> None:
+        from nimble_core.pipeline import capture, measure_costs, plan
+
+        def step(name: str) -> Any:
+            return _timed(progress, name, self.preparation)
+
+        device, options, recorded = self.device, self.options, self.recorded
+        assert recorded is not None
+        if recorded.whole:
+            self.warnings.append(
+                f"launches that belong to no call ({recorded.recording.unseen_where}): captured as a whole, one stream"
+            )
+            with step("capture single"):
+                executable = device.capture_whole(self.model, recorded.recording, self.signature)
+            self._add(executable)
+            self.costs = uniform_costs(recorded.graph.size)
+            return
+        with step("capture single"):
+            single = capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit)
+        self._add(single.executable)
+        with step("measure calls"):
+            observed = measure_costs(device, recorded, single)
+        self.costs = observed.costs if any(observed.costs.ns) else uniform_costs(recorded.graph.size)
+        self.timelines.append(observed.timeline)
+        policy = "nimble" if options.policy == "auto" else options.policy
+        with step("schedule"):
+            schedule = plan(recorded, policy, self.costs, device.stream_cap(options.max_streams))
+        if schedule.policy != "single":
+            with step(f"capture {schedule.policy}"):
+                self._add(capture(device, recorded, schedule, memory_limit=options.memory_limit).executable)
+
+    def _add(self, executable: Executable) -> None:
+        from nimble_core.pipeline import Plan
+
+        name = executable.schedule.policy
+        self.plans[name] = Plan(executable.schedule, executable)
+        self.schedules[name] = _with_counts(executable)
+        self.engine_bytes[name] = executable.nbytes
+
+    def _time(self, progress: Progress) -> None:
+        build = _builder(self.recorded)
+        inputs = self.signature.tensors
+        candidates: dict[str, Callable[[], object]] = {"eager": self._eager}
+        for name, one in self.plans.items():
+            candidates[name] = lambda run=one.executable.run: build(run(inputs))
+        with progress.step("measure"):
+            self.measurements = interleave(
+                candidates,
+                clock_ns=self.device.clock_ns,
+                synchronize=self.device.synchronize,
+                rounds=_TARGET_ROUNDS,
+                budget_s=self.options.budget_s,
+                on_round=progress.advance,
+            )
+
+    def _check(self, progress: Progress) -> None:
+        from nimble_core.record import other_values
+
+        with progress.step("check equality"):
+            fresh = [other_values(self.signature.tensors, seed) for seed in (1, 2)]
+            cases = [(inputs, self._eager_outputs(inputs)) for inputs in fresh]
+            for name, one in self.plans.items():
+                self.checks.append(check_equality(name, one.executable.run, cases))
+        self.warnings += [f"{check.name}: {check.reason}" for check in self.checks if not check.passed]
+
+    def _watch(self, progress: Progress) -> None:
+        if self.recorded is None or self.recorded.whole:
+            return
+        with progress.step("watch replays"):
+            for name, one in self.plans.items():
+                if name != "single" or not self.timelines:
+                    seen = self.device.observe(one.executable, self.recorded.recording, _OBSERVED_REPLAYS)
+                    self.timelines.append(seen.timeline)
+        for line in self.timelines:
+            if not line.reliable:
+                self.warnings.append(f"timeline of {line.run} is unreliable: {line.note}")
+
+    def _profile(self, progress: Progress) -> None:
+        if self.device.kind == "fake" or self.recorded is None:
+            return
+        from nimble_viz.measure.overhead import measure_overhead
+
+        with progress.step("profile eager"):
+            try:
+                self.overhead, timeline = measure_overhead(
+                    self.recorded.recording.program,
+                    self._eager,
+                    device=self.device.kind,
+                    unprofiled_ns=self.measurements["eager"].median_ns,
+                    synchronize=self.device.synchronize,
+                )
+            except NimbleError as error:
+                self.warnings.append(f"eager could not be profiled: {error.what}")
+            else:
+                self.timelines.insert(0, timeline)
+                self.warnings += [f"profile: {warning}" for warning in self.overhead.warnings]
+
+    def close(self) -> None:
+        """Free the engines, one by one."""
+        for one in self.plans.values():
+            one.executable.close()
+        self.plans.clear()
+
+    # -- eager -------------------------------------------------------------------------------------------------
+
+    def _eager(self) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            return self.model(*self.args, **self.kwargs)
+
+    def _eager_outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        import torch
+
+        from nimble_core.structure import builder, flatten
+
+        args, kwargs = builder(self.signature.structure)(inputs)
+        with torch.no_grad():
+            outputs, _ = flatten(self.model(*args, **kwargs), what="output")
+        return [output.clone() for output in outputs]
+
+    # -- report ------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What is known, as one value."""
+        from nimble_core.host_info import finish
+
+        assert self.recorded is not None
+        graph = self.recorded.graph
+        costs = self.costs or uniform_costs(graph.size)
+        length, path = critical_path(predecessors(graph, meg=True), costs.ns)
+        medians = {name: taken.median_ns for name, taken in self.measurements.items() if name != "eager"}
+        chosen = min(medians, key=lambda name: medians[name]) if medians else ""
+        warnings = list(self.warnings)
+        warnings += [f"{name} is unstable: {w}" for name, taken in self.measurements.items() for w in taken.warnings]
+        return Report(
+            model=_name(self.model),
+            dtype=_dtype(self.model, self.signature.tensors),
+            batch=int(self.signature.tensors[0].shape[0]) if self.signature.tensors[0].dim() else 0,
+            environment=finish(self.environment),
+            program=self.recorded.recording.program,
+            graph=graph,
+            costs=costs,
+            critical_path=tuple(path),
+            critical_path_ns=float(length),
+            schedules=tuple(self.schedules.values()),
+            measurements=tuple(self.measurements.values()),
+            checks=tuple(self.checks),
+            preparation=tuple(PrepareStep(name, seconds) for name, seconds in self.preparation.items()),
+            overhead=self.overhead,
+            timelines=tuple(self._stamped(line) for line in self.timelines),
+            memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak),
+            chosen=chosen,
+            warnings=tuple(warnings),
+            complete=not self.interrupted,
+        )
+
+    def _stamped(self, line: Timeline) -> Timeline:
+        from dataclasses import replace
+
+        taken = self.measurements.get(line.run)
+        return replace(line, unprofiled_ns=taken.median_ns) if taken and not line.unprofiled_ns else line
+
+
+def _timed(progress: Progress, name: str, seconds: dict[str, float]) -> Any:
+    from contextlib import contextmanager
+    from time import perf_counter
+
+    @contextmanager
+    def timed() -> Any:
+        start = perf_counter()
+        with progress.step(name):
+            yield
+        seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
+
+    return timed()
+
+
+def _with_counts(executable: Executable) -> Schedule:
+    from dataclasses import replace
+
+    return replace(executable.schedule, counts=executable.counts)
+
+
+def _builder(recorded: Recorded | None) -> Callable[[Sequence[torch.Tensor]], Any]:
+    from nimble_core.structure import builder
+
+    assert recorded is not None
+    return builder(recorded.recording.output_structure)
+
+
+def _name(model: Callable[..., Any]) -> str:
+    import torch
+
+    return type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
+
+
+def _dtype(model: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> str:
+    from collections import Counter
+
+    import torch
+
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    weights: Counter[str] = Counter()
+    for tensor in [*parameters, *inputs]:
+        if tensor.is_floating_point():
+            weights[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return weights.most_common(1)[0][0] if weights else str(inputs[0].dtype).removeprefix("torch.")

@@ -1,0 +1,206 @@
+"""The Report: one frozen value that holds all that was recorded, planned and measured.
+
+Views, text, HTML and files are functions of it. Importing this module imports neither torch nor plotly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nimble_core.costs import Costs
+from nimble_core.environment import Environment
+from nimble_core.graph import CallGraph
+from nimble_core.measurement import Measurement, Ratio, ratio
+from nimble_core.program import Program
+from nimble_core.schedule import Schedule
+from nimble_core.timeline import Timeline
+
+__all__ = ["CallOverhead", "EqualityCheck", "HostSync", "Memory", "OverheadProfile", "PrepareStep", "Report"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CallOverhead:
+    """Host time of one call of the profiled eager run, split by cause; nanoseconds.
+
+    ``python`` is Python and module code since the previous call, ``dispatch`` the dispatcher, autograd, shape
+    inference and argument preparation, ``allocation`` and ``launch`` what events show of them. On the host device
+    ``work`` is the operator's own computing; on CUDA ``work`` is its GPU time, which runs beside the host.
+    ``exposed`` is the part of python + dispatch + allocation + launch during which the device was idle.
+    """
+
+    call: int
+    python_ns: float
+    dispatch_ns: float
+    allocation_ns: float
+    launch_ns: float
+    work_ns: float
+    exposed_ns: float
+
+    @property
+    def overhead_ns(self) -> float:
+        """All host time that is not work."""
+        return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns
+
+
+@dataclass(frozen=True, slots=True)
+class HostSync:
+    """One place where the eager run made the host wait for the device."""
+
+    kind: str
+    count: int
+    total_ns: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadProfile:
+    """Framework overhead of one profiled eager iteration.
+
+    Args:
+        calls: one row per matched call, by call index.
+        profiled_ns: host time of the profiled iteration.
+        unprofiled_ns: median wall time of the same iteration without the profiler.
+        remainder_ns: profiled host time that belongs to no call (before the first, after the last).
+        device_busy_ns: union of the device's busy intervals; on the host device the sum of the calls' work.
+        device_idle_share: 1 - busy / span.
+        matched: calls found in the profile.
+        total: calls in the program.
+        host_syncs: host synchronisations by kind and source line.
+        source: how it was measured, in words.
+        warnings: what the reader should doubt.
+    """
+
+    calls: tuple[CallOverhead, ...]
+    profiled_ns: float
+    unprofiled_ns: float
+    remainder_ns: float
+    device_busy_ns: float
+    device_idle_share: float
+    matched: int
+    total: int
+    host_syncs: tuple[HostSync, ...] = ()
+    source: str = "torch.profiler"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def overhead_ns(self) -> float:
+        """Framework overhead of all calls."""
+        return sum(row.overhead_ns for row in self.calls)
+
+    @property
+    def slowdown(self) -> float:
+        """How much the profiler slowed the run: profiled over unprofiled."""
+        return self.profiled_ns / self.unprofiled_ns if self.unprofiled_ns else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EqualityCheck:
+    """Outputs of a replay against eager, on fresh inputs.
+
+    Args:
+        name: which replay.
+        relative_error: worst over the outputs of ``‖out - eager‖ / ‖eager‖``, in float64.
+        tolerance: bound for this dtype.
+        input_effect: how far eager's own outputs move between two inputs, same measure: what makes the check
+            meaningful. Below ten times the tolerance the check is void and does not pass.
+        passed: error within tolerance, outputs finite, and the check not void.
+        reason: why it did not pass; empty otherwise.
+    """
+
+    name: str
+    relative_error: float
+    tolerance: float
+    input_effect: float
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStep:
+    """One step of the preparation and its wall time."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Device memory; bytes, 0 where unknown.
+
+    Args:
+        eager_peak: peak of one eager run above the model's own tensors.
+        engines: ``(engine name, bytes held by its pool)``.
+        compare_peak: peak of the whole ``compare`` run.
+    """
+
+    eager_peak: int = 0
+    engines: tuple[tuple[str, int], ...] = ()
+    compare_peak: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything ``compare`` found out.
+
+    Args:
+        model: name of the model.
+        dtype: main floating dtype of the inputs and parameters, e.g. ``"float16"``.
+        batch: leading dimension of the first tensor input, 0 if there is none.
+        environment: where it was measured.
+        program: what was recorded.
+        graph: hazards, minimum equivalent graph.
+        costs: isolated duration of each call.
+        critical_path: call indices along the longest path, and
+        critical_path_ns: its length.
+        schedules: the plans that were captured, ``single`` first.
+        measurements: wall times, taken in turn; ``eager`` first.
+        checks: equality of each replay with eager.
+        preparation: steps of the preparation.
+        overhead: framework overhead of eager calls; None if it could not be profiled.
+        timelines: eager and replayed runs.
+        memory: what the device held.
+        chosen: name of the schedule the engine would use.
+        warnings: everything the reader should know before believing a figure.
+        complete: False if the run was interrupted and this is what there was.
+        schema_version: of the file format.
+    """
+
+    model: str
+    dtype: str
+    batch: int
+    environment: Environment
+    program: Program
+    graph: CallGraph
+    costs: Costs
+    critical_path: tuple[int, ...]
+    critical_path_ns: float
+    schedules: tuple[Schedule, ...]
+    measurements: tuple[Measurement, ...]
+    checks: tuple[EqualityCheck, ...] = ()
+    preparation: tuple[PrepareStep, ...] = ()
+    overhead: OverheadProfile | None = None
+    timelines: tuple[Timeline, ...] = ()
+    memory: Memory = Memory()
+    chosen: str = ""
+    warnings: tuple[str, ...] = ()
+    complete: bool = True
+    schema_version: int = SCHEMA_VERSION
+
+    def schedule(self, policy: str) -> Schedule | None:
+        """The plan made by ``policy``, None if there is none."""
+        return next((plan for plan in self.schedules if plan.policy == policy), None)
+
+    def measurement(self, name: str) -> Measurement | None:
+        """The measurement called ``name``, None if there is none."""
+        return next((taken for taken in self.measurements if taken.name == name), None)
+
+    def timeline(self, run: str) -> Timeline | None:
+        """The timeline of ``run`` (``"eager"`` or a schedule's name), None if there is none."""
+        return next((line for line in self.timelines if line.run == run), None)
+
+    def ratio(self, name: str, baseline: str = "eager") -> Ratio | None:
+        """How much faster ``name`` is than ``baseline``, None if either was not measured."""
+        faster, base = self.measurement(name), self.measurement(baseline)
+        return ratio(faster, base) if faster and base else None

@@ -1,0 +1,112 @@
+"""All views of one report as one compact JSON value: columns instead of rows, each string once.
+
+A column is packed as one of: ``[...]`` (numbers as they are), ``{"s": [...]}`` (indices into ``strings``),
+``{"d": [...]}`` (differences between neighbours, the first from 0), ``{"c": [value, count]}`` (one value throughout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nimble_core.program import Call, TensorRef
+from nimble_viz.report import Report
+from nimble_viz.views.dag import dag
+from nimble_viz.views.overhead import overhead
+from nimble_viz.views.summary import summary
+from nimble_viz.views.syncs import COUNTS, host_syncs
+from nimble_viz.views.timeline import timelines
+
+__all__ = ["PAYLOAD_VERSION", "pack", "unpack", "view_data"]
+
+PAYLOAD_VERSION = 1
+_LONGEST_ARGUMENTS = 240
+
+
+def view_data(report: Report) -> dict[str, Any]:
+    """Everything the viewer draws, ready for ``json.dumps``; under 400 bytes per call for usual models."""
+    strings: dict[str, int] = {}
+
+    def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        return {name: pack(column, strings) for name, column in columns.items()}
+
+    profile = overhead(report)
+    if profile:
+        profile["columns"] = table(profile["columns"])
+    lines = timelines(report)
+    for line in lines:
+        line["columns"] = table(line["columns"])
+    graph = dag(report)
+    graph["columns"] = table(graph["columns"])
+    graph["plans"] = [
+        {"policy": plan["policy"], "label": plan["label"], "columns": table(plan["columns"])} for plan in graph["plans"]
+    ]
+    return {
+        "version": PAYLOAD_VERSION,
+        "summary": summary(report),
+        "calls": table(_calls(report)),
+        "overhead": profile,
+        "dag": graph,
+        "timelines": lines,
+        "sync_counts": COUNTS,
+        "host_syncs": host_syncs(report),
+        "strings": list(strings),
+    }
+
+
+def pack(column: Sequence[Any], strings: dict[str, int]) -> Any:
+    """One column in its shortest form; texts are added to ``strings`` (text to index)."""
+    if not column:
+        return []
+    if isinstance(column[0], str):
+        return {"s": pack([strings.setdefault(text, len(strings)) for text in column], strings)}
+    if len(column) > 2 and all(value == column[0] for value in column):
+        return {"c": [column[0], len(column)]}
+    if all(b >= a for a, b in zip(column, column[1:], strict=False)):
+        return {"d": [column[0], *(b - a for a, b in zip(column, column[1:], strict=False))]}
+    return list(column)
+
+
+def unpack(packed: Any, strings: Sequence[str]) -> list[Any]:
+    """What ``pack`` was given; the viewer does the same in its own language."""
+    if isinstance(packed, list):
+        return packed
+    if "s" in packed:
+        return [strings[index] for index in unpack(packed["s"], strings)]
+    if "c" in packed:
+        value, count = packed["c"]
+        return [value] * count
+    total, column = 0, []
+    for step in packed["d"]:
+        total += step
+        column.append(total)
+    return column
+
+
+def _calls(report: Report) -> dict[str, list[Any]]:
+    calls = report.program.calls
+    spread = report.costs.spread_ns
+    return {
+        "operator": [call.operator for call in calls],
+        "label": [call.label for call in calls],
+        "module": [call.module for call in calls],
+        "origins": [len(call.origins) for call in calls],
+        "file": [call.origins[0].file if call.origins else "" for call in calls],
+        "line": [call.origins[0].line if call.origins else 0 for call in calls],
+        "phase": [call.phase for call in calls],
+        "reads": [_shapes(call.reads) for call in calls],
+        "writes": [_shapes(call.writes) for call in calls],
+        "arguments": [_arguments(call) for call in calls],
+        "cost": [round(ns) for ns in report.costs.ns],
+        "spread": [round(ns) for ns in spread] if spread else [],
+    }
+
+
+def _shapes(refs: Sequence[TensorRef]) -> str:
+    shown = [f"{ref.dtype}[{', '.join(map(str, ref.sizes))}]" for ref in refs[:6]]
+    return "  ".join(shown) + (f"  and {len(refs) - 6} more" if len(refs) > 6 else "")
+
+
+def _arguments(call: Call) -> str:
+    text = ", ".join(f"{name}={value}" for name, value in call.arguments if not value.startswith("%"))
+    return text if len(text) <= _LONGEST_ARGUMENTS else text[: _LONGEST_ARGUMENTS - 1] + "…"

@@ -1,0 +1,244 @@
+"""The summary of a report: the verdict in one sentence, and the tables behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nimble_core.measurement import Measurement, Ratio
+from nimble_core.units import format_bytes, format_count, format_ns, format_percent, format_ratio
+from nimble_viz.report import Report
+
+__all__ = ["context", "label_run", "summary", "verdict"]
+
+SAME_BAND = 0.02
+"""Ratios closer to 1 than this are called "as fast as": the machine cannot tell them apart."""
+
+
+def context(report: Report) -> str:
+    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``."""
+    batch = f"batch {report.batch}" if report.batch else "no batch dimension"
+    return f"{report.dtype}, {batch}, {_place(report)}"
+
+
+def label_run(report: Report, name: str) -> str:
+    """A run's name for people: ``"single"`` reads ``"one-stream replay"``, ``"nimble"`` ``"nimble replay"``."""
+    if name == "single":
+        return "one-stream replay"
+    return f"{name} replay" if report.schedule(name) else name
+
+
+def verdict(report: Report) -> str:
+    """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
+
+    >>> from nimble_core.units import format_ratio
+    >>> format_ratio(2.312)
+    '2.31x'
+    """
+    doubts = _doubts(report)
+    name = _best(report)
+    against = report.ratio(name) if name else None
+    if against is None or not report.program.calls:
+        why = "the model made no call that reaches the device" if not report.program.calls else "no replay was measured"
+        sentence = f"No comparison with eager ({context(report)}): {why}"
+    else:
+        sentence = f"{label_run(report, against.name)} is {_than(against)} eager ({context(report)})"
+        single = report.ratio(name, "single") if name != "single" else None
+        if single:
+            sentence += f", {_than(single)} one-stream replay"
+        taken = report.measurement(name)
+        if taken and report.critical_path_ns:
+            sentence += f", at {format_ratio(taken.median_ns / report.critical_path_ns)} of the critical path"
+    return "; ".join([sentence, *doubts]) + "."
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """Tables of the summary: speed, checks, preparation, plans, limits, environment, memory, warnings.
+
+    Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
+    """
+    return {
+        "model": report.model,
+        "verdict": verdict(report),
+        "context": context(report),
+        "host": report.environment.device != "cuda",
+        "complete": report.complete,
+        "chosen": report.chosen,
+        "speed": [_speed(report, taken) for taken in report.measurements],
+        "checks": [
+            {
+                "run": label_run(report, check.name),
+                "error": f"{check.relative_error:.1e}",
+                "tolerance": f"{check.tolerance:.1e}",
+                "effect": f"{check.input_effect:.1e}",
+                "passed": check.passed,
+                "reason": check.reason,
+            }
+            for check in report.checks
+        ],
+        "preparation": [
+            {"name": step.name, "ns": step.seconds * 1e9, "text": format_ns(step.seconds * 1e9)}
+            for step in report.preparation
+        ],
+        "preparation_total": format_ns(sum(step.seconds for step in report.preparation) * 1e9),
+        "plans": [
+            {
+                "policy": plan.policy,
+                "label": label_run(report, plan.policy),
+                "chosen": plan.policy == report.chosen,
+                "streams": plan.streams,
+                "full": plan.counts.full,
+                "meg": plan.counts.meg,
+                "planned": plan.counts.planned,
+                "emitted": plan.counts.emitted,
+                "added_order": len(plan.added_order),
+                "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
+            }
+            for plan in report.schedules
+        ],
+        "facts": _facts(report),
+        "environment": _environment(report),
+        "memory": _memory(report),
+        "warnings": _warnings(report),
+    }
+
+
+def _place(report: Report) -> str:
+    where = report.environment
+    if where.device == "cuda":
+        return where.device_name
+    return f"host replay on {where.device_name or where.host_cpu or 'an unnamed CPU'}, no GPU"
+
+
+def _best(report: Report) -> str:
+    """The run the verdict is about: the chosen plan, else the fastest replay that was measured."""
+    if report.measurement(report.chosen):
+        return report.chosen
+    replays = [taken for taken in report.measurements if report.schedule(taken.name)]
+    return min(replays, key=lambda taken: taken.median_ns).name if replays else ""
+
+
+def _than(ratio: Ratio) -> str:
+    if abs(ratio.value - 1) <= SAME_BAND:
+        text = "as fast as"
+    elif ratio.value > 1:
+        text = f"{format_ratio(ratio.value)} faster than"
+    else:
+        text = f"{format_ratio(1 / ratio.value)} slower than" if ratio.value else "not comparable with"
+    return text if ratio.stable else f"{text} (unstable)"
+
+
+def _doubts(report: Report) -> list[str]:
+    doubts = []
+    if not report.complete:
+        doubts.append("interrupted: this is what was measured until then")
+    failed = [label_run(report, check.name) for check in report.checks if not check.passed]
+    if failed:
+        doubts.append(f"equality with eager NOT shown for {', '.join(failed)}")
+    elif report.checks:
+        doubts.append("outputs equal eager's within tolerance")
+    elif report.program.calls:
+        doubts.append("outputs were not compared")
+    unstable = [label_run(report, taken.name) for taken in report.measurements if not taken.stable]
+    if unstable:
+        doubts.append(f"unstable measurements: {', '.join(unstable)}")
+    return doubts
+
+
+def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
+    replayed = report.schedule(taken.name) is not None
+    distance = (
+        format_ratio(taken.median_ns / report.critical_path_ns) if replayed and report.critical_path_ns else ""
+    )
+    return {
+        "name": taken.name,
+        "label": label_run(report, taken.name),
+        "chosen": taken.name == report.chosen,
+        "median_ns": taken.median_ns,
+        "median": format_ns(taken.median_ns),
+        "spread": format_percent(taken.spread),
+        "drift": f"{taken.drift:+.1%}",
+        "samples": len(taken.samples_ns),
+        "warmup": taken.warmup,
+        "stable": taken.stable,
+        "warnings": list(taken.warnings),
+        "eager": _ratio(report, report.ratio(taken.name)) if taken.name != "eager" else None,
+        "single": _ratio(report, report.ratio(taken.name, "single")) if taken.name not in ("eager", "single") else None,
+        "distance": distance,
+    }
+
+
+def _ratio(report: Report, ratio: Ratio | None) -> dict[str, Any] | None:
+    if ratio is None:
+        return None
+    return {
+        "text": format_ratio(ratio.value),
+        "quartiles": f"{format_ratio(ratio.low)} to {format_ratio(ratio.high)}",
+        "stable": ratio.stable,
+        "faster": ratio.value > 1 + SAME_BAND,
+        "slower": ratio.value < 1 - SAME_BAND,
+        "full": f"{label_run(report, ratio.name)} over {label_run(report, ratio.baseline)}, {context(report)}",
+    }
+
+
+def _promises(concurrency: bool, syncs: bool) -> str:
+    parts = ["independent calls never share a stream"] * concurrency + ["fewest synchronisations"] * syncs
+    return "; ".join(parts) or "none"
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    calls = len(report.program.calls)
+    facts = [
+        ("Calls that reach the device", format_count(calls)),
+        ("Host steps dropped (views, empty, no-op copies)", format_count(report.program.host_steps)),
+        ("Hazard edges, full DAG", format_count(len(report.graph.edges))),
+        ("Edges of the minimum equivalent graph (MEG)", format_count(len(report.graph.meg))),
+        ("Sum of isolated calls", format_ns(report.costs.total_ns)),
+        ("Critical path", f"{format_ns(report.critical_path_ns)} over {format_count(len(report.critical_path))} calls"),
+        ("Costs from", report.costs.source),
+    ]
+    if report.critical_path_ns:
+        facts.insert(6, ("Concurrency there is", format_ratio(report.costs.total_ns / report.critical_path_ns)))
+    return facts
+
+
+def _environment(report: Report) -> list[tuple[str, str]]:
+    where = report.environment
+    rows = [
+        ("Device", where.device_name if where.device == "cuda" else f"{where.device_name} (host replay, no GPU)"),
+        ("Host CPU", where.host_cpu),
+        ("Cores / torch threads", f"{where.cores} / {where.threads}"),
+        ("torch", where.torch),
+        ("CUDA", where.cuda),
+        ("Driver", where.driver),
+        ("Python", where.python),
+        ("System", where.system),
+        ("SM clock before and after", " → ".join(f"{mhz} MHz" for mhz in where.sm_clock_mhz)),
+        ("Throttling", ", ".join(where.throttling) or ("none reported" if where.device == "cuda" else "")),
+        ("Other processes on the GPU", "" if where.other_processes is None else str(where.other_processes)),
+        ("Load of the host, 1 minute", f"{where.load:.2f}" if where.load >= 0 else ""),
+        *where.settings,
+        ("Date (UTC)", where.date),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _memory(report: Report) -> list[tuple[str, str]]:
+    rows = [("Eager peak above the model", report.memory.eager_peak)]
+    rows += [(f"Pool of {label_run(report, name)}", nbytes) for name, nbytes in report.memory.engines]
+    rows.append(("Peak of the whole comparison", report.memory.compare_peak))
+    return [(name, format_bytes(nbytes)) for name, nbytes in rows if nbytes]
+
+
+def _warnings(report: Report) -> list[str]:
+    found = list(report.warnings)
+    found += [f"{label_run(report, taken.name)}: {text}" for taken in report.measurements for text in taken.warnings]
+    found += [f"{label_run(report, check.name)}: {check.reason}" for check in report.checks if check.reason]
+    if report.overhead:
+        found += report.overhead.warnings
+    for line in report.timelines:
+        if not line.reliable:
+            found.append(f"timeline of {label_run(report, line.run)} is unreliable: {line.note or 'self-check failed'}")
+    if not report.costs.reliable:
+        found.append(f"costs are unreliable: {report.costs.seen} kernels seen, {report.costs.expected} expected")
+    found += report.program.notes
+    return list(dict.fromkeys(found))

@@ -1,0 +1,34 @@
+"""What the machine lacks is said, test by test; everything that is random draws the same on every run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_chromium() -> bool:
+    return any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, present, reason in (
+        ("gpu", _has_cuda, "needs a CUDA GPU"),
+        ("browser", _has_chromium, "needs chromium"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not present():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))

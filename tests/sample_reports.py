@@ -1,0 +1,330 @@
+"""Synthetic Reports of any size, consistent in themselves, for tests of views, text, files and pages.
+
+The model is a row of blocks; a block splits into ``width`` branches that join again, and the join also reads the
+block's input (an edge that is transitive, so the full DAG has more edges than the minimum equivalent graph).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from nimble_core.costs import Costs, Kernel
+from nimble_core.environment import Environment
+from nimble_core.graph import CallGraph
+from nimble_core.measurement import summarize
+from nimble_core.program import Access, Call, Origin, Program, Storage, TensorRef
+from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.timeline import Lane, Span, Timeline
+from nimble_viz.report import (
+    CallOverhead,
+    EqualityCheck,
+    HostSync,
+    Memory,
+    OverheadProfile,
+    PrepareStep,
+    Report,
+)
+
+__all__ = ["CASES", "HOSTILE", "sample_report"]
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\u2028\"'<!--"
+"""A name that tries everything to leave its place in a page."""
+
+_DEPTH = 3
+_BRANCH = ("aten.addmm.default", "aten.gelu.default", "aten.native_layer_norm.default")
+_SPLIT, _JOIN = "aten.convolution.default", "aten.cat.default"
+_COST_NS = {
+    "aten.addmm.default": 9200.0,
+    "aten.gelu.default": 2100.0,
+    "aten.native_layer_norm.default": 3600.0,
+    _SPLIT: 14800.0,
+    _JOIN: 2900.0,
+}
+_OUT = (8, 64)
+
+
+def sample_report(
+    calls: int = 60,
+    *,
+    width: int = 4,
+    device: str = "cuda",
+    complete: bool = True,
+    stable: bool = True,
+    overhead: bool = True,
+    timelines: bool = True,
+    model: str = "SampleNet",
+    hostile: str = "",
+) -> Report:
+    """A report of a model with ``calls`` calls.
+
+    Args:
+        calls: number of calls, 0 or more.
+        width: branches per block; 1 gives a chain, and so one stream.
+        device: ``"cuda"`` or ``"cpu"``.
+        complete: False gives what an interrupted run would have kept: no equality checks, no replay timelines.
+        stable: False makes the eager samples scatter beyond the bound.
+        overhead: whether eager was profiled.
+        timelines: whether there are timelines.
+        model: name of the model.
+        hostile: text put into every string that a user's model can choose.
+    """
+    program, edges, meg, branch = _program(calls, width, device, hostile)
+    graph = CallGraph(calls, edges, ("RAW",) * len(edges), meg)
+    jitter = _lcg(7)
+    isolated = tuple(_COST_NS[call.origins[0].operator] * (0.85 + 0.3 * next(jitter)) for call in program.calls)
+    kernels = tuple(
+        Kernel(call.index, f"{call.label}_kernel<float>", (64, 1, 1), (256, 1, 1), 40, 4096, call.index, ns)
+        for call, ns in zip(program.calls, isolated, strict=True)
+    )
+    on_gpu = device == "cuda"
+    costs = Costs(
+        isolated,
+        "one-stream capture, CUPTI activity" if on_gpu else "host clock around each call",
+        tuple(ns * 0.03 for ns in isolated),
+        kernels if on_gpu else (),
+        20,
+        calls if on_gpu else 0,
+        calls if on_gpu else 0,
+    )
+    path, path_ns = _critical_path(calls, meg, isolated)
+    known = frozenset(edges)
+    single = Schedule(
+        "single",
+        (0,) * calls,
+        tuple(range(calls)),
+        (),
+        added_order=tuple((u, u + 1) for u in range(calls - 1) if (u, u + 1) not in known),
+        counts=SyncCounts(0, 0, 0, 0 if on_gpu else None),
+    )
+    nimble = _nimble(calls, edges, meg, branch, on_gpu)
+    eager_line, profile = _eager(program, isolated, device)
+    replays = {plan.policy: _replay(plan, program, meg, isolated, device) for plan in (single, nimble)}
+    spread = 0.02 if stable else 0.5
+    lengths = {"eager": eager_line.length_ns / 1.45} | {name: line.length_ns * 1.04 for name, line in replays.items()}
+    noise = _lcg(11)
+    measurements = tuple(
+        summarize(name, [max(ns, 1.0) * (1 + spread * (next(noise) - 0.5)) for _ in range(30)], warmup=3)
+        for name, ns in lengths.items()
+    )
+    lines = (eager_line, *replays.values()) if complete else (eager_line,)
+    lines = tuple(
+        replace(line, unprofiled_ns=taken.median_ns, profiled_ns=line.length_ns)
+        for line, taken in zip(lines, measurements, strict=False)
+    )
+    profile = replace(profile, unprofiled_ns=measurements[0].median_ns)
+    return Report(
+        model=model,
+        dtype="float16" if on_gpu else "float32",
+        batch=1,
+        environment=_environment(device),
+        program=program,
+        graph=graph,
+        costs=costs,
+        critical_path=path,
+        critical_path_ns=path_ns,
+        schedules=(single, nimble),
+        measurements=measurements if complete else measurements[:2],
+        checks=tuple(EqualityCheck(name, 3.1e-4, 1e-2, 0.71, True) for name in replays) if complete else (),
+        preparation=(
+            PrepareStep("record", 0.081),
+            PrepareStep("build graph", 0.004),
+            PrepareStep("schedule", 0.002),
+            PrepareStep("capture", 0.043),
+        ),
+        overhead=profile if overhead else None,
+        timelines=lines if timelines else (),
+        memory=Memory(52_428_800, (("single", 96_468_992), ("nimble", 171_966_464)), 412_090_368)
+        if on_gpu
+        else Memory(),
+        chosen="nimble" if width > 1 else "single",
+        warnings=() if complete else ("interrupted while measuring; what follows was measured before that",),
+        complete=complete,
+    )
+
+
+CASES: dict[str, Callable[[], Report]] = {
+    "empty": lambda: sample_report(0),
+    "one call": lambda: sample_report(1),
+    "two streams": lambda: sample_report(24, width=2),
+    "narrow": lambda: sample_report(60, width=1),
+    "wide": lambda: sample_report(60, width=12),
+    "host": lambda: sample_report(60, device="cpu"),
+    "unstable": lambda: sample_report(30, stable=False),
+    "interrupted": lambda: sample_report(60, complete=False),
+    "nothing profiled": lambda: sample_report(60, overhead=False, timelines=False),
+    "hostile": lambda: sample_report(20, model=HOSTILE, hostile=HOSTILE),
+    "thousand": lambda: sample_report(1_000),
+    "ten thousand": lambda: sample_report(10_000, width=8),
+}
+"""Every edge case that a renderer has to show, by name."""
+
+
+_Edges = tuple[tuple[int, int], ...]
+
+
+def _lcg(seed: int) -> Iterator[float]:
+    """Floats in [0, 1), the same on every machine."""
+    state = seed
+    while True:
+        state = (state * 1_103_515_245 + 12_345) % (1 << 31)
+        yield state / (1 << 31)
+
+
+def _program(size: int, width: int, device: str, hostile: str) -> tuple[Program, _Edges, _Edges, tuple[int, ...]]:
+    """The program, its edges, those of them that are not transitive, and the branch of each call."""
+    calls: list[Call] = []
+    storages = [Storage(1024, "input", "args[0]")]
+    edges: set[tuple[int, int]] = set()
+    transitive: set[tuple[int, int]] = set()
+    branches: list[int] = []
+    made: list[int] = []
+    dtype, itemsize = ("float16", 2) if device == "cuda" else ("float32", 4)
+
+    def ref(storage: int) -> TensorRef:
+        return TensorRef(storage, 0, _OUT, (_OUT[1], 1), dtype, itemsize)
+
+    def add(operator: str, sources: list[int], module: str, line: int, branch: int) -> int:
+        index = len(calls)
+        weight = len(storages)
+        storages.append(Storage(8192, "parameter", f"{module}.weight{hostile}"))
+        storages.append(Storage(1024, "intermediate"))
+        made.append(weight + 1)
+        edges.update((source, index) for source in sources)
+        branches.append(branch)
+        read = [*([made[source] for source in sources] or [0]), weight]
+        calls.append(
+            Call(
+                index,
+                operator + hostile,
+                (*((f"input{k}", f"%{storage}") for k, storage in enumerate(read)), ("eps", "1e-05" + hostile)),
+                (*(Access(ref(storage), False) for storage in read), Access(ref(weight + 1), True)),
+                origins=(Origin(operator, module + hostile, "sample_net/modeling.py" + hostile, line),),
+            )
+        )
+        return index
+
+    block, previous = 0, -1
+    while len(calls) < size:
+        name = f"encoder.layer.{block}"
+        start = add(_SPLIT, [previous] if previous >= 0 else [], f"{name}.stem", 21, 0)
+        ends = []
+        for branch in range(width):
+            last = start
+            for step in range(_DEPTH):
+                if len(calls) < size:
+                    last = add(_BRANCH[step], [last], f"{name}.branch{branch}.{step}", 30 + step, branch)
+            if last != start:
+                ends.append(last)
+        if len(calls) < size:
+            previous = add(_JOIN, sorted({start, *ends}), f"{name}.join", 44, 0)
+            transitive.add((start, previous))
+        block += 1
+    outputs = (ref(made[-1]),) if made else ()
+    program = Program(tuple(calls), tuple(storages), (ref(0),), outputs, host_steps=size // 3, device=device)
+    ordered = tuple(sorted(edges))
+    return program, ordered, tuple(edge for edge in ordered if edge not in transitive), tuple(branches)
+
+
+def _critical_path(size: int, edges: _Edges, ns: tuple[float, ...]) -> tuple[tuple[int, ...], float]:
+    finish, before = list(ns), [-1] * size
+    for producer, consumer in edges:
+        if finish[producer] + ns[consumer] > finish[consumer]:
+            finish[consumer], before[consumer] = finish[producer] + ns[consumer], producer
+    if not size:
+        return (), 0.0
+    last = max(range(size), key=lambda index: (finish[index], -index))
+    path = [last]
+    while before[path[-1]] >= 0:
+        path.append(before[path[-1]])
+    return tuple(reversed(path)), finish[last]
+
+
+def _nimble(size: int, edges: _Edges, meg: _Edges, branch: tuple[int, ...], on_gpu: bool) -> Schedule:
+    """Each branch is a chain: its edges are the matched ones, all others are synchronisations."""
+    syncs = tuple((u, v) for u, v in meg if branch[u] != branch[v])
+    full = sum(branch[u] != branch[v] for u, v in edges)
+    return Schedule(
+        "nimble",
+        branch,
+        tuple(range(size)),
+        syncs,
+        maximum_concurrency=True,
+        minimum_syncs=True,
+        meg_edges=len(meg),
+        matched=len(meg) - len(syncs),
+        counts=SyncCounts(full, len(syncs), len(syncs), len(syncs) if on_gpu else None),
+    )
+
+
+def _eager(program: Program, isolated: tuple[float, ...], device: str) -> tuple[Timeline, OverheadProfile]:
+    """Eager, profiled: on CUDA the host runs ahead where it can, on the host device it does the work itself."""
+    draw = _lcg(3)
+    spans: list[Span] = []
+    rows: list[CallOverhead] = []
+    on_gpu = device == "cuda"
+    host, gpu, busy = 4000.0, 0.0, 0.0
+    for call in program.calls:
+        work = isolated[call.index]
+        python, dispatch = 5200 * (0.7 + 0.6 * next(draw)), 6800 * (0.7 + 0.6 * next(draw))
+        allocation, launch = 900 * (0.5 + next(draw)), 3900 * (0.8 + 0.4 * next(draw)) if on_gpu else 0.0
+        overhead = python + dispatch + allocation + launch
+        began = host + python
+        host += overhead + (0.0 if on_gpu else work)
+        exposed = min(overhead, max(0.0, host - max(gpu, host - overhead))) if on_gpu else overhead
+        spans.append(Span(0, began, host, call.index, call.operator))
+        if on_gpu:
+            start = max(gpu, host + 700)
+            gpu = start + work
+            spans.append(Span(1, start, gpu, call.index, f"{call.label}_kernel<float>"))
+        busy += work
+        rows.append(CallOverhead(call.index, python, dispatch, allocation, launch, work, exposed))
+    spans.sort(key=lambda span: (span.start_ns, span.lane))
+    lanes = (Lane("host thread", "host"), Lane("GPU stream 7", "gpu")) if on_gpu else (Lane("host thread", "host"),)
+    clock = "torch.profiler" if on_gpu else "host clock"
+    line = Timeline("eager", "measured", clock, lanes, tuple(spans))
+    total = max(host, gpu)
+    syncs = (
+        (
+            HostSync("cudaStreamSynchronize", 2, 31_000.0, "sample_net/modeling.py:44"),
+            HostSync("cudaMemcpyAsync (device to host)", 1, 12_500.0, "sample_net/tokens.py:12"),
+        )
+        if on_gpu and rows
+        else ()
+    )
+    remainder = total - sum(row.overhead_ns + (0.0 if on_gpu else row.work_ns) for row in rows)
+    profile = OverheadProfile(
+        tuple(rows), total, total, remainder, busy, 1 - busy / total, len(rows), len(rows), syncs, clock
+    )
+    return line, profile
+
+
+def _replay(plan: Schedule, program: Program, meg: _Edges, isolated: tuple[float, ...], device: str) -> Timeline:
+    """List simulation: a call starts when its stream is free and its predecessors are done, plus a gap."""
+    before: list[list[int]] = [[] for _ in program.calls]
+    for producer, consumer in meg:
+        before[consumer].append(producer)
+    free = [0.0] * plan.streams
+    end = [0.0] * len(program.calls)
+    spans = []
+    for index in plan.order:
+        stream = plan.stream[index]
+        start = max([free[stream], *(end[producer] for producer in before[index])]) + 300
+        end[index] = free[stream] = start + isolated[index]
+        spans.append(Span(stream, start, end[index], index, f"{program.calls[index].label}_kernel<float>"))
+    spans.sort(key=lambda span: (span.start_ns, span.lane))
+    kind, clock = ("stream", "CUPTI activity") if device == "cuda" else ("worker", "host clock")
+    lanes = tuple(Lane(f"{kind} {k}", "stream" if kind == "stream" else "worker") for k in range(plan.streams))
+    return Timeline(plan.policy, "measured", clock, lanes, tuple(spans))
+
+
+def _environment(device: str) -> Environment:
+    if device == "cuda":
+        return Environment(
+            "cuda", "NVIDIA H200", "Example CPU 8480C", 16, 8, "2.11.0+cu130", "3.11.9", "Linux x86_64",
+            "580.65", "13.0", (1980, 1965), (), 0, 0.4, (("cudnn.allow_tf32", "True"),), "2026-01-01T12:00:00+00:00",
+        )  # fmt: skip
+    return Environment(
+        "cpu", "Example CPU 8480C", "Example CPU 8480C", 2, 2, "2.13.0+cpu", "3.11.9", "Linux x86_64", load=0.7,
+        settings=(("matmul.allow_tf32", "False"),), date="2026-01-01T12:00:00+00:00",
+    )  # fmt: skip
