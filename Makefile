@@ -17,7 +17,7 @@ PIP_FLAGS ?=
 
 BIN := $(VENV)/bin
 PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint constraints.txt)
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
@@ -35,8 +35,8 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.test
-	@set -e; for script in benchmarks/bench_*.py; do \
-	  if [ -f "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script"; fi; done
+	$(BIN)/python -m benchmarks.scheduling
+	@if command -v nvidia-smi >/dev/null 2>&1; then echo "On this GPU: $(BIN)/python -m benchmarks.cuda --out FILE"; fi
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -44,8 +44,9 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.venv:
-	$(PYTHON) -c 'import sys; sys.exit("nimble_viz needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=..." if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit("nimble_viz needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "Installing into $(VENV): this takes a few minutes, once."
+	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	@touch $@
 
 # The CUDA extra that torch was built for, where there is a GPU; none where torch has no CUDA.

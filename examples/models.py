@@ -29,11 +29,7 @@ def clip(batch: int = 1) -> Example:
     config = CLIPConfig()
     size, tokens = config.vision_config.image_size, config.text_config.max_position_embeddings
     words = torch.randint(1, config.text_config.vocab_size - 2, (batch, tokens))
-    kwargs = {
-        "input_ids": words,
-        "pixel_values": torch.randn(batch, 3, size, size),
-        "attention_mask": torch.ones_like(words),
-    }
+    kwargs = {"input_ids": words, "pixel_values": torch.randn(batch, 3, size, size)}
     return _ready(CLIPModel(config), (), kwargs)
 
 
@@ -175,7 +171,7 @@ def _bert(batch: int, length: int, **sizes: int) -> Example:
     torch.manual_seed(0)
     config = BertConfig(**sizes)
     words = torch.randint(0, config.vocab_size, (batch, length))
-    return _ready(BertModel(config), (), {"input_ids": words, "attention_mask": torch.ones_like(words)})
+    return _ready(BertModel(config), (), {"input_ids": words})
 
 
 def _vision(model: nn.Module, batch: int, image: int) -> Example:

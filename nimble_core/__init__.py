@@ -1,0 +1,76 @@
+"""Ahead-of-time, multi-stream scheduling for static PyTorch models.
+
+``Nimble(model).prepare(x)`` replays a model; the steps in between are here too, each a function from value to value.
+Importing this package imports neither torch nor anything else that is heavy: names are fetched when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nimble_core.check import check_schedule
+    from nimble_core.costs import Costs
+    from nimble_core.errors import (
+        CaptureError,
+        DeviceError,
+        InputError,
+        NimbleError,
+        NotStaticError,
+        ReportFileError,
+        ScheduleError,
+    )
+    from nimble_core.graph import CallGraph, build_graph
+    from nimble_core.nimble import Nimble
+    from nimble_core.options import Options
+    from nimble_core.program import Program
+    from nimble_core.schedule import Schedule
+    from nimble_core.timeline import Timeline
+
+__all__ = [
+    "CallGraph",
+    "CaptureError",
+    "Costs",
+    "DeviceError",
+    "InputError",
+    "Nimble",
+    "NimbleError",
+    "NotStaticError",
+    "Options",
+    "Program",
+    "ReportFileError",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "build_graph",
+    "check_schedule",
+]
+
+__version__ = "0.1.0"
+
+# No name here may also be the name of a submodule: importing the submodule would put the module in its place. So
+# ``record`` and ``simulate`` stay where they are: ``from nimble_core.record import record``.
+_HOMES = {
+    "CallGraph": "graph",
+    "Costs": "costs",
+    "Nimble": "nimble",
+    "Options": "options",
+    "Program": "program",
+    "Schedule": "schedule",
+    "Timeline": "timeline",
+    "build_graph": "graph",
+    "check_schedule": "check",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -71,7 +71,8 @@ def _check_syncs(schedule: Schedule, position: list[int], program: Program | Non
             raise ScheduleError(f"sync {_pair(u, v, program)} stays on stream {schedule.stream[u]}", fix="drop it")
         if position[u] > position[v]:
             raise ScheduleError(
-                f"sync {_pair(u, v, program)} waits for what is issued later: a deadlock", fix="issue the producer first"
+                f"sync {_pair(u, v, program)} waits for what is issued later: a deadlock",
+                fix="issue the producer first",
             )
         if (u, v) in seen:
             raise ScheduleError(f"sync {_pair(u, v, program)} is listed twice", fix="drop one")
@@ -92,9 +93,7 @@ def _check_hazards(
 ) -> None:
     """Raise for the first hazard that streams and waits leave open, looking at positions in issue order."""
     stream, waits = schedule.stream, set(schedule.syncs)
-    doubtful = [
-        (position[u], position[v]) for u, v in graph.edges if stream[u] != stream[v] and (u, v) not in waits
-    ]
+    doubtful = [(position[u], position[v]) for u, v in graph.edges if stream[u] != stream[v] and (u, v) not in waits]
     if not doubtful:
         return
     ordered = predecessor_lists(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["Activity", "available", "collect", "node_id"]
 
@@ -45,6 +45,21 @@ class Activity:
     shared_bytes: int = 0
 
 
+# CUPTI fills its buffers and hands them back on a thread of its own, for buffers under way even after a collection has
+# ended: it is always given the same two functions, which live as long as the process.
+_seen: list[Activity] = []
+
+
+def _requested() -> tuple[int, int]:
+    return _BUFFER_BYTES, 0
+
+
+def _completed(records: list[Any]) -> None:
+    kinds = _kinds()
+    # Read here and now: the records are windows on a buffer that CUPTI takes back.
+    _seen.extend(_activity(kinds[record.kind], record) for record in records if record.kind in kinds)
+
+
 @cache
 def _cupti() -> Any | None:
     try:
@@ -52,6 +67,12 @@ def _cupti() -> Any | None:
     except Exception:  # not installed, or built for another CUDA: ImportError, OSError, RuntimeError
         return None
     return cupti
+
+
+@cache
+def _kinds() -> dict[int, str]:
+    kinds = cast(Any, _cupti()).ActivityKind
+    return {kinds.CONCURRENT_KERNEL: "kernel", kinds.MEMCPY: "memcpy", kinds.MEMSET: "memset"}
 
 
 def available() -> bool:
@@ -75,31 +96,21 @@ def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> lis
     cupti = _cupti()
     if cupti is None:
         return []
-    kinds = {
-        cupti.ActivityKind.CONCURRENT_KERNEL: "kernel",
-        cupti.ActivityKind.MEMCPY: "memcpy",
-        cupti.ActivityKind.MEMSET: "memset",
-    }
-    seen: list[Activity] = []
-
-    def completed(records: list[Any]) -> None:
-        for record in records:
-            kind = kinds.get(record.kind)
-            if kind:
-                seen.append(_activity(kind, record))
-
-    cupti.activity_register_callbacks(lambda: (_BUFFER_BYTES, 0), completed)
+    cupti.activity_register_callbacks(_requested, _completed)
     synchronize()
-    for kind in kinds:
+    _seen.clear()
+    for kind in _kinds():
         cupti.activity_enable(kind)
     try:
         run()
         synchronize()
         cupti.activity_flush_all(1)
     finally:
-        for kind in kinds:
+        for kind in _kinds():
             cupti.activity_disable(kind)
-    return sorted(seen, key=lambda activity: (activity.start_ns, activity.end_ns))
+    taken = sorted(_seen, key=lambda activity: (activity.start_ns, activity.end_ns))
+    _seen.clear()
+    return taken
 
 
 def _activity(kind: str, record: Any) -> Activity:

@@ -120,6 +120,7 @@ def build_graph(program: Program) -> CallGraph:
         if access.write or program.storages[access.ref.storage].role == "generator"
     }
     histories: dict[int, _History] = {storage: _History() for storage in sorted(written)}
+    windows: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], _Window] = {}
     for call in program.calls:
         for access in call.accesses:
             history = histories.get(access.ref.storage)
@@ -129,7 +130,9 @@ def build_graph(program: Program) -> CallGraph:
                 history.touch(call.index, _WHOLE, write=False)
                 history.touch(call.index, _WHOLE, write=True)
             else:
-                window = _window(access.ref)
+                ref = access.ref
+                layout = ref.offset, ref.sizes, ref.strides, ref.itemsize
+                window = windows.get(layout) or windows.setdefault(layout, _window(ref))
                 if window.end > window.start:
                     history.touch(call.index, window, write=access.write)
     masks: dict[tuple[int, int], int] = {}

@@ -235,5 +235,5 @@ def _attempt(ask: Callable[[], T], otherwise: D) -> T | D:
     """What ``ask`` returns, or ``otherwise`` if it cannot say: a stamp must not stop a measurement."""
     try:
         return ask()
-    except Exception:  # noqa: BLE001 - drivers and libraries fail in ways of their own
+    except Exception:
         return otherwise

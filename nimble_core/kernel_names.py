@@ -5,35 +5,41 @@ from __future__ import annotations
 import ctypes
 import re
 from functools import cache
+from typing import Any
 
 __all__ = ["demangle", "short_kernel_name"]
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _runtime() -> tuple[Any, Any] | None:
+    """``(__cxa_demangle, free)`` of the C++ and C runtimes; None where they are not there."""
     try:
-        library = ctypes.CDLL("libstdc++.so.6")
-        library.__cxa_demangle.restype = ctypes.c_void_p
-        library.__cxa_demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
-        ctypes.CDLL(None).free.argtypes = [ctypes.c_void_p]
+        demangler, free = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, ctypes.CDLL(None).free
     except (OSError, AttributeError):
         return None
-    return library
+    # Pointers are 64 bits wide: without these ctypes would pass them as int.
+    demangler.restype = ctypes.c_void_p
+    demangler.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    free.restype = None
+    free.argtypes = [ctypes.c_void_p]
+    return demangler, free
 
 
 @cache
 def demangle(name: str) -> str:
     """C++ name of a mangled symbol; ``name`` itself if it is not one or the C++ runtime is not there."""
-    library = _library() if name.startswith("_Z") else None
-    if library is None:
+    runtime = _runtime() if name.startswith("_Z") else None
+    if runtime is None:
         return name
+    demangler, free = runtime
     status = ctypes.c_int()
-    pointer = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    pointer = demangler(name.encode(), None, None, ctypes.byref(status))
     if not pointer:
         return name
-    text = ctypes.string_at(pointer).decode(errors="replace")
-    ctypes.CDLL(None).free(pointer)
-    return text
+    try:
+        return ctypes.string_at(pointer).decode(errors="replace")
+    finally:
+        free(pointer)
 
 
 @cache

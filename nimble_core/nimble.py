@@ -75,7 +75,7 @@ class Nimble(torch.nn.Module):
         InputError: ``model`` is neither.
     """
 
-    def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:  # noqa: B008 (frozen value)
+    def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:
         super().__init__()
         if not callable(model) or isinstance(model, type):
             raise InputError(
@@ -203,9 +203,7 @@ class Nimble(torch.nn.Module):
         )
 
 
-def _prepare(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
-) -> Engine:
+def _prepare(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Engine:
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
@@ -241,7 +239,9 @@ def _plan(device: Any, recorded: Any, options: Options, watch: Stopwatch) -> Pla
     try:
         if measured:
             with watch("capture"):
-                plans.append(capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit))
+                plans.append(
+                    capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit)
+                )
             with watch("measure calls"):
                 costs = measure_costs(device, recorded, plans[0]).costs
         with watch("schedule"):
@@ -259,4 +259,3 @@ def _plan(device: Any, recorded: Any, options: Options, watch: Stopwatch) -> Pla
         if one is not best:
             one.executable.close()
     return best
-

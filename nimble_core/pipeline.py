@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.devices.base import Device, Executable, Observation
-from nimble_core.errors import CaptureError, DeviceError, InputError
+from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError
 from nimble_core.graph import CallGraph, build_graph
 from nimble_core.measurement import Measurement, interleave
 from nimble_core.options import Options
 from nimble_core.policies import resolve_policy
-from nimble_core.record import check_static, other_values, require_callable
+from nimble_core.record import changed_constant, check_static, other_values, random_state_kept, require_callable
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
@@ -30,7 +31,20 @@ if TYPE_CHECKING:
 
     from nimble_core.recording import Recording
 
-__all__ = ["Plan", "Recorded", "Stopwatch", "capture", "choose", "device_for", "measure_costs", "plan", "record_static", "state_kept"]
+__all__ = [
+    "Plan",
+    "Recorded",
+    "Stopwatch",
+    "capture",
+    "choose",
+    "device_for",
+    "measure_costs",
+    "plan",
+    "record_static",
+    "state_kept",
+]
+
+_OTHER_SEED = 20_001
 
 Step = Callable[[str], AbstractContextManager[Any]]
 
@@ -43,6 +57,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Time what is inside under ``name``; the same name adds up."""
         start = time.perf_counter()
         try:
             yield
@@ -121,7 +136,11 @@ def record_static(
         build = builder(signature.structure)
         again_args, again_kwargs = build(other_values(signature.tensors))
         again = Signature(again_args, again_kwargs)
-        check_static(recording.program, device.record(model, again, again_args, again_kwargs).program)
+        with random_state_kept(signature.device):
+            random.seed(_OTHER_SEED)  # a branch on Python's random numbers shows as well
+            second = device.record(model, again, again_args, again_kwargs)
+        check_static(recording.program, second.program)
+        recording = _hold_to_seen(device, recording, second)
     if recording.unseen and strict:
         raise CaptureError(
             f"{recording.unseen} launches belong to no call that was seen",
@@ -133,14 +152,26 @@ def record_static(
     return Recorded(model, signature, recording, graph)
 
 
+def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Recording:
+    """Refuse, or on the host mark as incomplete, a recording with a value that was computed out of sight."""
+    where = "" if recording.unseen else changed_constant(recording, second)
+    if not where:
+        return recording
+    if device.kind == "cuda":
+        raise NotStaticError(
+            "a value that was computed outside of torch changes from run to run",
+            where=where,
+            fix="compute it with torch on the device, or pass it as an input",
+        )
+    return replace(recording, unseen=1, unseen_where=f"before {where}")
+
+
 @contextmanager
 def state_kept(recorded: Recorded) -> Iterator[None]:
     """Put back, at the end, what replays inside write: parameters, buffers, example inputs, random state.
 
     Replays run for real on the model's own tensors (BatchNorm in training mode updates its statistics).
     """
-    from nimble_core.record import random_state_kept
-
     recording = recorded.recording
     written = {ref.storage for call in recording.program.calls for ref in call.writes}
     live = [tensor for slot, tensor in recording.given.items() if recording.storage_of[slot] in written]
@@ -180,9 +211,7 @@ def measure_costs(device: Device, recorded: Recorded, single: Plan, replays: int
     return device.observe(single.executable, recorded.recording, replays)
 
 
-def choose(
-    device: Device, plans: Sequence[Plan], options: Options
-) -> tuple[Plan, Mapping[str, Measurement]]:
+def choose(device: Device, plans: Sequence[Plan], options: Options) -> tuple[Plan, Mapping[str, Measurement]]:
     """The fastest plan by measured replays; ties within 1% go to fewer streams."""
     if len(plans) == 1 or options.tune == "off":
         return plans[-1], {}

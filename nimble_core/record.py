@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
-__all__ = ["NodeCounter", "check_static", "other_values", "preserved", "record"]
+__all__ = ["NodeCounter", "changed_constant", "check_static", "other_values", "preserved", "record"]
 
 # Operators that write tensors their schema does not mark: (operator, arguments written, argument that says whether).
 _SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -127,10 +127,13 @@ class _Recorder(TorchDispatchMode):
         self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
         self._slots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storage_of: list[int] = []
+        self._ref_of: list[TensorRef] = []
         self._given: dict[int, torch.Tensor] = {}
         self._owned: list[torch.Tensor] = []
         self._steps: list[Step] = []
         self._calls: list[Call] = []
+        self._first_values: dict[int, torch.Tensor] = {}  # of those that are written: as they were before
+        self._fresh: dict[int, torch.Tensor] = {}  # storages of constants that each run makes anew, as torch.tensor does
         self._constant: set[int] = set()  # storages whose values depend on neither inputs nor parameters
         self._written: set[int] = set()
         self._generator: int | None = None
@@ -141,8 +144,7 @@ class _Recorder(TorchDispatchMode):
         for role, name, tensor in _owned_tensors(model):
             self._names.setdefault(_address(tensor), (role, name))
         self.inputs = tuple(
-            self._give(tensor, "input", path)
-            for tensor, path in zip(signature.tensors, signature.paths, strict=True)
+            self._give(tensor, "input", path) for tensor, path in zip(signature.tensors, signature.paths, strict=True)
         )
 
     @classmethod
@@ -164,6 +166,7 @@ class _Recorder(TorchDispatchMode):
         written = [tensor for tensor in _written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
         for tensor in written:
             self.before_write(tensor)
+            self._keep_first_value(tensor)
         template = tuple(self._template(arg) for arg in args)
         named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
         if torch.Tag.inplace_view in func.tags:
@@ -172,13 +175,32 @@ class _Recorder(TorchDispatchMode):
         returned = flat_tensors(result)
         known = len(self._storages)
         outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
-        call = None
         if self._reaches_device(func, tensors, returned, written, known):
-            call = len(self._calls)
             self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame))
-        reads = tuple(dict.fromkeys(slots_in([*template, *(value for _, value in named)])))
-        self._steps.append(Step(func, template, named, outputs, reads, call))
+            self._step(func, template, named, outputs, len(self._calls) - 1)
+        elif not written and returned and all(self._storage(tensor) >= known for tensor in returned):
+            # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
+            # what it is modelled on may not be there yet.
+            for tensor, slot in zip(returned, outputs, strict=True):
+                layout = (tuple(tensor.shape), tensor.stride())
+                options = (("dtype", tensor.dtype), ("device", tensor.device))
+                self._step(torch.ops.aten.empty_strided.default, layout, options, (slot,), None)
+        else:
+            self._step(func, template, named, outputs, None)
+            if func is torch.ops.aten.lift_fresh.default:
+                self._fresh.update((self._storage(tensor), tensor) for tensor in returned)
         return result
+
+    def _step(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...],
+        outputs: tuple[int, ...],
+        call: int | None,
+    ) -> None:
+        reads = tuple(dict.fromkeys(slots_in([*args, *(value for _, value in kwargs)])))
+        self._steps.append(Step(func, args, kwargs, outputs, reads, call))
 
     def finish(self, outputs: Sequence[torch.Tensor], structure: Any) -> Recording:
         """The recording, once the model has returned ``outputs``."""
@@ -187,21 +209,29 @@ class _Recorder(TorchDispatchMode):
         for tensor in outputs:
             if tensor.device != self.device:
                 raise CaptureError(
-                    f"an output is on {tensor.device}, the inputs on {self.device}: copying it is a host synchronisation",
+                    f"an output is on {tensor.device}, the inputs are on {self.device}: copying it makes the host wait",
                     fix="return device tensors and copy them outside the model",
                 )
+        outputs = self._renew_constants(outputs)
         slots = tuple(self._slot(tensor) for tensor in outputs)
         program = Program(
             calls=tuple(self._calls),
             storages=tuple(self._storages),
-            inputs=tuple(self._refs[slot] for slot in self.inputs),
-            outputs=tuple(self._refs[slot] for slot in slots),
+            inputs=tuple(self._ref_of[slot] for slot in self.inputs),
+            outputs=tuple(self._ref_of[slot] for slot in slots),
             host_steps=sum(step.call is None for step in self._steps),
             device=self.device.type,
         )
         written = tuple(
             position for position, slot in enumerate(self.inputs) if self._storage_of[slot] in self._written
         )
+        homes = [self._storage_of[self.inputs[position]] for position in written]
+        if len(set(homes)) < len(homes):
+            names = [self._storages[home].name for home in homes if homes.count(home) > 1]
+            raise CaptureError(
+                f"inputs share memory that the model writes ({names[0]} and another)",
+                fix="pass a clone of one of them",
+            )
         return Recording(
             program=program,
             steps=tuple(self._steps),
@@ -216,6 +246,23 @@ class _Recorder(TorchDispatchMode):
             unseen_where=self._unseen_where,
         )
 
+    def _keep_first_value(self, tensor: torch.Tensor) -> None:
+        storage = self._storage(tensor)
+        if storage in self._fresh and storage not in self._first_values:
+            with self.counter.outside() if self.counter else nullcontext():
+                self._first_values[storage] = self._fresh[storage].clone()
+
+    def _renew_constants(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Constants that the model makes on each run and then writes: written back after their last use."""
+        renewed = {storage: self._fresh[storage] for storage in self._first_values}
+        if not renewed:
+            return outputs
+        with torch.no_grad(), self:
+            outputs = [tensor.clone() if self._storage(tensor) in renewed else tensor for tensor in outputs]
+            for storage, tensor in renewed.items():
+                tensor.copy_(self._first_values[storage])
+        return outputs
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         try:
             return func(*args, **kwargs)
@@ -228,10 +275,6 @@ class _Recorder(TorchDispatchMode):
             ) from error
 
     # -- tensors -----------------------------------------------------------------------------------------------
-
-    @property
-    def _refs(self) -> dict[int, TensorRef]:
-        return self._ref_of
 
     def _storage(self, tensor: torch.Tensor) -> int:
         address = _address(tensor)
@@ -256,7 +299,7 @@ class _Recorder(TorchDispatchMode):
             )
         slot = len(self._storage_of)
         self._storage_of.append(self._storage(tensor))
-        self._ref_of[slot] = self._ref(tensor)
+        self._ref_of.append(self._ref(tensor))
         self._slots[tensor] = slot
         return slot
 
@@ -282,16 +325,12 @@ class _Recorder(TorchDispatchMode):
         itemsize = tensor.element_size()
         return TensorRef(
             storage=self._storage(tensor),
-            offset=tensor.storage_offset() * itemsize,
+            offset=int(tensor.storage_offset()) * itemsize,
             sizes=tuple(tensor.shape),
             strides=tensor.stride(),
             dtype=str(tensor.dtype).removeprefix("torch."),
             itemsize=itemsize,
         )
-
-    @property
-    def _ref_of(self) -> dict[int, TensorRef]:
-        return self.__dict__.setdefault("_slot_refs", {})
 
     def _template(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -368,9 +407,7 @@ class _Recorder(TorchDispatchMode):
         fresh = [tensor for tensor in returned if self._storage(tensor) >= known]
         return any(tensor.numel() for tensor in fresh)
 
-    def _inplace_view(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...]
-    ) -> Any:
+    def _inplace_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...]) -> Any:
         """``squeeze_`` and its like change a tensor's shape, not its memory: recorded as a new view of it."""
         tensor = args[0]
         nbytes = tensor.untyped_storage().nbytes()
@@ -392,11 +429,20 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> None:
         if torch.Tag.data_dependent_output in func.tags:
-            why, fix = "gives the host a value computed on the device", "compute it on the device, or pass it as an input"
+            why, fix = (
+                "gives the host a value computed on the device",
+                "compute it on the device, or pass it as an input",
+            )
         elif _shape_depends_on_data(func, args, kwargs):
-            why, fix = "has an output whose shape depends on data", "use a form with a fixed shape (torch.where, a mask, a size argument)"
+            why, fix = (
+                "has an output whose shape depends on data",
+                "use a form with a fixed shape (torch.where, a mask, a size argument)",
+            )
         elif self.device.type != "cpu" and _copies_to_host(func, tensors, args, kwargs):
-            why, fix = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
+            why, fix = (
+                "copies from the device to the host",
+                "keep the tensor on the device, or copy it outside the model",
+            )
         else:
             return
         if all(tensor.device.type == "cpu" and self._storage(tensor) in self._constant for tensor in tensors):
@@ -422,7 +468,9 @@ class _Recorder(TorchDispatchMode):
 
     # -- host constants in a device program --------------------------------------------------------------------
 
-    def _is_host_work(self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_host_work(
+        self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Work on host tensors alone: their values are constants, since every input is on the device."""
         if tensors:
             return all(tensor.device.type == "cpu" for tensor in tensors)
@@ -438,9 +486,13 @@ class _Recorder(TorchDispatchMode):
         else:
             with self.counter.outside():
                 result = func(*args, **kwargs)
+        known = len(self._storages)
         for tensor in flat_tensors(result):
             if tensor not in self._slots:
-                self._constant.add(self._storage_of[self._give(tensor, "constant")])
+                storage = self._storage_of[self._give(tensor, "constant")]
+                self._constant.add(storage)
+                if storage >= known:
+                    self._fresh[storage] = tensor
         return result
 
 
@@ -448,15 +500,15 @@ class _Recorder(TorchDispatchMode):
 def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[str]]]:
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
     before = {path: _attributes(module) for path, module in modules.items()}
-    sizes = {path: _sizes(module) for path, module in modules.items()}
+    contents = {path: _contents(module) for path, module in modules.items()}
 
     def changed() -> list[str]:
         names = []
         for path, module in modules.items():
             now, old = _attributes(module), before[path]
             differ = [key for key in now.keys() | old.keys() if now.get(key, before) is not old.get(key, before)]
-            grown = [(None, key) for key, size in _sizes(module).items() if sizes[path].get(key, size) != size]
-            names += [f"{path}.{key}".lstrip(".") for _, key in sorted({*differ, *grown}, key=str)]
+            touched = [(None, key) for key, (held, copy) in contents[path].items() if not _same_items(held, copy)]
+            names += [f"{path}.{key}".lstrip(".") for _, key in sorted({*differ, *touched}, key=str)]
         return names
 
     try:
@@ -467,6 +519,10 @@ def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[st
                 _table(module, table)[key] = value
             for table, key in _attributes(module).keys() - before[path].keys():
                 del _table(module, table)[key]
+            for held, copy in contents[path].values():
+                if not _same_items(held, copy):
+                    held.clear()
+                    (held.extend if isinstance(held, list) else held.update)(copy)
 
 
 def _table(module: torch.nn.Module, name: str | None) -> dict[str, Any]:
@@ -483,12 +539,21 @@ def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
     return found
 
 
-def _sizes(module: torch.nn.Module) -> dict[str, int]:
+def _contents(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Lists, dicts and sets among the attributes, each with a copy of what it holds."""
     return {
-        key: len(value)
+        key: (value, value.copy())
         for key, value in module.__dict__.items()
         if not key.startswith("_") and isinstance(value, (list, dict, set))
     }
+
+
+def _same_items(held: Any, copy: Any) -> bool:
+    if isinstance(held, set):
+        return bool(held == copy)
+    if isinstance(held, dict):
+        held, copy = ([part for item in items.items() for part in item] for items in (held, copy))
+    return len(held) == len(copy) and all(a is b for a, b in zip(held, copy, strict=True))
 
 
 class _Guard:
@@ -532,14 +597,18 @@ def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[_Guar
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Put the random state of Python, of torch's host generator and of ``device`` back at the end."""
+    """Put the random state of Python, numpy (if loaded), torch's host generator and ``device`` back at the end."""
     python, host = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy else None
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         random.setstate(python)
         torch.set_rng_state(host)
+        if numpy:
+            numpy.random.set_state(array)
         if gpu is not None:
             torch.cuda.set_rng_state(gpu, device)
 
@@ -577,18 +646,58 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
     """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
 
-    Every integer stays a value the model has already accepted (indices stay in range).
+    Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
+    (offsets, positions) stay as they are where another input changes. Strides stay, and tensors that share memory do
+    so again.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = []
-    for tensor in tensors:
-        order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-        other = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
-        if tensor.is_floating_point() or tensor.is_complex():
-            scale = torch.rand(tensor.shape, generator=generator).to(tensor.device) + 0.5
-            other = (other * scale).to(tensor.dtype)
-        made.append(torch.empty_like(tensor).copy_(other))
+    kept = [_ascending(tensor) for tensor in tensors]
+    sharing: dict[tuple[int, torch.dtype], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        sharing.setdefault((_address(tensor), tensor.dtype), []).append(position)
+    made = list(tensors)
+    for positions in sharing.values():
+        shared = [tensors[position].detach() for position in positions]
+        keep = not all(kept) and all(kept[position] for position in positions)
+        if len({(one.storage_offset(), one.shape, one.stride()) for one in shared}) == 1:
+            others = [_other(shared[0], keep, generator)] * len(shared)
+        else:
+            low = min(one.storage_offset() for one in shared)
+            high = max(one.storage_offset() + _reach(one) for one in shared)
+            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, generator)
+            others = [base.as_strided(one.shape, one.stride(), one.storage_offset() - low) for one in shared]
+        for position, other in zip(positions, others, strict=True):
+            made[position] = other
     return made
+
+
+def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torch.Tensor:
+    # An expanded dimension is one element seen many times: it stays so.
+    core = tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            core = core.narrow(dimension, 0, 1)
+    order = torch.arange(core.numel()) if keep else torch.randperm(core.numel(), generator=generator)
+    other = core.reshape(-1)[order.to(core.device)].reshape(core.shape)
+    if core.is_floating_point() or core.is_complex():
+        scale = torch.rand(core.shape, generator=generator).to(core.device) + 0.5
+        other = (other * scale).to(core.dtype)
+    made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
+    return made.expand(tensor.shape)
+
+
+def _ascending(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return False
+    flat = tensor.detach().reshape(-1)
+    return bool((flat[1:] >= flat[:-1]).all())
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_static(first: Program, second: Program) -> None:
@@ -618,6 +727,29 @@ def check_static(first: Program, second: Program) -> None:
             where=str(extra),
             fix="remove the branch on data or random state, or prepare only the static part",
         )
+
+
+def changed_constant(first: Recording, second: Recording) -> str:
+    """Where the first constant is used that is another value in another recording; empty if there is none.
+
+    A constant is a tensor that no seen call made. One that changes with the inputs was computed out of sight: in
+    numpy, in Python numbers, in a compiled region.
+    """
+    for slot, tensor in first.given.items():
+        storage = first.storage_of[slot]
+        other = second.given.get(slot)
+        if first.program.storages[storage].role != "constant" or other is None:
+            continue
+        if _address(tensor) != _address(other) and not _identical(tensor, other):
+            users = [call for call in first.program.calls if any(a.ref.storage == storage for a in call.accesses)]
+            return str(users[0]) if users else "an output"
+    return ""
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
 
 
 def _shapes(call: Call) -> list[tuple[Any, ...]]:

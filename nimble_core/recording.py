@@ -147,7 +147,9 @@ class Issuer:
 
     def _run(self, step: Step) -> None:
         tensors = self.tensors
-        result = step.func(*[_fill(arg, tensors) for arg in step.args], **{k: _fill(v, tensors) for k, v in step.kwargs})
+        result = step.func(
+            *[_fill(arg, tensors) for arg in step.args], **{k: _fill(v, tensors) for k, v in step.kwargs}
+        )
         if not step.outputs:
             return
         returned = [result] if isinstance(result, torch.Tensor) else flat_tensors(result)
@@ -178,7 +180,8 @@ def flat_tensors(result: Any) -> list[torch.Tensor]:
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside: it walks all that was just recorded, and a graph collected in the middle of a
-    capture would end it."""
+    capture would end it.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

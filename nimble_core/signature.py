@@ -40,6 +40,9 @@ class Signature:
         for tensor, path in zip(self.tensors, self.paths, strict=True):
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise InputError(f"{path} is {tensor.layout}, not a dense tensor", fix="convert it with .to_dense()")
+        # A tensor given twice was recorded as one: calls have to do the same.
+        first = {id(tensor): position for position, tensor in reversed(list(enumerate(self.tensors)))}
+        self.twins = tuple((first[id(t)], i) for i, t in enumerate(self.tensors) if first[id(t)] != i)
         self.metas = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
         self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
 
@@ -48,7 +51,7 @@ class Signature:
         positional, keyword = self.structure.children
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
-        metas, names, structure = self.metas, self.names, self.structure
+        metas, names, structure, twins = self.metas, self.names, self.structure, self.twins
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
         count, named = len(positional.children), len(names)
 
@@ -61,7 +64,7 @@ class Signature:
                     and tensor.device == device
                 ):
                     return False
-            return True
+            return all(tensors[a] is tensors[b] for a, b in twins) if twins else True
 
         def bind_flat(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
             if len(args) != count or len(kwargs) != named:
@@ -106,6 +109,9 @@ class Signature:
                     f"{path}: expected {_describe(shape, dtype, device)}, "
                     f"given {_describe(tensor.shape, tensor.dtype, tensor.device)}"
                 )
+        for a, b in self.twins:
+            if tensors[a] is not tensors[b]:
+                return f"{self.paths[b]}: expected the same tensor as {self.paths[a]}, given another"
         return "no difference found"
 
     def __str__(self) -> str:

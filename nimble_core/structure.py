@@ -80,7 +80,9 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
         return Constant(value)
     kind, keys, children, context = _open(value)
     if kind:
-        parts = tuple(_split(child, tensors, f"{path}{_step(kind, key)}") for key, child in zip(keys, children, strict=True))
+        parts = tuple(
+            _split(child, tensors, f"{path}{_step(kind, key)}") for key, child in zip(keys, children, strict=True)
+        )
         return Node(kind, type(value), tuple(keys), parts, context)
     hidden = _hidden_tensor(value)
     if hidden:
@@ -96,7 +98,7 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
 def _open(value: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any]:
     """``(kind, keys, children, context)`` of a container; kind is empty for anything else."""
     cls = type(value)
-    if isinstance(value, dict) and dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         return "output", tuple(value.keys()), tuple(value.values()), None
     if cls in (dict, OrderedDict):
         return "dict", tuple(value.keys()), tuple(value.values()), None
@@ -200,7 +202,7 @@ def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
 
 
 def _output_builder(
-    cls: type, keys: tuple[Any, ...], parts: list[Callable[[Sequence[torch.Tensor]], Any]]
+    cls: Any, keys: tuple[Any, ...], parts: list[Callable[[Sequence[torch.Tensor]], Any]]
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
     # The class's own constructor inspects every field (59 µs for a Hugging Face output): fill dict and fields directly.
     absent = {field.name: None for field in dataclasses.fields(cls) if field.name not in keys}

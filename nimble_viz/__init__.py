@@ -1,0 +1,40 @@
+"""See what ahead-of-time scheduling changes about a PyTorch model.
+
+``compare(model, x)`` measures and returns a ``Report``; ``load(path)`` reads a saved one, without torch and without a
+GPU. Importing this package imports nothing heavy: names are fetched when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from nimble_core import __version__
+
+if TYPE_CHECKING:
+    from nimble_core.options import Options
+    from nimble_viz.comparison import compare
+    from nimble_viz.file import load
+    from nimble_viz.report import Report
+
+__all__ = ["Options", "Report", "__version__", "compare", "load"]
+
+# No name here may also be the name of a submodule: importing the submodule would put the module in its place.
+_HOMES = {
+    "Options": "nimble_core.options",
+    "Report": "nimble_viz.report",
+    "compare": "nimble_viz.comparison",
+    "load": "nimble_viz.file",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -248,7 +248,6 @@ class _Comparison:
                 self.warnings.append(f"eager could not be profiled: {error.what}")
             else:
                 self.timelines.insert(0, timeline)
-                self.warnings += [f"profile: {warning}" for warning in self.overhead.warnings]
 
     def close(self) -> None:
         """Free the engines, one by one."""
@@ -286,8 +285,6 @@ class _Comparison:
         length, path = critical_path(predecessors(graph, meg=True), costs.ns)
         medians = {name: taken.median_ns for name, taken in self.measurements.items() if name != "eager"}
         chosen = min(medians, key=lambda name: medians[name]) if medians else ""
-        warnings = list(self.warnings)
-        warnings += [f"{name} is unstable: {w}" for name, taken in self.measurements.items() for w in taken.warnings]
         return Report(
             model=_name(self.model),
             dtype=_dtype(self.model, self.signature.tensors),
@@ -306,7 +303,7 @@ class _Comparison:
             timelines=tuple(self._stamped(line) for line in self.timelines),
             memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak),
             chosen=chosen,
-            warnings=tuple(warnings),
+            warnings=tuple(self.warnings),
             complete=not self.interrupted,
         )
 

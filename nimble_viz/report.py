@@ -5,7 +5,10 @@ Views, text, HTML and files are functions of it. Importing this module imports n
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nimble_core.costs import Costs
 from nimble_core.environment import Environment
@@ -14,6 +17,12 @@ from nimble_core.measurement import Measurement, Ratio, ratio
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from plotly.graph_objects import Figure
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 __all__ = ["CallOverhead", "EqualityCheck", "HostSync", "Memory", "OverheadProfile", "PrepareStep", "Report"]
 
@@ -204,3 +213,54 @@ class Report:
         """How much faster ``name`` is than ``baseline``, None if either was not measured."""
         faster, base = self.measurement(name), self.measurement(baseline)
         return ratio(faster, base) if faster and base else None
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write this report to ``path`` (by custom ``*.nimble``); ``nimble_viz.load`` reads it back.
+
+        Raises:
+            ReportFileError: the report is not consistent in itself.
+            OSError: the file cannot be written.
+        """
+        from nimble_viz.file import save
+
+        return save(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained page with all views to ``path``. Raises OSError if it cannot be written."""
+        from nimble_viz.export.html import page
+
+        target = Path(path)
+        target.write_text(page(self), encoding="utf-8")
+        return target
+
+    def to_text(self, width: int | None = None) -> str:
+        """This report as plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
+        from nimble_viz.text import plain_text
+
+        return plain_text(self, width)
+
+    def figure(self) -> Figure:
+        """Statistics of the raw samples as a plotly figure."""
+        from nimble_viz.statistics import statistics_figure
+
+        return statistics_figure(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from nimble_viz.text import report_text
+
+        yield report_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.model!r}: {len(self.program.calls)} calls, {len(self.measurements)} measurements>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """Text and HTML for a notebook. Never raises: without HTML there is text, without text the ``repr``."""
+        bundle = {"text/plain": repr(self)}
+        try:
+            bundle["text/plain"] = self.to_text(100)
+            from nimble_viz.export.html import fragment
+
+            bundle["text/html"] = fragment(self)
+        except Exception as error:  # a display must not fail: what went wrong is said in the text
+            bundle["text/plain"] += f"\n(not shown in full: {type(error).__name__}: {error})\n"
+        return bundle

@@ -66,8 +66,7 @@ def programs(draw: st.DrawFn, max_calls: int = 9, max_storages: int = 4) -> Prog
             pool.append(TensorRef(index, 0, (STORAGE_ELEMENTS,), (1,), "float16", ITEMSIZE))
     accesses = st.lists(st.builds(Access, st.sampled_from(pool), st.booleans()), max_size=3)
     calls = tuple(
-        Call(index, "test.touch.default", (), tuple(draw(accesses)))
-        for index in range(draw(st.integers(0, max_calls)))
+        Call(index, "test.touch.default", (), tuple(draw(accesses))) for index in range(draw(st.integers(0, max_calls)))
     )
     outputs = tuple(ref for ref in draw(st.lists(st.sampled_from(pool), max_size=1)))
     return Program(calls=calls, storages=tuple(storages), inputs=(), outputs=outputs)

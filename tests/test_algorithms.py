@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 
 import networkx
@@ -124,7 +125,7 @@ def test_critical_path_is_the_longest(graph: CallGraph, data: st.DataObject) -> 
     ns = data.draw(costs_for(graph)).ns
     length, path = critical_path(predecessors(graph), ns)
     assert length == sum(ns[call] for call in path)
-    assert all(edge in set(graph.edges) for edge in zip(path, path[1:], strict=False))
+    assert all(edge in set(graph.edges) for edge in itertools.pairwise(path))
     weighted = networkx.DiGraph()
     weighted.add_nodes_from(["end", *range(graph.size)])
     weighted.add_weighted_edges_from((u, v, ns[u]) for u, v in graph.edges)

@@ -45,6 +45,8 @@ def iteration(start: int, length: int, first: int = 1, lost: bool = False) -> li
         *([] if lost else kernel),
         gpu("Memcpy HtoD (Pageable -> Device)", start + 71, start + 75, first + 1),
         gpu(module.ITERATION, start + 40, start + 75),  # the device's echo of the annotation
+        host("Activity Buffer Request", start + 31, start + 33),
+        gpu("Stream Wait Event", start + 76, start + 77, first + 3),
     ]
 
 

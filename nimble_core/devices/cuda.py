@@ -18,7 +18,7 @@ import torch
 
 from nimble_core import cupti
 from nimble_core.costs import Costs, Kernel
-from nimble_core.devices.base import Observation
+from nimble_core.devices.base import Executable, Observation
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.kernel_names import short_kernel_name
 from nimble_core.measurement import quantile
@@ -34,23 +34,30 @@ from nimble_core.timeline import Lane, Span, Timeline
 __all__ = ["CudaDevice", "CudaExecutable"]
 
 _CAPTURE_LOCK = threading.RLock()
-_STREAMS: dict[int, list[torch.cuda.Stream]] = {}
+_STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
-def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+def _streams(device: torch.device, count: int, priority: int = 0) -> list[torch.cuda.Stream]:
     """``count`` streams of our own, the same ones each time.
 
     ``torch.cuda.Stream()`` hands out 32 round robin: above that two of them are silently one.
+
+    Args:
+        device: whose streams.
+        count: how many.
+        priority: 0 normal, higher sooner; capped at what the GPU offers.
     """
-    pool = _STREAMS.setdefault(device.index or 0, [])
+    pool = _STREAMS.setdefault((device.index or 0, priority), [])
     if len(pool) < count:
         from cuda.bindings import runtime
 
         with torch.cuda.device(device):
+            _, _, greatest = runtime.cudaDeviceGetStreamPriorityRange()
+            level = max(-priority, int(greatest))  # CUDA counts downwards: -5 is the most urgent
             while len(pool) < count:
-                code, handle = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
+                code, handle = runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, level)
                 if int(code) != 0:
-                    raise DeviceError(f"cudaStreamCreateWithFlags failed: {code.name}")
+                    raise DeviceError(f"cudaStreamCreateWithPriority failed: {code.name}")
                 pool.append(torch.cuda.ExternalStream(int(handle), device=device))
     return pool[:count]
 
@@ -111,13 +118,12 @@ class CudaDevice:
         events: dict[int, torch.cuda.Event] = {}
         bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        set_stream = torch.cuda.set_stream
+        lanes = _Lanes(self.device, schedule)
         before = torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"]
         with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
             nodes = probe.nodes()
             for position, call in enumerate(schedule.order):
-                stream = streams[schedule.stream[call]]
-                set_stream(stream)
+                stream = lanes.enter(call, streams)
                 for producer in waits.get(call, ()):
                     stream.wait_event(events[producer])
                 for storage in releases[position]:
@@ -138,7 +144,7 @@ class CudaDevice:
                     event = torch.cuda.Event()
                     event.record(stream)
                     events[call] = event
-            set_stream(streams[0])
+            lanes.leave(streams)
             outputs = issuer.outputs()
         with _errors_explained():
             graph.instantiate()
@@ -151,9 +157,7 @@ class CudaDevice:
             self.device, graph, schedule, buffers, outputs, raw, tuple(owner), recording.written_inputs, held
         )
 
-    def capture_whole(
-        self, model: Callable[..., Any], recording: Recording, signature: Signature
-    ) -> CudaExecutable:
+    def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
         buffers = [_like(tensor) for tensor in signature.tensors]
         args, kwargs = builder(signature.structure)(buffers)
@@ -171,10 +175,17 @@ class CudaDevice:
         owner: tuple[int | None, ...] = (None,) * len(raw.nodes)
         return CudaExecutable(self.device, graph, schedule, buffers, outputs, raw, owner, (), held)
 
-    def observe(self, executable: CudaExecutable, recording: Recording, replays: int = 11) -> Observation:
+    def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Times of every replayed node, by call, through CUPTI; without it, no times and a note why."""
+        if not isinstance(executable, CudaExecutable):
+            raise DeviceError(f"a {type(executable).__name__} does not run on a GPU")
         wall = _event_times_ns(executable, max(replays, 5))
-        seen = cupti.collect(lambda: [executable.replay() for _ in range(replays)], self.synchronize)
+
+        def replay() -> None:
+            for _ in range(replays):
+                executable.replay()
+
+        seen = cupti.collect(replay, self.synchronize)
         return _observation(executable, seen, replays, median(wall))
 
     def memory_peak(self, run: Callable[[], object]) -> int:
@@ -193,7 +204,13 @@ class CudaDevice:
         self, graph: torch.cuda.CUDAGraph, count: int
     ) -> Iterator[tuple[list[torch.cuda.Stream], CaptureProbe]]:
         """Capture on ``count`` streams, forked from the first and joined into it, whatever happens inside."""
-        with _CAPTURE_LOCK, collector_paused(), torch.cuda.device(self.device), random_state_kept(self.device), _errors_explained():
+        with (
+            _CAPTURE_LOCK,
+            collector_paused(),
+            torch.cuda.device(self.device),
+            random_state_kept(self.device),
+            _errors_explained(),
+        ):
             streams = _streams(self.device, count)
             caller = torch.cuda.current_stream(self.device)
             self.synchronize()
@@ -242,9 +259,9 @@ class CudaExecutable:
         self.owner = owner
         self.nbytes = nbytes
         self.counts = _emitted(schedule, raw, owner)
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._buffers = buffers
-        self._outputs = outputs
+        self.graph: torch.cuda.CUDAGraph | None = graph
+        self.buffers = buffers
+        self.outputs = outputs
         self._written = written_inputs
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
@@ -252,7 +269,7 @@ class CudaExecutable:
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Copy ``inputs`` in, replay on the caller's stream, return copies of the outputs (or the buffers)."""
-        graph = self._graph
+        graph = self.graph
         if graph is None:
             raise _closed()
         grad = torch.is_grad_enabled()
@@ -261,7 +278,7 @@ class CudaExecutable:
                 torch._C._set_grad_enabled(False)
             try:
                 self._follow_last_run()
-                buffers = self._buffers
+                buffers = self.buffers
                 if len(buffers) == 1:
                     buffers[0].copy_(inputs[0], non_blocking=True)
                 else:
@@ -269,18 +286,18 @@ class CudaExecutable:
                 graph.replay()
                 for position in self._written:
                     inputs[position].copy_(buffers[position])
-                return list(self._outputs) if static else [output.clone() for output in self._outputs]
+                return list(self.outputs) if static else [output.clone() for output in self.outputs]
             finally:
                 if grad:
                     torch._C._set_grad_enabled(True)
 
     def replay(self) -> None:
         """Replay on the caller's stream."""
-        if self._graph is None:
+        if self.graph is None:
             raise _closed()
         with self._lock:
             self._follow_last_run()
-            self._graph.replay()
+            self.graph.replay()
 
     def _follow_last_run(self) -> None:
         # The buffers are shared by all runs: a run on another stream waits for the previous one.
@@ -294,10 +311,40 @@ class CudaExecutable:
     def close(self) -> None:
         """Wait for the last run and free graph and buffers."""
         with self._lock:
-            if self._graph is not None:
+            if self.graph is not None:
                 torch.cuda.synchronize(self.device)
-                self._graph.reset()
-                self._graph, self._buffers, self._outputs = None, [], []
+                self.graph.reset()
+                self.graph, self.buffers, self.outputs = None, [], []
+
+
+class _Lanes:
+    """The streams of a schedule during its capture: one a lane, or one for each priority that its calls have."""
+
+    def __init__(self, device: torch.device, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._urgent = {
+            level: _streams(device, schedule.streams, level) for level in sorted(set(schedule.priority) - {0})
+        }
+        self._current: dict[int, torch.cuda.Stream] = {}
+
+    def enter(self, call: int, streams: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:
+        """Make the stream of ``call`` current, behind what its lane has issued so far."""
+        lane = self._schedule.stream[call]
+        level = self._schedule.priority[call] if self._schedule.priority else 0
+        stream = self._urgent[level][lane] if level else streams[lane]
+        before = self._current.setdefault(lane, streams[lane])
+        if before is not stream:
+            stream.wait_stream(before)
+            self._current[lane] = stream
+        torch.cuda.set_stream(stream)
+        return stream
+
+    def leave(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """Bring every lane back to its own stream, and the first one to be current."""
+        for lane, stream in self._current.items():
+            if stream is not streams[lane]:
+                streams[lane].wait_stream(stream)
+        torch.cuda.set_stream(streams[0])
 
 
 class _Counter:
@@ -365,7 +412,7 @@ def _emitted(schedule: Schedule, raw: RawGraph, owner: Sequence[int | None]) -> 
     return replace(schedule.counts, emitted=crossing)
 
 
-def _event_times_ns(executable: CudaExecutable, count: int) -> list[float]:
+def _event_times_ns(executable: Executable, count: int) -> list[float]:
     times = []
     for _ in range(count):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -400,8 +447,14 @@ def _observation(
         first = runs[0]
         kernels.append(
             Kernel(
-                call, short_kernel_name(first.name), first.grid, first.block, first.registers, first.shared_bytes,
-                first.node, middle,
+                call,
+                short_kernel_name(first.name),
+                first.grid,
+                first.block,
+                first.registers,
+                first.shared_bytes,
+                first.node,
+                middle,
             )
         )
     note = "" if cupti.available() else "cupti-python is not installed: replayed kernels have no times"

@@ -8,7 +8,7 @@ call is one line, such as ``f12(g40, g41, out=g7)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Lock
@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.memory import release_plan
-from nimble_core.recording import Recording, Slot, Step, fill, flat_tensors, slots_in
+from nimble_core.recording import Recording, Slot, Step, flat_tensors
 from nimble_core.schedule import Schedule
 
 __all__ = ["Code", "Lines", "Stopped", "compile_recording"]
@@ -30,14 +30,7 @@ _ALIGNMENT = 64
 
 # Where torch keeps the functions behind its Python interface. They parse arguments in C++: about 0.35 µs less per call
 # than an OpOverload's own entry.
-_BINDINGS: tuple[Any, ...] = (
-    torch._C._VariableFunctions,
-    torch._C._nn,
-    torch._C.TensorBase,
-    torch._C._linalg,
-    torch._C._special,
-    torch._C._fft,
-)
+_BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 
 
 class Stopped(Exception):
@@ -48,7 +41,7 @@ class Stopped(Exception):
 class Lines:
     """One worker's function, and the call that each of its source lines belongs to."""
 
-    function: Callable[[Sequence[torch.Tensor], list[Any]], Any]
+    function: FunctionType
     calls: dict[int, int]
 
 
@@ -124,15 +117,24 @@ def compile_recording(recording: Recording, schedule: Schedule, inputs: Sequence
     code = Code(
         recording=recording,
         schedule=schedule,
-        namespace={f"g{slot}": tensor for slot, tensor in plan.static.items()} | {"Stopped": Stopped, "flat": flat_tensors},
+        namespace={"Stopped": Stopped, "flat": flat_tensors} | {f"g{slot}": one for slot, one in plan.fixed.items()},
         nbytes=plan.nbytes,
-        cells=len(plan.shared),
-        folded=frozenset(plan.folded),
+        cells=len(plan.cells),
+        folded=plan.folded,
         copied=tuple(p for p, slot in enumerate(recording.outputs) if recording.storage_of[slot] in outside),
         _plan=plan,
     )
     code.renew_locks()
     return code
+
+
+def fill(arg: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """``arg`` with tensors for its slots."""
+    if type(arg) is Slot:
+        return tensors[arg.index]
+    if type(arg) in (list, tuple):
+        return type(arg)(fill(item, tensors) for item in arg)
+    return arg
 
 
 # -- the cheapest entry into an operator ---------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class _Probe(TorchDispatchMode):
     """Notes which operators are called, and answers with a result known before: nothing runs."""
 
     def __init__(self, result: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.result = result
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -156,7 +158,8 @@ class _Probe(TorchDispatchMode):
 def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Callable[..., Any]:
     """The cheapest callable that calls exactly ``func`` with exactly these arguments."""
     if not isinstance(func, OpOverload):
-        return func  # type: ignore[no-any-return]
+        found: Callable[..., Any] = func
+        return found
     for candidate in _candidates(func):
         probe = _Probe(result)
         try:
@@ -166,7 +169,7 @@ def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
             continue
         if len(probe.seen) == 1 and probe.seen[0][0] is func and _same_call(func, (args, kwargs), probe.seen[0][1:]):
             return candidate
-    return func._op  # type: ignore[no-any-return]
+    return func._op
 
 
 @cache
@@ -230,7 +233,8 @@ def _into(step: Step, args: list[Any], kwargs: dict[str, Any], result: Any) -> S
         target = Slot(step.outputs[0])
         function = _entry(torch.ops.aten.copy_.default, [result, args[0]], {}, result)
         return Step(function, (target, step.args[0]), (), (), (*step.reads, target.index), step.call)
-    func, extra = step.func, ()
+    func: Any = step.func
+    extra: tuple[int, ...] = ()
     if name == "aten::relu":
         # What relu itself calls.
         func, extra = torch.ops.aten.clamp_min.default, (0,)
@@ -264,126 +268,373 @@ class _Meta:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A step ready to be written down. ``returns``: how its result holds tensors (see ``_returns``)."""
+    """A step ready to be written down.
+
+    Args:
+        step: with the cheapest entry into its operator.
+        into: the step as a call that fills tensors given to it; None if it cannot be, or must not.
+        shape: ``"tensor"``, ``"flat"`` (a tuple or list of tensors) or ``"nested"``: what it returns.
+        allocates: it is a host step whose results are new memory.
+    """
 
     step: Step
-    returns: str
+    into: Step | None
+    shape: str
+    allocates: bool
 
 
 class _Plan:
-    """What each step becomes, which tensors are fixed, and the memory of those."""
+    """What each step becomes, which tensors are fixed, and the memory of those.
+
+    A tensor is fixed if it is the same object in every replay: the model's own, constants, buffers, and views of these.
+    """
 
     def __init__(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> None:
         self.recording = recording
         self.schedule = schedule
-        program = recording.program
         self.visible = {recording.storage_of[slot] for slot in recording.outputs}
-        self.static: dict[int, torch.Tensor] = dict(recording.given)
-        self.forms: list[_Form] = []
-        self.intos: list[Step | None] = []
+        self.fixed: dict[int, torch.Tensor] = dict(recording.given)
         self.metas: dict[int, _Meta] = {}
-        self.allocated: set[int] = set()
-        """Storages that a host step allocates."""
         self.folded, self.constant = _constants(recording, self.visible)
-        self.nbytes = sum(program.storages[storage].nbytes for storage in self.constant if self._ours(storage))
-        self._try(inputs)
-        self._choose_buffers()
+        self.nbytes = sum(recording.program.storages[one].nbytes for one in self.constant if self._ours(one))
+        self.forms = self._try(inputs)
+        self._fix_buffers()
         self._fix_views()
-        self.shared: dict[int, int] = {}
         self.maker = {slot: form for form in self.forms for slot in form.step.outputs if slot >= 0}
+        self.cells = self._handed_over()
+        """Place of each slot that one worker hands to others, in the list they share."""
 
     def _ours(self, storage: int) -> bool:
         return self.recording.program.storages[storage].role == "intermediate"
 
-    def _try(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run every step once, in program order, each tensor as short as it is needed."""
-        recording = self.recording
+    def _try(self, inputs: Sequence[torch.Tensor]) -> list[_Form]:
+        """Run every step once, in program order, and see what it is; tensors live as short as they are needed."""
+        recording, storage_of = self.recording, self.recording.storage_of
         last: dict[int, int] = {}
         for index, step in enumerate(recording.steps):
             last |= dict.fromkeys((*step.reads, *step.outputs), index)
-        tensors: list[torch.Tensor | None] = [None] * recording.slots
-        for slot, tensor in _without_effect(recording, inputs).items():
-            tensors[slot] = tensor
-        known = {recording.storage_of[slot] for slot, tensor in enumerate(tensors) if tensor is not None}
+        tensors = _without_effect(recording, inputs)
+        known = {storage_of[slot] for slot in tensors}
+        forms = []
         for index, step in enumerate(recording.steps):
             args, kwargs = fill(list(step.args), tensors), {name: fill(value, tensors) for name, value in step.kwargs}
             result = step.func(*args, **kwargs)
-            returned = flat_tensors(result)
-            for slot, tensor in zip(step.outputs, returned, strict=bool(step.outputs)):
-                if slot < 0:
-                    continue
+            made = [
+                (slot, tensor)
+                for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True)
+                if slot >= 0
+            ]
+            fresh = {storage_of[slot] for slot, _ in made} - known
+            for slot, tensor in made:
                 tensors[slot] = tensor
-                storage = recording.storage_of[slot]
-                self.metas[slot] = _Meta(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-                if storage in self.constant or (self._ours(storage) and not tensor.numel() and storage not in self.visible):
-                    self.static[slot] = tensor
-                if storage not in known and step.call is None:
-                    self.allocated.add(storage)
-            fresh = {recording.storage_of[slot] for slot in step.outputs if slot >= 0} - known
-            owned = len(fresh) == len(step.outputs) and not fresh & (self.visible | self.constant)
-            self.intos.append(_into(step, args, kwargs, result) if owned else None)
-            self.forms.append(_Form(replace(step, func=_entry(step.func, args, kwargs, result)), _returns(result)))
+                offset = int(tensor.storage_offset())
+                self.metas[slot] = _Meta(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+                storage = storage_of[slot]
+                if storage in self.constant or (
+                    not tensor.numel() and self._ours(storage) and storage not in self.visible
+                ):
+                    self.fixed[slot] = tensor
+            ownable = len(fresh) == len(step.outputs) and not fresh & (self.visible | self.constant)
+            forms.append(
+                _Form(
+                    step=replace(step, func=_entry(step.func, args, kwargs, result)),
+                    into=_into(step, args, kwargs, result) if ownable else None,
+                    shape=_shape(result),
+                    allocates=step.call is None and bool(fresh),
+                )
+            )
             known |= fresh
-            del args, kwargs, result, returned
-            for slot in {*step.reads, *step.outputs}:
-                if slot >= 0 and last[slot] == index:
-                    tensors[slot] = None
+            del args, kwargs, result, made
+            for slot in {*step.reads, *step.outputs} - {-1}:
+                if last[slot] == index:
+                    tensors.pop(slot, None)
+        return forms
 
-    def _choose_buffers(self) -> None:
-        """Give every storage that a call can fill a block; blocks are used again where the release plan allows."""
-        recording, schedule = self.recording, self.schedule
-        sizes = [storage.nbytes for storage in recording.program.storages]
-        by_call = {step.call: index for index, step in enumerate(recording.steps) if step.call is not None}
-        plan = release_plan(recording.program, schedule)
-        block_of: dict[int, torch.UntypedStorage] = {}
-        free: list[list[torch.UntypedStorage]] = [[] for _ in range(schedule.streams)]
+    def _fix_buffers(self) -> None:
+        """Give a block to every storage that a call can fill; blocks serve again where the release plan allows."""
+        program, storage_of = self.recording.program, self.recording.storage_of
+        plan = release_plan(program, self.schedule)
+        of_call = {form.step.call: form for form in self.forms if form.step.call is not None}
+        blocks: dict[int, torch.UntypedStorage] = {}
+        spare: list[list[torch.UntypedStorage]] = [[] for _ in range(self.schedule.streams)]
 
-        def block(storage: int, spare: list[torch.UntypedStorage]) -> None:
-            wanted = max(-(-sizes[storage] // _ALIGNMENT) * _ALIGNMENT, _ALIGNMENT)
-            fits = [one for one in spare if wanted <= one.nbytes() <= 2 * wanted + 4096]
-            if fits:
-                # The smallest; among equals the one that was freed last is warmest.
-                found = min(reversed(fits), key=lambda one: one.nbytes())
-                spare.remove(found)
-            else:
-                found = torch.empty(wanted, dtype=torch.uint8).untyped_storage()
-                self.nbytes += wanted
-            block_of[storage] = found
-
-        for storage in sorted(self.allocated - self.visible - self.constant):
-            # Several calls may be the first to write it, unordered: it takes over nobody's memory.
-            block(storage, [])
-        for position, call in enumerate(schedule.order):
-            stream = schedule.stream[call]
-            for storage in plan.before[position]:
-                if storage in block_of:
-                    free[stream].append(block_of[storage])
-            into = self.intos[by_call[call]]
-            if into is not None and call not in self.folded:
-                for slot in recording.steps[by_call[call]].outputs:
-                    block(recording.storage_of[slot], free[stream])
-        for index, step in enumerate(recording.steps):
-            fixed = self.intos[index]
-            for slot in step.outputs:
-                storage = recording.storage_of[slot]
-                if slot < 0 or slot in self.static or storage not in block_of:
+        def fix(form: _Form, free: list[torch.UntypedStorage]) -> None:
+            for slot in form.step.outputs:
+                if slot in self.fixed or storage_of[slot] in self.visible:
                     continue
-                if fixed is not None or (step.call is None and not any(recording.storage_of[r] == storage for r in step.reads)):
-                    self.static[slot] = _window(block_of[storage], self.metas[slot])
+                nbytes = program.storages[storage_of[slot]].nbytes
+                wanted = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
+                fits = [block for block in free if wanted <= block.nbytes() <= 2 * wanted]
+                if fits:
+                    # Of the smallest the one that was freed last: it is warmest.
+                    block = min(reversed(fits), key=lambda one: one.nbytes())
+                    free[:] = [one for one in free if one is not block]
+                else:
+                    block = torch.empty(wanted, dtype=torch.uint8).untyped_storage()
+                    self.nbytes += wanted
+                blocks[storage_of[slot]] = block
+                meta = self.metas[slot]
+                self.fixed[slot] = torch.empty(0, dtype=meta.dtype).set_(block, meta.offset, meta.sizes, meta.strides)
+
+        for form in self.forms:
+            if form.allocates:
+                # Several calls may be the first to write it, in any order: it must not take over a block.
+                fix(form, [])
+        for position, call in enumerate(self.schedule.order):
+            free = spare[self.schedule.stream[call]]
+            free += [blocks[storage] for storage in plan.before[position] if storage in blocks]
+            if of_call[call].into is not None:
+                fix(of_call[call], free)
 
     def _fix_views(self) -> None:
-        """Make every view of fixed tensors that there is."""
+        """Make every view of fixed tensors."""
         for form in self.forms:
             step = form.step
-            todo = [slot for slot in step.outputs if slot >= 0 and slot not in self.static]
-            if step.call is not None or not todo or not step.reads or any(slot not in self.static for slot in step.reads):
+            if step.call is not None or form.allocates or not all(slot in self.fixed for slot in step.reads):
                 continue
-            if any(self.recording.storage_of[slot] in self.allocated for slot in todo) and not any(
-                self.recording.storage_of[slot] == self.recording.storage_of[read] for slot in todo for read in step.reads
-            ):
-                continue  # an allocation like a fixed tensor, for an output
-            tensors = [self.static.get(slot) for slot in range(self.recording.slots)] if False else _Lookup(self.static)
-            result = step.func(*fill(list(step.args), tensors), **{n: fill(v, tensors) for n, v in step.kwargs})
+            result = step.func(*fill(list(step.args), self.fixed), **{n: fill(v, self.fixed) for n, v in step.kwargs})
             for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
                 if slot >= 0:
-                    self.static[slot] = tensor
+                    self.fixed.setdefault(slot, tensor)
+
+
+    def _handed_over(self) -> dict[int, int]:
+        stream_of = self.schedule.stream
+        sources: dict[int, frozenset[int]] = {}
+        """Tensors made by calls or allocations that each slot is a view of."""
+        for form in self.forms:
+            for slot in form.step.outputs:
+                if slot >= 0 and slot not in self.fixed:
+                    viewed = form.step.call is None and not form.allocates
+                    near = [sources.get(read, frozenset()) for read in form.step.reads]
+                    sources[slot] = frozenset().union(*near) if viewed else frozenset((slot,))
+        calls = [form.step for form in self.forms if form.step.call is not None]
+        needs = [(slot, stream_of[step.call]) for step in calls if step.call is not None for slot in step.reads]
+        needs += [(slot, 0) for slot in self.recording.outputs]
+        cells: dict[int, int] = {}
+        for slot, stream in needs:
+            for source in sources.get(slot, ()):
+                call = self.maker[source].step.call
+                if stream != (0 if call is None else stream_of[call]):
+                    cells.setdefault(source, len(cells))
+        return cells
+
+
+def _shape(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return "tensor"
+    flat = isinstance(result, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in result)
+    return "flat" if flat else "nested"
+
+
+def _without_effect(recording: Recording, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The tensors that exist before the first step, by slot; those that will be written, on copies of their memory."""
+    tensors = dict(recording.given) | dict(zip(recording.inputs, inputs, strict=True))
+    written = {ref.storage for call in recording.program.calls for ref in call.writes}
+    copies: dict[int, torch.UntypedStorage] = {}
+    for slot, tensor in tensors.items():
+        storage = recording.storage_of[slot]
+        if storage in written:
+            copy = copies.setdefault(storage, tensor.untyped_storage().clone())
+            empty = torch.empty(0, dtype=tensor.dtype)
+            tensors[slot] = empty.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensors
+
+
+def _constants(recording: Recording, visible: set[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Calls that do the same in every replay, and the storages that only they write.
+
+    A call is such if it reads constants only, draws no random numbers, and no other call writes what it writes.
+    """
+    program = recording.program
+    given = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)}
+    written = {ref.storage for call in program.calls for ref in call.writes}
+    roots = {s for s, storage in enumerate(program.storages) if storage.role == "constant"} - written
+    made = {storage for storage in written if program.storages[storage].role == "intermediate"} - given - visible
+    while True:
+        constant = set(roots)
+        folded: set[int] = set()
+        spoiled: set[int] = set()
+        begun: set[int] = set()
+        for call in program.calls:
+            writes = {ref.storage for ref in call.writes}
+            # Its own results are among what it may read: they were allocated, not computed, before it.
+            reads = {ref.storage for ref in call.reads} - (writes - begun)
+            begun |= writes
+            if reads <= constant and writes <= made:
+                constant |= writes
+                folded.add(call.index)
+            else:
+                spoiled |= writes & made
+        if not spoiled & constant:
+            return frozenset(folded), frozenset(constant)
+        made -= spoiled
+
+
+# -- source --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Line:
+    text: str
+    call: int | None
+    names: tuple[str, ...] = ()
+    """Local variables read or set."""
+
+
+class _Writer:
+    """Writes the function of one stream."""
+
+    def __init__(self, plan: _Plan, namespace: dict[str, Any], stream: int, timed: bool) -> None:
+        self.plan = plan
+        self.namespace = namespace
+        self.stream = stream
+        self.timed = timed
+        self.lines: list[_Line] = []
+        self.local: set[int] = set()
+        self.call: int | None = None
+        self.inputs = {slot: f"i{position}" for position, slot in enumerate(plan.recording.inputs)}
+        self.add(", ".join(self.inputs.values()) + ", = I")
+
+    def add(self, text: str, names: Sequence[str] = ()) -> None:
+        self.lines.append(_Line(text, self.call, tuple(names)))
+
+    def name(self, slot: int) -> str:
+        if slot in self.plan.fixed:
+            return f"g{slot}"
+        return self.inputs.get(slot, f"t{slot}")
+
+    def need(self, slot: int) -> None:
+        """Make ``slot`` a local variable, by the views that lead to it."""
+        pending = [slot]
+        while pending:
+            now = pending[-1]
+            if now in self.plan.fixed or now in self.inputs or now in self.local:
+                pending.pop()
+                continue
+            form = self.plan.maker[now]
+            if now in self.plan.cells:
+                self.set(now, f"C[{self.plan.cells[now]}]")
+            else:
+                missing = [read for read in form.step.reads if self._is_missing(read)]
+                if missing:
+                    pending += missing
+                    continue
+                self.run(form, form.step)
+            pending.pop()
+
+    def _is_missing(self, slot: int) -> bool:
+        return slot not in self.plan.fixed and slot not in self.inputs and slot not in self.local
+
+    def set(self, slot: int, text: str) -> None:
+        self.local.add(slot)
+        self.add(f"t{slot} = {text}", [f"t{slot}"])
+
+    def run(self, form: _Form, step: Step) -> None:
+        """Write ``step``, whose reads are there."""
+        function = self.constant(step.func)
+        words = [self.value(arg) for arg in step.args] + [f"{name}={self.value(arg)}" for name, arg in step.kwargs]
+        text = f"{function}({', '.join(words)})"
+        names = [self.name(slot) for slot in step.reads if slot in self.local]
+        targets = [f"t{slot}" if slot >= 0 and slot not in self.plan.fixed else "" for slot in step.outputs]
+        self.local |= {slot for slot, target in zip(step.outputs, targets, strict=True) if target}
+        made = [target for target in targets if target]
+        if form.shape == "nested":
+            text = f"flat({text})"
+        if not made:
+            self.add(text, names)
+        elif form.shape == "tensor":
+            self.add(f"{made[0]} = {text}", names + made)
+        else:
+            unpacked = ", ".join(target or "_" for target in targets)
+            self.add(f"{unpacked}, = {text}" + ("; del _" if "" in targets else ""), names + made)
+
+    def value(self, arg: Any) -> str:
+        if type(arg) is Slot:
+            return self.name(arg.index)
+        if arg is None or type(arg) in (bool, int, str) or (type(arg) is float and math.isfinite(arg)):
+            return repr(arg)
+        if type(arg) is list:
+            return f"[{', '.join(self.value(item) for item in arg)}]"
+        if type(arg) is tuple:
+            return f"({''.join(self.value(item) + ', ' for item in arg)})"
+        return self.constant(arg)
+
+    def constant(self, value: Any) -> str:
+        name = f"k{id(value)}"  # the namespace keeps it alive, so that its id stays its own
+        self.namespace[name] = value
+        return name
+
+    def function(self, name: str) -> Lines:
+        """Compile. Every variable is let go of on the line of its last use, so that its memory serves again at once."""
+        last = {used: index for index, line in enumerate(self.lines) for used in line.names}
+        gone: dict[int, list[str]] = {}
+        for used, index in last.items():
+            gone.setdefault(index, []).append(used)
+        source = [f"def {name}(I, C):"]
+        calls = {}
+        for index, line in enumerate(self.lines):
+            drop = f"; del {', '.join(gone[index])}" if index in gone and not line.text.startswith("return") else ""
+            source.append(f"    {line.text}{drop}")
+            if line.call is not None:
+                calls[len(source)] = line.call
+        exec(compile("\n".join(source) + "\n", f"<host replay: {name}>", "exec"), self.namespace)
+        function = self.namespace.pop(name)
+        assert isinstance(function, FunctionType)
+        return Lines(function, calls)
+
+
+def _emit(plan: _Plan, code: Code, *, timed: bool) -> list[Lines]:
+    recording, schedule, namespace = plan.recording, plan.schedule, code.namespace
+    writers = [_Writer(plan, namespace, stream, timed) for stream in range(max(schedule.streams, 1))]
+    of_call = {form.step.call: form for form in plan.forms if form.step.call is not None}
+    main = writers[0]
+    for form in plan.forms:
+        if form.allocates:
+            for slot in form.step.outputs:
+                if slot not in plan.fixed:
+                    meta = plan.metas[slot]
+                    dtype = main.constant(meta.dtype)
+                    empty = main.constant(torch.empty_strided)
+                    main.set(slot, f"{empty}({meta.sizes}, {meta.strides}, dtype={dtype})")
+                    _hand_over(plan, main, slot)
+    if schedule.streams > 1:
+        main.add("kick()")
+    waits: dict[int, list[int]] = {}
+    signals: dict[int, list[int]] = {}
+    for index, (producer, consumer) in enumerate(schedule.syncs):
+        signals.setdefault(producer, []).append(index)
+        waits.setdefault(consumer, []).append(index)
+    for call in schedule.order:
+        writer = writers[schedule.stream[call]]
+        writer.call = call
+        for index in waits.get(call, ()):
+            writer.add(f"w{index}()")
+            writer.add("if failed: raise Stopped")
+        if timed:
+            writer.add(f"A[{call}] = now()")
+        if call not in plan.folded:
+            form = of_call[call]
+            for slot in form.step.reads:
+                writer.need(slot)
+            fixed = form.into is not None and all(slot in plan.fixed for slot in form.step.outputs)
+            writer.run(form, form.into if fixed and form.into else form.step)
+            for slot in form.step.outputs:
+                _hand_over(plan, writer, slot)
+        if timed:
+            writer.add(f"B[{call}] = now()")
+        for index in signals.get(call, ()):
+            writer.add(f"s{index}()")
+        writer.call = None
+    if schedule.streams > 1:
+        main.add("join()")
+    for slot in recording.outputs:
+        main.need(slot)
+    names = [main.name(slot) for slot in recording.outputs]
+    main.add(f"return [{', '.join(names)}]", [main.name(slot) for slot in recording.outputs if slot in main.local])
+    return [writer.function(f"stream_{writer.stream}" + "_timed" * timed) for writer in writers]
+
+
+def _hand_over(plan: _Plan, writer: _Writer, slot: int) -> None:
+    if slot in plan.cells and slot in writer.local:
+        writer.add(f"C[{plan.cells[slot]}] = t{slot}", [f"t{slot}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from nimble_core.algorithms.chains import chains_of, fold_chains
-from nimble_core.algorithms.critical_path import earliest_times
 from nimble_core.algorithms.matching import maximum_matching
 from nimble_core.costs import Costs
 from nimble_core.errors import InputError
@@ -19,8 +18,8 @@ def nimble(graph: CallGraph, costs: Costs, *, max_streams: int | None = None) ->
 
     Minimum equivalent graph → bipartite graph → maximum matching → chains, one stream each; then chains that the graph
     orders anyway are folded onto one stream. Uncapped, independent calls never share a stream and
-    ``len(syncs) == |E'| - |M|``, the minimum. Where ``max_streams`` binds, a chain joins the stream that is free
-    soonest by ``costs``; the order which that adds is listed, the promises are dropped, and the waits are the fewest
+    ``len(syncs) == |E'| - |M|``, the minimum. Where ``max_streams`` binds, a chain joins the stream that is least
+    loaded by ``costs``; the order which that adds is listed, the promises are dropped, and the waits are the fewest
     for these streams.
 
     Args:
@@ -51,6 +50,5 @@ def nimble(graph: CallGraph, costs: Costs, *, max_streams: int | None = None) ->
     before = predecessors(graph, meg=True)
     partner = maximum_matching(successors(graph, meg=True))
     chains = chains_of(partner)
-    start_ns, end_ns = earliest_times(before, costs.ns)
-    stream = fold_chains(before, chains, cap=max_streams, start_ns=start_ns, end_ns=end_ns)
+    stream = fold_chains(before, chains, cap=max_streams, ns=costs.ns)
     return plan_streams(graph, stream, policy="nimble", matched=graph.size - len(chains))

@@ -1,0 +1,1 @@
+"""Measuring what eager runs spend their time on."""

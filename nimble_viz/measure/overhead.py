@@ -15,7 +15,7 @@ from typing import Literal
 
 from nimble_core.program import Program
 from nimble_core.timeline import Lane, Span, Timeline
-from nimble_core.units import format_percent
+from nimble_core.units import format_ns, format_percent
 from nimble_viz.measure.profile import (
     DeviceEvent,
     OperatorEvent,
@@ -31,6 +31,12 @@ __all__ = ["align", "eager_timeline", "match_calls", "measure_overhead", "overhe
 
 MATCHED_BOUND = 0.95
 """Below this share of calls found in the profile the split is marked as doubtful."""
+
+SPREAD_BOUND = 1.5
+"""Above this ratio of the longest to the shortest profiled iteration the split is marked as doubtful."""
+
+UNPROFILED_BOUND = 1.1
+"""Above this ratio of unprofiled to profiled time something other than the profiler made the difference."""
 
 _ALLOCATING_OPERATORS = ("aten::empty", "aten::new_empty", "aten::resize_")
 _ALLOCATING_RUNTIME = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemCreate", "cuMemMap", "cuMemAddressReserve")
@@ -79,7 +85,7 @@ def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> Ov
     On the host no event tells an operator's own computing from its dispatch, so ``work_ns`` is an *estimate*: the self
     time of the call's operator and of those inside it, each less ``trace.floor_ns`` (what the profiler shows for an
     operator with next to nothing to do), never below 0. The floor is measured with warm caches, so work is rather too
-    high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time and is not part of the
+    high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time, no part of the
     host's sum.
 
     So for each device: the rows' overhead (on the host: and work) plus ``remainder_ns`` is ``profiled_ns``, exactly.
@@ -122,7 +128,7 @@ def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> Ov
         total=len(program.calls),
         host_syncs=_host_syncs(program, trace, forest, matches),
         source=_source(trace),
-        warnings=(*trace.warnings, *_doubts(program, matches)),
+        warnings=(*trace.warnings, *_doubts(program, trace, matches, unprofiled_ns)),
     )
 
 
@@ -452,7 +458,15 @@ def _place(program: Program, call: int, within: bool) -> str:
     return line if within else f"after {line}"
 
 
-def _doubts(program: Program, matches: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _doubts(program: Program, trace: Trace, matches: Sequence[tuple[int, int]], unprofiled_ns: float) -> Iterator[str]:
+    shortest, longest = min(trace.iterations_ns, default=0), max(trace.iterations_ns, default=0)
+    if longest > SPREAD_BOUND * shortest:
+        yield f"the profiled iterations took {format_ns(shortest)} to {format_ns(longest)}: the machine was not quiet"
+    if unprofiled_ns > UNPROFILED_BOUND * trace.length_ns:
+        yield (
+            f"the profiled iteration ({format_ns(trace.length_ns)}) was faster than those without the profiler "
+            f"({format_ns(unprofiled_ns)}): the machine was not quiet, compare shares only"
+        )
     total = len(program.calls)
     if total and len(matches) < MATCHED_BOUND * total:
         missing = sorted(set(range(total)) - {call for call, _ in matches})

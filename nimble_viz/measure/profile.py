@@ -56,6 +56,24 @@ _LAUNCHES = (
 )
 _BLOCKING_COPIES = ("cudaMemcpy", "cudaMemcpy2D", "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol")
 _BLOCKING_DRIVER_COPIES = ("cuMemcpyDtoH_", "cuMemcpyHtoD_", "cuMemcpyDtoD_", "cuMemcpy_")
+# What CUPTI says about itself and about waits; neither an operator nor work of the device.
+_BOOKKEEPING = frozenset(
+    {
+        "Activity Buffer Request",
+        "Buffer Flush",
+        "Command Buffer Full",
+        "Context Sync",
+        "Driver Compiler",
+        "Event Sync",
+        "Instrumentation",
+        "Lazy Function Loading",
+        "Resource",
+        "Runtime Triggered Module Loading",
+        "Stream Sync",
+        "Stream Wait Event",
+        "Unrecognized overhead",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +211,7 @@ def profile_eager(
     if device == "cuda" and not missing:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     mark = torch.profiler.record_function
-    if torch.autograd._profiler_enabled():  # starting a second one would end the first and lose what it holds
+    if torch._C._autograd._profiler_enabled():  # a second one would end the first and lose what it holds
         raise DeviceError("another profiler is running in this process", fix="leave its context first")
     synchronize()
     profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False)
@@ -268,8 +286,8 @@ _Slice = tuple[int, tuple[OperatorEvent, ...], tuple[RuntimeEvent, ...], tuple[D
 
 
 def _sorted_out(events: Iterable[RawEvent]) -> tuple[list[RawEvent], list[RawEvent], list[RawEvent]]:
-    """Host events, device events, annotations; the device's echo of an annotation is dropped."""
-    listed = list(events)
+    """Host events, device events, annotations; the device's echoes of annotations and bookkeeping are dropped."""
+    listed = [event for event in events if event.name not in _BOOKKEEPING]
     marks = [event for event in listed if event.annotation and not event.on_device]
     names = {event.name for event in marks}
     host = [event for event in listed if not event.annotation and not event.on_device]

@@ -41,7 +41,7 @@ def verdict(report: Report) -> str:
         why = "the model made no call that reaches the device" if not report.program.calls else "no replay was measured"
         sentence = f"No comparison with eager ({context(report)}): {why}"
     else:
-        sentence = f"{label_run(report, against.name)} is {_than(against)} eager ({context(report)})"
+        sentence = f"{label_run(report, against.name)} is {_than(against)} eager ({context(report)}{_mark(against)})"
         single = report.ratio(name, "single") if name != "single" else None
         if single:
             sentence += f", {_than(single)} one-stream replay"
@@ -124,7 +124,11 @@ def _than(ratio: Ratio) -> str:
         text = f"{format_ratio(ratio.value)} faster than"
     else:
         text = f"{format_ratio(1 / ratio.value)} slower than" if ratio.value else "not comparable with"
-    return text if ratio.stable else f"{text} (unstable)"
+    return text
+
+
+def _mark(ratio: Ratio) -> str:
+    return "" if ratio.stable else "; unstable"
 
 
 def _doubts(report: Report) -> list[str]:
@@ -134,7 +138,7 @@ def _doubts(report: Report) -> list[str]:
     failed = [label_run(report, check.name) for check in report.checks if not check.passed]
     if failed:
         doubts.append(f"equality with eager NOT shown for {', '.join(failed)}")
-    elif report.checks:
+    elif report.checks and report.program.calls:
         doubts.append("outputs equal eager's within tolerance")
     elif report.program.calls:
         doubts.append("outputs were not compared")

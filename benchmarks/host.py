@@ -1,0 +1,204 @@
+"""Host replay against eager: how much of the framework's share it removes, and what several workers add.
+
+    python -m benchmarks.host --out benchmarks/results/host.json
+
+Eager (``inference_mode``), a one-worker replay and a replay planned by ``nimble`` on one worker per core are timed in
+turn in one process. The framework's share is what eager takes beyond W, the work: the sum over the calls of their
+shortest direct call, minus what a call on no elements takes. W is taken two ways:
+
+- ``in sequence``: the calls run one after the other as in the model, so that each finds caches as the model leaves them;
+- ``isolated``: each call is repeated on its own, its operands in cache. No run of the model can be that fast where its
+  weights exceed the cache, so the share by this W counts cache misses as framework.
+
+Where the share is below ``MEASURABLE`` of eager, timing noise is larger than it and nothing is said about removal.
+Exits with 1 if the faster plan is slower than eager beyond noise, or removes less than ``REMOVED`` of a measurable share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from examples import models
+from nimble_core.devices.host import HostDevice
+from nimble_core.devices.hostcode import fill
+from nimble_core.host_info import environment
+from nimble_core.measurement import interleave, ratio
+from nimble_core.options import Options
+from nimble_core.pipeline import Stopwatch, capture, measure_costs, plan, record_static
+from nimble_core.recording import Recording, flat_tensors, issuing
+from nimble_core.signature import Signature
+from nimble_core.units import format_ns, format_percent
+
+MODELS: dict[str, Callable[[], models.Example]] = {
+    "bert-small, length 16": partial(models.bert_small, length=16),
+    "bert-small": models.bert_small,
+    "bert-base, 4 layers": partial(models._bert, 1, 128, num_hidden_layers=4),
+    "bert-base": models.bert,
+    "clip": models.clip,
+    "resnet18": models.resnet18,
+    "resnet50": models.resnet50,
+    "inception-like": models.inception_like,
+}
+MEASURABLE = 0.05
+REMOVED = 0.70
+NOISE = 0.02
+
+
+def main() -> int:
+    """Measure, print a table, write the file; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
+    parser.add_argument("--rounds", type=int, default=60, help="samples of each candidate")
+    parser.add_argument("--threads", type=int, help="torch's intra-operator threads; by default torch's own choice")
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    stamp = environment("cpu")
+    results = []
+    columns = ("eager", "one", "workers", "W", "best/eager", "share", "removed")
+    print(f"{'model':<24}" + "".join(f"{column:>12}" for column in columns))
+    for name in given.models:
+        result = measure(name, given.rounds)
+        results.append(result)
+        medians = {one: taken["median_ns"] for one, taken in result["measurements"].items()}
+        best = result["ratios"][result["best"]]
+        print(
+            f"{name:<24}{format_ns(medians['eager']):>12}{format_ns(medians['single']):>12}"
+            f"{format_ns(medians['nimble']):>12}{format_ns(result['work_ns']['in sequence']):>12}"
+            f"{best['value']:>11.3f}x{format_percent(result['share']['in sequence']):>12}"
+            f"{format_percent(result['removed']['in sequence']):>12}  {'' if result['met'] else 'MISSED'}",
+            flush=True,
+        )
+    if given.out:
+        given.out.write_text(json.dumps({"environment": asdict(stamp), "results": results}, indent=1) + "\n")
+    return 0 if all(result["met"] for result in results) else 1
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """All figures of one model."""
+    model, args, kwargs = MODELS[name]()
+    device, watch = HostDevice(), Stopwatch()
+    signature = Signature(args, kwargs)
+    device.warm_up(model, args, kwargs)
+    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=watch)
+    with watch("capture single"):
+        single = capture(device, recorded, plan(recorded, "single", None, 1))
+    with watch("measure calls"):
+        costs = measure_costs(device, recorded, single).costs
+    with watch("schedule"):
+        schedule = plan(recorded, "nimble", costs, device.stream_cap(Options().max_streams))
+    with watch("capture nimble"):
+        several = capture(device, recorded, schedule)
+
+    def eager() -> object:
+        with torch.inference_mode():
+            return model(*args, **kwargs)
+
+    taken = interleave(
+        {
+            "eager": eager,
+            "single": lambda: single.executable.run(signature.tensors),
+            "nimble": lambda: several.executable.run(signature.tensors),
+        },
+        clock_ns=device.clock_ns,
+        synchronize=device.synchronize,
+        warmup=5,
+        rounds=rounds,
+    )
+    work = work_ns(recorded.recording, signature.tensors, repeats=max(rounds // 2, 5))
+    ratios = {one: ratio(taken[one], taken["eager"]) for one in ("single", "nimble")}
+    best = max(ratios, key=lambda one: ratios[one].value)
+    slow, fast = taken["eager"].median_ns, taken[best].median_ns
+    share = {how: (slow - least) / slow for how, least in work.items()}
+    removed = {how: 1 - (fast - least) / (slow - least) for how, least in work.items()}
+    measurable = share["in sequence"] >= MEASURABLE
+    program = recorded.recording.program
+    result = {
+        "model": name,
+        "calls": len(program.calls),
+        "host_steps": program.host_steps,
+        "streams": schedule.streams,
+        "syncs": asdict(schedule.counts),
+        "measurements": {one: asdict(value) for one, value in taken.items()},
+        "ratios": {one: asdict(value) for one, value in ratios.items()},
+        "best": best,
+        "work_ns": work,
+        "share": share,
+        "share_is_measurable": measurable,
+        "removed": removed,
+        "nbytes": {"single": single.executable.nbytes, "nimble": several.executable.nbytes},
+        "equal": _agreement(model, args, kwargs, signature, (single, several)),
+        "preparation_s": dict(watch.seconds),
+        "met": ratios[best].value >= 1 - NOISE and (not measurable or removed["in sequence"] >= REMOVED),
+    }
+    single.executable.close()
+    several.executable.close()
+    return result
+
+
+def work_ns(recording: Recording, inputs: Sequence[torch.Tensor], repeats: int) -> dict[str, float]:
+    """W, both ways: the calls' shortest direct durations, less the cost of a call on no elements."""
+    steps = recording.steps
+    shortest = {"in sequence": [float("inf")] * len(steps), "isolated": [float("inf")] * len(steps)}
+    with issuing("cpu"):
+        for _ in range(repeats):
+            _sweep(recording, inputs, shortest["in sequence"], again=0)
+        _sweep(recording, inputs, shortest["isolated"], again=repeats)
+        nothing = torch.empty(0)
+        add = torch.ops.aten.add.Tensor
+        floor = min(_time(add, (nothing, nothing), {})[1] for _ in range(1000))
+    return {
+        how: sum(max(ns - floor, 0.0) for ns, step in zip(found, steps, strict=True) if step.call is not None)
+        for how, found in shortest.items()
+    }
+
+
+def _sweep(recording: Recording, inputs: Sequence[torch.Tensor], shortest: list[float], again: int) -> None:
+    last = {slot: index for index, step in enumerate(recording.steps) for slot in (*step.reads, *step.outputs)}
+    tensors = dict(recording.given) | dict(zip(recording.inputs, inputs, strict=True))
+    for index, step in enumerate(recording.steps):
+        args, kwargs = fill(step.args, tensors), {key: fill(value, tensors) for key, value in step.kwargs}
+        result, ns = _time(step.func, args, kwargs)
+        if step.call is not None:
+            shortest[index] = min([shortest[index], ns, *(_time(step.func, args, kwargs)[1] for _ in range(again))])
+        for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
+            if slot >= 0:
+                tensors[slot] = tensor
+        del args, kwargs, result
+        for slot in {*step.reads, *step.outputs} - {-1}:
+            if last[slot] == index:
+                tensors.pop(slot, None)
+
+
+def _time(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, float]:
+    start = perf_counter_ns()
+    result = function(*args, **kwargs)
+    return result, float(perf_counter_ns() - start)
+
+
+def _agreement(model: Any, args: Any, kwargs: Any, signature: Signature, plans: Sequence[Any]) -> dict[str, Any]:
+    """Largest difference from eager relative to its largest value, by plan; 0 means every bit."""
+    from nimble_core.structure import flatten
+
+    with torch.no_grad():
+        expected, _ = flatten(model(*args, **kwargs), what="output")
+    differences = {}
+    for one in plans:
+        pairs = zip(one.executable.run(signature.tensors), expected, strict=True)
+        worst = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
+        differences[one.schedule.policy] = worst
+    return differences
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,200 @@
+"""A device whose values are real and whose clock is not: every time measured on it can be asserted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nimble_core.costs import Costs
+from nimble_core.devices.base import Executable, Observation
+from nimble_core.errors import DeviceError
+from nimble_core.graph import build_graph
+from nimble_core.memory import live_peak, release_plan
+from nimble_core.program import Call, Program
+from nimble_core.record import record, run_preserved
+from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.simulate import simulate
+from nimble_core.structure import builder, flatten
+from nimble_core.timeline import Timeline
+
+if TYPE_CHECKING:
+    from nimble_core.signature import Signature
+
+__all__ = ["FakeDevice", "FakeExecutable"]
+
+
+class FakeDevice:
+    """Issues calls on the CPU for their values; its time moves by simulation alone.
+
+    A replay takes as long as ``simulate`` says for its schedule and these costs. An eager run made through
+    ``eager(model)`` takes the sum of the costs and the overhead of each call. Nothing else takes time, so
+    ``compare(model, x, device=fake)`` gives the same numbers on any machine, provided that it runs ``eager(model)``
+    where it would run ``model``.
+
+    Args:
+        cost_ns: duration of each call: one number for all, or a function of the call.
+        sync_cost_ns: time that each wait across streams takes to be noticed.
+        overhead_ns_per_call: what the framework adds to each call of an eager run.
+        concurrency: most calls that run at one time, None for no limit.
+    """
+
+    kind = "fake"
+    name = "fake device"
+    replay_name = "simulated replay"
+
+    def __init__(
+        self,
+        cost_ns: Callable[[Call], float] | float = 1000.0,
+        *,
+        sync_cost_ns: float = 0.0,
+        overhead_ns_per_call: float = 0.0,
+        concurrency: int | None = None,
+    ) -> None:
+        self.sync_cost_ns = sync_cost_ns
+        self.overhead_ns_per_call = overhead_ns_per_call
+        self.concurrency = concurrency
+        self._cost_ns = cost_ns
+        self._now_ns = 0.0
+        self._eager_ns = 0.0
+
+    def stream_cap(self, asked: int | None) -> int | None:
+        """As many streams as asked for."""
+        return asked
+
+    def clock_ns(self) -> float:
+        """Simulated time; only ``advance``, replays and ``eager`` runs move it."""
+        return self._now_ns
+
+    def advance(self, ns: float) -> None:
+        """Let ``ns`` nanoseconds pass."""
+        self._now_ns += ns
+
+    def synchronize(self) -> None:
+        """Do nothing: whatever was issued has finished."""
+
+    def costs(self, program: Program) -> Costs:
+        """What each call of ``program`` costs here; exact."""
+        cost = self._cost_ns
+        ns = tuple(float(cost(call)) if callable(cost) else float(cost) for call in program.calls)
+        return Costs(ns=ns, source="fake device", spread_ns=(0.0,) * len(ns), expected=len(ns), seen=len(ns))
+
+    def eager(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """``model`` as a function whose runs take time here: what they take is known once it was recorded."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = model(*args, **kwargs)
+            self.advance(self._eager_ns)
+            return result
+
+        return run
+
+    def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run the model once; leaves no trace in its state and takes no time."""
+        run_preserved(model, args, kwargs)
+
+    def record(
+        self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Recording:
+        """One live run, recorded, in no time. Raises CaptureError."""
+        recording = record(model, signature, args=args, kwargs=kwargs)
+        calls = len(recording.program.calls)
+        self._eager_ns = self.costs(recording.program).total_ns + calls * self.overhead_ns_per_call
+        return recording
+
+    def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> FakeExecutable:
+        """``schedule`` and the time that a replay of it takes. Raises ScheduleError if it deadlocks."""
+        timeline = simulate(
+            build_graph(recording.program),
+            schedule,
+            self.costs(recording.program),
+            sync_cost_ns=self.sync_cost_ns,
+            concurrency=self.concurrency,
+            names=[call.label for call in recording.program.calls],
+        )
+        peak = live_peak(recording.program, release_plan(recording.program, schedule), schedule).planned
+
+        def issue(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            issuer = Issuer(recording, tensors)
+            with issuing("cpu"):
+                for call in schedule.order:
+                    issuer.issue(call)
+                return issuer.outputs()
+
+        return FakeExecutable(self, schedule, timeline, peak, issue, _held(recording, inputs))
+
+    def capture_whole(
+        self, model: Callable[..., Any], recording: Recording, signature: Signature
+    ) -> FakeExecutable:
+        """The model itself on one stream; a replay takes the sum of its calls' costs."""
+        build = builder(signature.structure)
+        size = len(recording.program.calls)
+        schedule = Schedule("whole", (0,) * size, tuple(range(size)), ())
+
+        def issue(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            args, kwargs = build(tensors)
+            with torch.no_grad():
+                return flatten(model(*args, **kwargs), what="output")[0]
+
+        timeline = simulate(build_graph(recording.program), schedule, self.costs(recording.program))
+        return FakeExecutable(self, schedule, timeline, 0, issue, _held(recording, signature.tensors))
+
+    def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
+        """The simulated timeline and the given costs: watching takes as long as the replays."""
+        if not isinstance(executable, FakeExecutable):
+            raise DeviceError(f"a fake device cannot observe a {type(executable).__name__}", fix="pass its own")
+        for _ in range(max(replays, 1)):
+            executable.replay()
+        length = executable.timeline.length_ns
+        timeline = replace(executable.timeline, profiled_ns=length, unprofiled_ns=length)
+        return Observation(timeline, replace(self.costs(recording.program), observed=max(replays, 1)))
+
+    def memory_peak(self, run: Callable[[], object]) -> int:
+        """0, unknown; runs nothing."""
+        return 0
+
+
+class FakeExecutable:
+    """A schedule on a fake device."""
+
+    def __init__(
+        self,
+        device: FakeDevice,
+        schedule: Schedule,
+        timeline: Timeline,
+        nbytes: int,
+        issue: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        self.schedule = schedule
+        self.nbytes = nbytes
+        self.counts: SyncCounts = schedule.counts
+        self.timeline = timeline
+        self._device = device
+        self._issue: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = issue
+        self._inputs = inputs
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        """Issue every call, in issue order; the clock moves by the schedule's length."""
+        if self._issue is None:
+            raise DeviceError("this executable was closed", fix="prepare again")
+        outputs = self._issue(inputs)
+        self._device.advance(self.timeline.length_ns)
+        return outputs
+
+    def replay(self) -> None:
+        """Run once more on the inputs of preparation."""
+        self.run(self._inputs)
+
+    def close(self) -> None:
+        """Let go of the recording."""
+        self._issue = None
+        self._inputs = ()
+
+
+def _held(recording: Recording, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    written = recording.written_inputs
+    return [tensor.detach().clone() if position in written else tensor for position, tensor in enumerate(inputs)]

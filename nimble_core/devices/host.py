@@ -1,0 +1,438 @@
+"""The host as a device: recorded ATen calls issued again, directly, by one worker or several.
+
+Called what it is: host replay. There is no graph to launch; what is saved is the framework's work around the calls
+(see ``hostcode``), and on several cores independent calls run side by side.
+
+Threads: with k workers on c cores every worker gets ``max(1, c // k)`` of torch's intra-operator threads. Where that is
+fewer than the caller has, sums may be split differently, so results agree with eager to rounding; one worker keeps the
+caller's setting and agrees bit for bit. The setting is put back after each run. OpenMP counts threads per calling
+thread, MKL for the whole process: while a run of several workers lasts, MKL calls elsewhere in the process see it too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from threading import Lock, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nimble_core.costs import Costs
+from nimble_core.devices.base import Executable, Observation
+from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording
+from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.host_info import cpu_name
+from nimble_core.measurement import quantile
+from nimble_core.record import record, run_preserved
+from nimble_core.recording import Recording, issuing
+from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.structure import builder, flatten
+from nimble_core.timeline import Lane, Span, Timeline
+
+if TYPE_CHECKING:
+    from nimble_core.signature import Signature
+
+__all__ = ["HostDevice", "HostExecutable", "WholeExecutable", "usable_cores"]
+
+
+def usable_cores() -> int:
+    """Logical cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
+
+
+class HostDevice:
+    """Runs models on the CPU."""
+
+    kind = "cpu"
+    replay_name = "host replay"
+
+    def __init__(self) -> None:
+        self.name = cpu_name()
+
+    def stream_cap(self, asked: int | None) -> int | None:
+        """At most one worker per core: more would only wait for each other."""
+        cores = usable_cores()
+        return cores if asked is None else min(asked, cores)
+
+    def clock_ns(self) -> float:
+        """Time in nanoseconds, monotonic."""
+        return float(time.perf_counter_ns())
+
+    def synchronize(self) -> None:
+        """Do nothing: a host replay has finished when it returns."""
+
+    def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run the model once; leaves no trace in its state."""
+        run_preserved(model, args, kwargs)
+
+    def record(
+        self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Recording:
+        """One live run, recorded. Raises CaptureError."""
+        return record(model, signature, args=args, kwargs=kwargs)
+
+    def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> HostExecutable:
+        """Compile ``schedule``; runs each call once on copies of what it writes.
+
+        Raises:
+            CaptureError: a call that cannot be issued again.
+            DeviceError: out of memory.
+        """
+        state = torch.get_rng_state()
+        try:
+            with torch.inference_mode(False), issuing("cpu"), torch._C.DisableTorchFunction():
+                return HostExecutable(compile_recording(recording, schedule, inputs), inputs)
+        except NimbleError:
+            raise
+        except MemoryError as error:
+            raise DeviceError("out of memory while preparing", fix="prepare smaller inputs") from error
+        except Exception as error:
+            raise CaptureError(
+                f"a recorded call cannot be issued again: {_first_line(error)}",
+                fix="keep that operator out of the prepared module",
+            ) from error
+        finally:
+            torch.set_rng_state(state)
+
+    def capture_whole(
+        self, model: Callable[..., Any], recording: Recording, signature: Signature
+    ) -> WholeExecutable:
+        """The model itself, called without autograd: what is left where calls cannot be issued one by one."""
+        return WholeExecutable(model, recording, signature)
+
+    def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
+        """Time each call in ``replays`` replays, with as many unobserved ones between them.
+
+        Raises:
+            DeviceError: ``executable`` is no host replay of single calls, or was closed.
+        """
+        if not isinstance(executable, HostExecutable):
+            raise DeviceError(
+                f"the calls of a {type(executable).__name__} cannot be observed",
+                fix="observe what capture() returned",
+            )
+        executable.replay()
+        plain: list[float] = []
+        seen: list[tuple[float, list[int], list[int]]] = []
+        for _ in range(max(replays, 1)):
+            start = time.perf_counter_ns()
+            executable.replay()
+            plain.append(time.perf_counter_ns() - start)
+            seen.append(executable.timed_replay())
+        return _observation(executable, recording, plain, seen)
+
+    def memory_peak(self, run: Callable[[], object]) -> int:
+        """0, unknown: the host's allocator keeps no count of its own."""
+        return 0
+
+
+def _observation(
+    executable: HostExecutable,
+    recording: Recording,
+    plain: Sequence[float],
+    seen: Sequence[tuple[float, list[int], list[int]]],
+) -> Observation:
+    schedule = executable.schedule
+    calls = recording.program.calls
+    wall, begins, ends = sorted(seen, key=lambda one: one[0])[(len(seen) - 1) // 2]
+    zero = min(begins, default=0)
+    spans = [
+        Span(schedule.stream[call.index], float(begin - zero), float(end - zero), call.index, call.label)
+        for call, begin, end in zip(calls, begins, ends, strict=True)
+    ]
+    taken = [[float(end[c] - begin[c]) for _, begin, end in seen] for c in range(len(calls))]
+    folded = executable.folded
+    note = f"{folded} calls on constants were run once, at preparation: they take no time" if folded else ""
+    workers = schedule.streams or 1
+    return Observation(
+        Timeline(
+            run=schedule.policy,
+            source="measured",
+            clock="host clock",
+            lanes=tuple(Lane(f"worker {index}", "worker") for index in range(workers)),
+            spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))),
+            profiled_ns=wall,
+            unprofiled_ns=median(plain),
+            note=note,
+        ),
+        Costs(
+            ns=tuple(median(one) for one in taken),
+            source=f"host clock, {'one' if workers == 1 else workers}-worker replay",
+            spread_ns=tuple(quantile(one, 0.75) - quantile(one, 0.25) for one in taken),
+            observed=len(seen),
+            expected=len(calls),
+            seen=len(spans),
+        ),
+    )
+
+
+class HostExecutable:
+    """A schedule as generated code; see ``hostcode``. Runs may come from any thread; they take turns.
+
+    Inputs are used where they are, never copied: calls that write them write the caller's tensors, as eager does.
+    Outputs are new tensors on every run; one that aliases an input or a parameter is copied unless ``static``.
+    """
+
+    def __init__(self, code: Code, inputs: Sequence[torch.Tensor]) -> None:
+        self.schedule: Schedule = code.schedule
+        self.counts: SyncCounts = code.schedule.counts
+        self.nbytes: int = code.nbytes
+        self.folded = len(code.folded)
+        self._lock = Lock()
+        written = code.recording.written_inputs
+        self._inputs = [t.clone() if p in written else t for p, t in enumerate(inputs)]
+        self._copied = code.copied
+        self._run: _Runner | None = _Runner(code, code.lines())
+        self._timed: _Runner | None = None
+        self._code = code
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        """Run on ``inputs`` and return the outputs.
+
+        Raises:
+            DeviceError: closed, or a call failed; names the call. The executable stays usable.
+        """
+        with self._lock:
+            outputs = self._runner()(inputs)
+            if self._copied and not static:
+                for position in self._copied:
+                    outputs[position] = outputs[position].detach().clone()
+        return outputs
+
+    def replay(self) -> None:
+        """Run once more on the inputs of preparation."""
+        with self._lock:
+            self._runner()(self._inputs)
+
+    def timed_replay(self) -> tuple[float, list[int], list[int]]:
+        """A replay that notes when each call begins and ends: ``(wall ns, begins, ends)``."""
+        with self._lock:
+            self._runner()
+            if self._timed is None:
+                self._timed = _Runner(self._code, self._code.timed_lines())
+            start = time.perf_counter_ns()
+            self._timed(self._inputs)
+            wall = time.perf_counter_ns() - start
+            names = self._code.namespace
+            return wall, list(names["A"]), list(names["B"])
+
+    def close(self) -> None:
+        """Stop the workers and free the buffers."""
+        with self._lock:
+            for runner in (self._run, self._timed):
+                if runner is not None:
+                    runner.stop()
+            self._run = self._timed = None
+            self.__dict__.pop("_code", None)
+            self._inputs = []
+
+    def _runner(self) -> _Runner:
+        if self._run is None:
+            raise DeviceError("this executable was closed", fix="prepare again")
+        return self._run
+
+
+class WholeExecutable:
+    """The model itself, called as it is without autograd; no schedule, no buffers."""
+
+    nbytes = 0
+
+    def __init__(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> None:
+        calls = len(recording.program.calls)
+        self.schedule = Schedule("whole", (0,) * calls, tuple(range(calls)), ())
+        self.counts = self.schedule.counts
+        self._model: Callable[..., Any] | None = model
+        self._build = builder(signature.structure)
+        written = recording.written_inputs
+        self._inputs = [t.detach().clone() if p in written else t for p, t in enumerate(signature.tensors)]
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        """Call the model; its outputs are what it returned."""
+        if self._model is None:
+            raise DeviceError("this executable was closed", fix="prepare again")
+        args, kwargs = self._build(inputs)
+        with torch.no_grad():
+            tensors, _ = flatten(self._model(*args, **kwargs), what="output")
+        return tensors
+
+    def replay(self) -> None:
+        """Run once more on the inputs of preparation."""
+        self.run(self._inputs)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._model = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a worker is told for one run."""
+
+    inputs: Sequence[torch.Tensor]
+    cells: list[Any]
+    inference: bool
+    fail: Callable[[BaseException], None]
+
+
+class _Worker:
+    """A thread that runs one function each time it is told to.
+
+    Between runs the thread knows nothing of the executable, so that one which nobody uses any more can be collected.
+    """
+
+    def __init__(self, function: Callable[[Sequence[torch.Tensor], list[Any]], Any], threads: int) -> None:
+        self.function = function
+        self.threads = threads
+        self.job: _Job | None = None
+        self.go, self.done = Lock(), Lock()
+        self.go.acquire()
+        self.done.acquire()
+        self.alive = True
+        Thread(target=self._loop, name="nimble host worker", daemon=True).start()
+
+    def _loop(self) -> None:
+        torch._C._set_grad_enabled(False)
+        torch.set_num_threads(self.threads)
+        while True:
+            self.go.acquire()
+            job = self.job
+            if not self.alive or job is None:
+                return
+            try:
+                if job.inference:
+                    with torch.inference_mode():
+                        self.function(job.inputs, job.cells)
+                else:
+                    self.function(job.inputs, job.cells)
+            except BaseException as error:
+                job.fail(error)
+            del job
+            self.done.release()
+
+    def stop(self) -> None:
+        """End the thread; it must not be running the function."""
+        if self.alive:
+            self.alive = False
+            self.go.release()
+
+
+class _Runner:
+    """Runs generated functions, one per stream: that of stream 0 here, the others on workers."""
+
+    def __init__(self, code: Code, lines: Sequence[Lines]) -> None:
+        self.code = code
+        self.lines = lines
+        self.main: Callable[[Sequence[torch.Tensor], list[Any]], list[torch.Tensor]] = lines[0].function
+        self.threads = max(1, usable_cores() // len(lines))
+        self.workers: list[_Worker] = []
+        self.finalizer: Any = None
+        self.errors: list[BaseException] = []
+        self.pending: list[_Worker] = []
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # What recording.issuing does, at a tenth of its price.
+        grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        torch._C._set_grad_enabled(False)
+        if cast:
+            torch.set_autocast_enabled("cpu", False)
+        try:
+            with torch._C.DisableTorchFunction():
+                return self.main(inputs, []) if len(self.lines) == 1 else self._with_workers(inputs)
+        except (NimbleError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise self._explained(error) from error
+        finally:
+            torch._C._set_grad_enabled(grad)
+            if cast:
+                torch.set_autocast_enabled("cpu", True)
+
+    def _with_workers(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.workers:
+            self.workers = [_Worker(lines.function, self.threads) for lines in self.lines[1:]]
+            self.finalizer = weakref.finalize(self, _stop_all, self.workers)
+        cells = [None] * self.code.cells
+        job = _Job(inputs, cells, torch.is_inference_mode_enabled(), self._fail)
+        for worker in self.workers:
+            worker.job = job
+        namespace = self.code.namespace
+        namespace["kick"], namespace["join"] = self._kick, self._join
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        outputs: list[torch.Tensor] = []
+        try:
+            outputs = self.main(inputs, cells)
+        except BaseException as error:
+            self._fail(error)
+            self._wait()
+        finally:
+            torch.set_num_threads(threads)
+            # A worker must not keep the inputs or this object alive.
+            namespace["kick"] = namespace["join"] = None
+            for worker in self.workers:
+                worker.job = None
+        if self.errors:
+            first, self.errors = self.errors[0], []
+            self.code.renew_locks()
+            raise first
+        return outputs
+
+    def _kick(self) -> None:
+        self.pending = list(self.workers)
+        for worker in self.workers:
+            worker.go.release()
+
+    def _join(self) -> None:
+        self._wait()
+        if self.errors:
+            raise Stopped
+
+    def _wait(self) -> None:
+        while self.pending:
+            self.pending[-1].done.acquire()
+            self.pending.pop()
+
+    def _fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.code.open_locks()
+
+    def stop(self) -> None:
+        """End the workers."""
+        if self.finalizer is not None:
+            self.finalizer()
+
+    def _explained(self, error: Exception) -> DeviceError:
+        call = self._call_of(error.__traceback__)
+        where = str(self.code.recording.program.calls[call]) if call is not None else ""
+        return DeviceError(
+            f"a call failed in the replay: {type(error).__name__}: {_first_line(error)}",
+            where=where,
+            fix="run the model itself on the same inputs: it says more",
+        )
+
+    def _call_of(self, trace: TracebackType | None) -> int | None:
+        known = {lines.function.__code__: lines.calls for lines in self.lines}
+        while trace is not None:
+            calls = known.get(trace.tb_frame.f_code)
+            if calls is not None:
+                return calls.get(trace.tb_lineno)
+            trace = trace.tb_next
+        return None
+
+
+def _stop_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

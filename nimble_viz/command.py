@@ -1,0 +1,236 @@
+"""The command line: ``compare`` a model, ``show`` a saved report.
+
+Exit codes: 0 done, 1 the model could not be compared or the report file is damaged, 2 bad usage or input,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nimble_core.errors import InputError, NimbleError
+from nimble_core.options import Options
+
+if TYPE_CHECKING:
+    from nimble_viz.report import Report
+
+__all__ = ["load_factory", "main"]
+
+_ABOUT = "See what ahead-of-time scheduling changes about a PyTorch model."
+_FACTORY_FIX = "MODULE:FACTORY, where MODULE is importable or a path to a .py file, and FACTORY() gives (model, args)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (``sys.argv`` if None) and return its exit code.
+
+    Errors that this project raises on purpose are printed as their message, with ``--traceback`` in full; errors of
+    the user's own code are not caught.
+    """
+    given = _parser().parse_args(argv)
+    try:
+        return int(given.run(given))
+    except NimbleError as error:
+        if given.traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has had enough; Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def load_factory(spec: str) -> Callable[[], Any]:
+    """The callable that ``MODULE:FACTORY`` names.
+
+    Args:
+        spec: ``MODULE`` is a module's name, or the path of a ``.py`` file; its folder then leads ``sys.path``.
+
+    Raises:
+        InputError: not of that form, no such module, or nothing callable of that name in it. Errors inside the module
+            are the user's and propagate.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise InputError(f"{spec!r} does not name a factory", fix=_FACTORY_FIX)
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    try:
+        factory = getattr(module, name)
+    except AttributeError:
+        known = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        fix = f"it has {', '.join(sorted(known)[:10])}" if known else _FACTORY_FIX
+        raise InputError(f"{place} has no {name!r}", fix=fix) from None
+    if not callable(factory):
+        raise InputError(f"{spec} is not callable", fix=_FACTORY_FIX)
+    return typing.cast(Callable[[], Any], factory)
+
+
+def _from_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}", fix=_FACTORY_FIX)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be imported", fix=_FACTORY_FIX)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(f"there is no module {name!r}", fix=_FACTORY_FIX) from error
+
+
+def _call(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    made = load_factory(spec)()
+    match made:
+        case (model, tuple() | list() as args):
+            return model, tuple(args), {}
+        case (model, tuple() | list() as args, dict() as kwargs):
+            return model, tuple(args), kwargs
+    raise InputError(
+        f"{spec} gave {type(made).__name__}, not (model, args) or (model, args, kwargs)",
+        fix="return the model, a tuple of its inputs and, if it takes any, a dict of keyword inputs",
+    )
+
+
+def _compare(given: argparse.Namespace) -> int:
+    from nimble_viz.progress import Progress
+
+    options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+    for path in (given.save, given.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
+    model, args, kwargs = _call(given.factory)
+    from nimble_viz.comparison import compare
+
+    report = compare(model, *args, kwargs=kwargs, options=options, progress=Progress() if given.quiet else None)
+    with _files():
+        if given.save is not None:
+            report.save(given.save)
+        if given.html is not None:
+            report.to_html(given.html)
+    if not given.quiet:
+        _print(report)
+    if not report.complete:
+        kept = f"; what was measured is in {given.save}" if given.save is not None else ""
+        print(f"interrupted{kept}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from nimble_viz.file import load
+
+    with _files():
+        report = load(given.file)
+        if given.html is not None:
+            report.to_html(given.html)
+    _print(report)
+    return 0
+
+
+@contextmanager
+def _files() -> Iterator[None]:
+    """A file that cannot be read or written is an input error."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+
+    from nimble_viz.text import MAX_WIDTH, MIN_WIDTH, plain_text, report_text
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
+    console = Console()
+    if not console.is_terminal:
+        sys.stdout.write(plain_text(report))
+        return
+    console.width = max(MIN_WIDTH, min(console.width, MAX_WIDTH))
+    console.print(report_text(report))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from nimble_viz import __version__
+
+    parser = argparse.ArgumentParser(prog="python -m nimble_viz", description=_ABOUT)
+    parser.add_argument("--version", action="version", version=f"nimble_viz {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    compare = commands.add_parser("compare", help="measure a model: eager, one-stream and multi-stream replay")
+    compare.add_argument("factory", metavar="MODULE:FACTORY", help="gives (model, args) or (model, args, kwargs)")
+    compare.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
+    compare.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
+    compare.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _add_options(compare.add_argument_group("options of the preparation"))
+    compare.set_defaults(run=_compare)
+
+    show = commands.add_parser("show", help="print a saved report")
+    show.add_argument("file", type=Path, metavar="FILE")
+    show.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page too")
+    show.set_defaults(run=_show)
+
+    for command in (compare, show):
+        command.add_argument("--traceback", action="store_true", help="show errors with their traceback")
+    return parser
+
+
+def _add_options(group: Any) -> None:
+    """One flag for each field of ``Options``: name, type, choices, default and help are the dataclass's own."""
+    hints = typing.get_type_hints(Options)
+    helps = _argument_help(Options.__doc__ or "")
+    for field in fields(Options):
+        hint = hints[field.name]
+        flag = "--" + field.name.replace("_", "-")
+        text = f"{helps[field.name]} (default: {field.default})".replace("%", "%%")
+        members = typing.get_args(hint)
+        if hint is bool:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=field.default, help=text)
+        elif typing.get_origin(hint) is typing.Literal:
+            group.add_argument(flag, choices=members, default=field.default, help=text)
+        elif type(None) in members:
+            parse = _optional(next(one for one in members if one is not type(None)))
+            group.add_argument(flag, type=parse, default=field.default, help=text, metavar="N")
+        else:
+            parse = hint if hint in (int, float) else str
+            metavar = "X" if hint in (int, float) else "NAME"
+            group.add_argument(flag, type=parse, default=field.default, help=text, metavar=metavar)
+
+
+def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    return number
+
+
+def _argument_help(doc: str) -> dict[str, str]:
+    """``{argument: text}`` from the ``Args:`` section of a docstring."""
+    section = doc.partition("Args:")[2].partition("Raises:")[0]
+    found = re.findall(r"^\s+(\w+): (.+?)(?=^\s+\w+: |\Z)", section, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.replace("``", "").split()) for name, text in found}

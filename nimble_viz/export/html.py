@@ -1,0 +1,81 @@
+"""One self-contained page: style, script and data inline, no network, no dependencies."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from string import Template
+from typing import Any
+
+from nimble_viz.report import Report
+from nimble_viz.views.payload import view_data
+from nimble_viz.views.summary import summary
+
+__all__ = ["embed_json", "fragment", "page", "plain_summary"]
+
+
+def page(report: Report) -> str:
+    """A complete HTML document that shows all views; opens from a file, offline."""
+    template = Template(_asset("template.html"))
+    return template.substitute(
+        title=html.escape(f"{report.model} – nimble_viz"),
+        style=_asset("viewer.css"),
+        script=_asset("viewer.js"),
+        plain=html.escape(plain_summary(report)),
+        data=embed_json(view_data(report)),
+    )
+
+
+def fragment(report: Report) -> str:
+    """The page for a notebook: a sandboxed frame, and the summary as text where frames or scripts are not allowed.
+
+    The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network.
+    """
+    title = html.escape(f"nimble_viz report of {report.model}")
+    return (
+        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(page(report))}" '
+        'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
+        f"</iframe><details><summary>Summary as text</summary><pre>{html.escape(plain_summary(report))}</pre></details>"
+    )
+
+
+def embed_json(value: Any) -> str:
+    """JSON that may stand inside a script element: nothing in it can end the element or a line of script.
+
+    >>> embed_json({"name": "</script>"})
+    '{"name":"\\\\u003c/script>"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def plain_summary(report: Report) -> str:
+    """The summary in plain words: readable wherever nothing else is."""
+    data = summary(report)
+    lines = [f"{data['model']}: {data['verdict']}", ""]
+    for row in data["speed"]:
+        ratio = f", {row['eager']['text']} over eager" if row["eager"] else ""
+        doubt = "" if row["stable"] else ", UNSTABLE"
+        lines.append(f"  {row['label']}: {row['median']} (spread {row['spread']}{doubt}){ratio}")
+    for plan in data["plans"]:
+        emitted = "not read" if plan["emitted"] is None else plan["emitted"]
+        lines.append(
+            f"  {plan['label']}: {plan['streams']} streams; synchronisations: full {plan['full']}, "
+            f"MEG {plan['meg']}, planned {plan['planned']}, emitted {emitted}"
+        )
+    lines += [f"  {name}: {value}" for name, value in data["facts"]]
+    if data["preparation"]:
+        lines.append(f"  Preparation: {data['preparation_total']}")
+    lines += [f"  warning: {text}" for text in data["warnings"]]
+    return "\n".join(lines)
+
+
+def _asset(name: str) -> str:
+    return (resources.files("nimble_viz.viewer") / name).read_text(encoding="utf-8")
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")

@@ -1,0 +1,339 @@
+"""Report files: ``.nimble`` is gzip over typed JSON. Reading one needs no torch and no GPU, and runs no code from it.
+
+The format is described in ``docs/report-format.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from gzip import compress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from nimble_core.errors import ReportFileError
+from nimble_core.graph import CallGraph
+from nimble_core.program import Program, TensorRef
+from nimble_core.schedule import Schedule
+from nimble_core.timeline import Timeline
+from nimble_viz.report import SCHEMA_VERSION, EqualityCheck, OverheadProfile, Report
+
+__all__ = ["MAX_BYTES", "MAX_NUMBER", "check_report", "load", "save"]
+
+MAX_BYTES = 512 << 20
+"""A file that unpacks to more than this is refused unread."""
+
+MAX_NUMBER = 1e18
+"""Largest number a report may hold: 32 years in nanoseconds, an exabyte. Keeps sums and ratios finite in every view."""
+
+_COMPRESSION = 4
+_GZIP = b"\x1f\x8b"
+_HAZARDS = frozenset({"RAW", "WAR", "WAW"})
+_TAKE_AGAIN = "take the report again, or ask for an undamaged copy"
+
+_NotFinite = tuple[int, Literal["relative_error", "tolerance", "input_effect"], Literal["nan", "inf", "-inf"]]
+
+
+class _Head(msgspec.Struct):
+    nimble_report: int
+
+
+class _Wire(msgspec.Struct):
+    """What a file holds. ``not_finite`` names the numbers of ``report.checks`` that JSON cannot write (0 there)."""
+
+    nimble_report: int
+    report: Report
+    not_finite: tuple[_NotFinite, ...] = ()
+
+
+_head = msgspec.json.Decoder(_Head)
+_wire = msgspec.json.Decoder(_Wire)
+
+
+def save(report: Report, path: str | os.PathLike[str]) -> Path:
+    """Write ``report`` to ``path``, all of it or nothing, and return the path.
+
+    The same report gives the same bytes. What was written is known to be readable: it is decoded again first.
+
+    Raises:
+        ReportFileError: the report is not consistent in itself (see ``check_report``) or holds what JSON cannot.
+        OSError: the file cannot be written; a file that was there before is left as it was.
+    """
+    target = Path(path)
+    try:
+        data = _encode(check_report(report))
+        _decode(data)
+    except ReportFileError as error:
+        raise ReportFileError(f"this report cannot be saved: {error.what}", where=error.where, fix=error.fix) from error
+    packed = compress(data, _COMPRESSION, mtime=0)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        with beside.open("xb") as file:
+            file.write(packed)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
+
+
+def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:
+    """Read a report that ``save`` wrote. Whatever the file holds, this returns a consistent report or raises.
+
+    Args:
+        path: the file.
+        max_bytes: refuse a file that unpacks to more.
+
+    Raises:
+        ReportFileError: damaged, hostile, not a report, or written by a newer version; says which, and where.
+        OSError: the file cannot be read; ``FileNotFoundError`` if there is none.
+    """
+    with open(path, "rb") as file:
+        packed = file.read(max_bytes + 1)
+    try:
+        return check_report(_decode(_unpack(packed, max_bytes)))
+    except ReportFileError as error:
+        place = f"{os.fspath(path)}, {error.where}" if error.where else os.fspath(path)
+        raise ReportFileError(error.what, where=place, fix=error.fix or _TAKE_AGAIN) from error
+
+
+def _unpack(packed: bytes, max_bytes: int) -> bytes:
+    """The bytes inside a gzip member of at most ``max_bytes``."""
+    if not packed.startswith(_GZIP):
+        raise ReportFileError("not a nimble report: it is not a gzip file", fix="give a file that report.save() wrote")
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        data = unpacker.decompress(packed, max_bytes + 1)
+    except zlib.error as error:
+        raise ReportFileError(f"the file is damaged: {error}") from error
+    if len(data) > max_bytes or len(packed) > max_bytes:
+        raise ReportFileError(
+            f"the file unpacks to more than {max_bytes:,} bytes",
+            fix="if you trust it, nimble_viz.load(path, max_bytes=…)",
+        )
+    if not unpacker.eof:
+        raise ReportFileError("the file is cut short", fix="copy it again; its end is missing")
+    if unpacker.unused_data:
+        raise ReportFileError("the file is damaged: more follows its end")
+    return data
+
+
+def _encode(report: Report) -> bytes:
+    found: list[_NotFinite] = []
+    checks = list(report.checks)
+    for index, check in enumerate(checks):
+        for name in ("relative_error", "tolerance", "input_effect"):
+            value = getattr(check, name)
+            if not math.isfinite(value):
+                found.append((index, name, "nan" if value != value else "inf" if value > 0 else "-inf"))
+                checks[index] = _with(checks[index], name, 0.0)
+    wire = _Wire(SCHEMA_VERSION, replace(report, checks=tuple(checks)) if found else report, tuple(found))
+    try:
+        return msgspec.json.encode(wire)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ReportFileError(f"it holds a value that JSON cannot ({error})") from error
+
+
+def _decode(data: bytes) -> Report:
+    """The report in ``data``, of the right types, not yet checked for meaning."""
+    try:
+        version = _head.decode(data).nimble_report
+        if version > SCHEMA_VERSION:
+            raise ReportFileError(
+                f"the report has format {version}, this nimble_viz reads up to {SCHEMA_VERSION}",
+                fix="upgrade nimble_viz, or save the report again with this version",
+            )
+        wire = _wire.decode(data)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")
+        raise ReportFileError(f"not a nimble report, or damaged: {what}", where=place.strip("`")) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReportFileError(f"the file does not hold JSON: {error}") from error
+    report = wire.report
+    if version < 1 or report.schema_version != version:
+        raise ReportFileError(f"the format is given as {version} and as {report.schema_version}")
+    if not wire.not_finite:
+        return report
+    checks = list(report.checks)
+    for index, name, value in wire.not_finite:
+        _require(0 <= index < len(checks), "not_finite", f"there is no check {index}")
+        checks[index] = _with(checks[index], name, float(value))
+    return replace(report, checks=tuple(checks))
+
+
+def _with(check: EqualityCheck, name: str, value: float) -> EqualityCheck:
+    changes: dict[str, Any] = {name: value}
+    return replace(check, **changes)
+
+
+# What the types cannot say: indices within range, lists as long as they must be, numbers that can be drawn.
+
+
+def check_report(report: Report) -> Report:
+    """Return ``report`` if it is consistent in itself, so that every view of it can be drawn.
+
+    Raises:
+        ReportFileError: an index out of range, lists that do not fit each other, a number that is not finite or
+            beyond ``MAX_NUMBER``; ``where`` names the field. Equality checks may hold NaN and infinity: outputs can.
+    """
+    size = len(report.program.calls)
+    _check_program(report.program)
+    _check_graph(report.graph, size)
+    _check_costs(report, size)
+    _indices(report.critical_path, size, "critical_path")
+    _require(
+        all(u < v for u, v in pairwise(report.critical_path)),
+        "critical_path",
+        "a path goes from lower to higher calls",
+    )
+    _amounts((report.critical_path_ns, report.batch), "critical_path_ns, batch")
+    for k, plan in enumerate(report.schedules):
+        _check_schedule(plan, size, f"schedules[{k}]")
+    for k, taken in enumerate(report.measurements):
+        _amounts(taken.samples_ns, f"measurements[{k}].samples_ns")
+        _amounts((taken.median_ns, taken.warmup), f"measurements[{k}]")
+        _finite((taken.spread, taken.drift), f"measurements[{k}]")
+    _amounts((step.seconds for step in report.preparation), "preparation")
+    if report.overhead is not None:
+        _check_overhead(report.overhead, size)
+    for k, line in enumerate(report.timelines):
+        _check_timeline(line, size, f"timelines[{k}]")
+    memory = report.memory
+    _amounts((memory.eager_peak, memory.compare_peak, *(held for _, held in memory.engines)), "memory")
+    stamp = report.environment
+    _finite((stamp.cores, stamp.threads, stamp.load, *stamp.sm_clock_mhz, stamp.other_processes or 0), "environment")
+    return report
+
+
+def _check_program(program: Program) -> None:
+    storages = len(program.storages)
+    _amounts((storage.nbytes for storage in program.storages), "program.storages")
+    _amounts((program.host_steps,), "program.host_steps")
+    for k, call in enumerate(program.calls):
+        _require(call.index == k, f"program.calls[{k}].index", f"it is {call.index}, its place is {k}")
+        for access in call.accesses:
+            _check_ref(access.ref, storages, f"program.calls[{k}].accesses")
+        for origin in call.origins:
+            _require(0 <= origin.line < MAX_NUMBER, f"program.calls[{k}].origins", f"line {origin.line}")
+    for name, refs in (("inputs", program.inputs), ("outputs", program.outputs)):
+        for ref in refs:
+            _check_ref(ref, storages, f"program.{name}")
+
+
+def _check_ref(ref: TensorRef, storages: int, where: str) -> None:
+    _require(0 <= ref.storage < storages, where, f"there is no storage {ref.storage}")
+    _require(len(ref.sizes) == len(ref.strides), where, "a tensor has as many strides as sizes")
+    count = ref.itemsize
+    for extent in ref.sizes:
+        _require(0 <= extent <= MAX_NUMBER, where, f"a tensor has size {extent}")
+        count *= extent or 1
+    _require(0 <= ref.offset <= MAX_NUMBER and 0 <= count <= MAX_NUMBER, where, "a tensor too large to exist")
+    _require(all(-MAX_NUMBER <= stride <= MAX_NUMBER for stride in ref.strides), where, "a stride too large to exist")
+
+
+def _check_graph(graph: CallGraph, size: int) -> None:
+    _require(graph.size == size, "graph.size", f"it is {graph.size}, the program has {size} calls")
+    for name, edges in (("edges", graph.edges), ("meg", graph.meg)):
+        where = f"graph.{name}"
+        _pairs(edges, size, where)
+        _require(all(u < v for u, v in edges), where, "an edge goes from a lower to a higher call")
+        _require(all(a < b for a, b in pairwise(edges)), where, "edges are sorted, without duplicates")
+    _require(len(graph.kinds) == len(graph.edges), "graph.kinds", "one kind of hazard for each edge")
+    for kinds in set(graph.kinds):
+        _require(_HAZARDS.issuperset(kinds.split("+")), "graph.kinds", f"{kinds!r} is no kind of hazard")
+    _require(set(graph.edges).issuperset(graph.meg), "graph.meg", "an edge that the graph does not have")
+
+
+def _check_costs(report: Report, size: int) -> None:
+    costs = report.costs
+    _require(len(costs.ns) == size, "costs.ns", f"{len(costs.ns)} costs for {size} calls")
+    _require(len(costs.spread_ns) in (0, size), "costs.spread_ns", f"{len(costs.spread_ns)} spreads for {size} calls")
+    _amounts(costs.ns, "costs.ns")
+    _amounts(costs.spread_ns, "costs.spread_ns")
+    _indices((kernel.call for kernel in costs.kernels if kernel.call is not None), size, "costs.kernels")
+    _amounts((kernel.duration_ns for kernel in costs.kernels), "costs.kernels")
+    for k, kernel in enumerate(costs.kernels):
+        _finite(
+            (*kernel.grid, *kernel.block, kernel.registers, kernel.shared_bytes, kernel.node), f"costs.kernels[{k}]"
+        )
+    _amounts((costs.observed, costs.expected, costs.seen), "costs")
+
+
+def _check_schedule(plan: Schedule, size: int, where: str) -> None:
+    _require(len(plan.stream) == size, f"{where}.stream", f"{len(plan.stream)} streams for {size} calls")
+    _require(set(plan.stream) == set(range(len(set(plan.stream)))), f"{where}.stream", "streams have gaps")
+    _require(sorted(plan.order) == list(range(size)), f"{where}.order", "it does not name every call once")
+    _require(len(plan.priority) in (0, size), f"{where}.priority", "one priority for each call, or none")
+    _finite(plan.priority, f"{where}.priority")
+    _pairs(plan.syncs, size, f"{where}.syncs")
+    _pairs(plan.added_order, size, f"{where}.added_order")
+    counts = plan.counts
+    _amounts((counts.full, counts.meg, counts.planned, counts.emitted or 0, plan.meg_edges, plan.matched), where)
+
+
+def _check_overhead(profile: OverheadProfile, size: int) -> None:
+    _indices((row.call for row in profile.calls), size, "overhead.calls")
+    for k, row in enumerate(profile.calls):
+        parts = (row.python_ns, row.dispatch_ns, row.allocation_ns, row.launch_ns, row.work_ns, row.exposed_ns)
+        _finite(parts, f"overhead.calls[{k}]")
+    _amounts((profile.profiled_ns, profile.unprofiled_ns, profile.device_busy_ns), "overhead")
+    _finite((profile.remainder_ns, profile.device_idle_share), "overhead")
+    _amounts((profile.matched, profile.total), "overhead")
+    for sync in profile.host_syncs:
+        _amounts((sync.count, sync.total_ns), "overhead.host_syncs")
+
+
+def _check_timeline(line: Timeline, size: int, where: str) -> None:
+    lanes, before = len(line.lanes), 0.0
+    _amounts((line.profiled_ns, line.unprofiled_ns), where)
+    for k, span in enumerate(line.spans):
+        if (
+            0 <= span.lane < lanes
+            and before <= span.start_ns <= span.end_ns <= MAX_NUMBER
+            and (span.call is None or 0 <= span.call < size)
+        ):
+            before = span.start_ns
+            continue
+        raise ReportFileError(
+            f"lane {span.lane} of {lanes}, call {span.call} of {size}, from {span.start_ns} to {span.end_ns} ns "
+            f"after one that began at {before} ns: a span lies on a lane, belongs to a call or none, does not end "
+            "before it starts, and spans are sorted",
+            where=f"{where}.spans[{k}]",
+        )
+
+
+def _require(holds: bool, where: str, what: str) -> None:
+    if not holds:
+        raise ReportFileError(what, where=where)
+
+
+def _amounts(values: Iterable[float], where: str) -> None:
+    _within(values, 0, where)
+
+
+def _finite(values: Iterable[float], where: str) -> None:
+    _within(values, -MAX_NUMBER, where)
+
+
+def _within(values: Iterable[float], low: float, where: str) -> None:
+    for value in values:
+        if not low <= value <= MAX_NUMBER:
+            raise ReportFileError(f"{value!r} is not between {low:g} and {MAX_NUMBER:g}", where=where)
+
+
+def _indices(values: Iterable[int], size: int, where: str) -> None:
+    for value in values:
+        if not 0 <= value < size:
+            raise ReportFileError(f"there is no call {value} among {size}", where=where)
+
+
+def _pairs(pairs: Sequence[tuple[int, int]], size: int, where: str) -> None:
+    for pair in pairs:
+        _indices(pair, size, where)

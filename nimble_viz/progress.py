@@ -1,0 +1,134 @@
+"""Progress: tell the user what is being done, and keep how long each step took.
+
+``compare`` calls ``step`` and ``advance``; the seconds of the steps become the report's preparation table. The
+base class shows nothing; ``TerminalProgress`` draws. The clock is injected.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from nimble_viz.report import PrepareStep
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Progress", "Step", "TerminalProgress", "default_progress"]
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way. ``seconds`` is 0 until it ends; steps inside it are not counted twice."""
+
+    name: str
+    began: float
+    seconds: float = 0.0
+    inside: float = field(default=0.0, repr=False)
+
+
+class Progress:
+    """Times steps and shows nothing: for tests, logs and pipes. A context manager that finishes at its end.
+
+    Args:
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: list[Step] = []
+        self._done: list[Step] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.finish()
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Step]:
+        """``with progress.step("record") as s: ...`` shows ``name`` while the body runs; then ``s.seconds`` is set.
+
+        A step that raises is kept too. A step inside another one is listed on its own and taken off the outer one,
+        so the steps add up to the time spent.
+        """
+        step = Step(name, self._clock())
+        self._open.append(step)
+        self._show(name)
+        try:
+            yield step
+        finally:
+            self._open.pop()
+            took = self._clock() - step.began
+            step.seconds = took - step.inside
+            self._done.append(step)
+            if self._open:
+                self._open[-1].inside += took
+                self._show(self._open[-1].name)
+
+    @property
+    def steps(self) -> tuple[PrepareStep, ...]:
+        """The steps that ended, in that order; steps of one name are one, with their seconds added."""
+        seconds: dict[str, float] = {}
+        for step in self._done:
+            seconds[step.name] = seconds.get(step.name, 0.0) + step.seconds
+        return tuple(PrepareStep(name, taken) for name, taken in seconds.items())
+
+    def advance(self, done: int, total: int) -> None:
+        """The step under way has done ``done`` of ``total`` pieces."""
+
+    def finish(self) -> None:
+        """Nothing more will come: take the display away. May be called again, and after an exception."""
+
+    def _show(self, name: str) -> None:
+        """``name`` is now under way."""
+
+
+class TerminalProgress(Progress):
+    """One line on the terminal (or in the notebook's output) that goes away when all is done.
+
+    Args:
+        console: where to draw; standard error if None.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        super().__init__(clock)
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}", markup=False),
+            TimeElapsedColumn(),
+            console=console or Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bars.add_task("", total=None, count="")
+
+    def advance(self, done: int, total: int) -> None:
+        """Draw ``done`` of ``total``."""
+        self._bars.update(self._task, completed=done, total=total, count=f"{done}/{total}")
+
+    def finish(self) -> None:
+        """Take the line away."""
+        self._bars.stop()
+
+    def _show(self, name: str) -> None:
+        self._bars.reset(self._task, description=name, total=None, count="")
+        self._bars.start()
+
+
+def default_progress() -> Progress:
+    """A visible progress where somebody watches (a terminal, a notebook), a silent one elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return TerminalProgress(console) if sys.stderr.isatty() or console.is_jupyter else Progress()

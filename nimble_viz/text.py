@@ -1,0 +1,302 @@
+"""A report as text for the terminal: drawn with rich, readable from 60 columns on, and in a plain pipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from nimble_core.units import format_count, format_ns, format_percent
+from nimble_viz.report import CallOverhead, Report
+from nimble_viz.views.overhead import PARTS, overhead
+from nimble_viz.views.summary import summary
+from nimble_viz.views.syncs import host_syncs
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["MAX_WIDTH", "MIN_WIDTH", "plain_text", "report_text"]
+
+MIN_WIDTH, MAX_WIDTH = 60, 200
+"""Columns that the text is laid out for."""
+
+_TOP = 10
+_PATH_ENDS = 3
+_NAMES = 46
+_BAR_MIN, _BAR_MAX = 8, 24
+_FILLS = ("█", "▓", "▒", "░")
+_COLOURS = ("blue", "cyan", "yellow", "magenta")
+# Names come from users' models and from files: what would move the cursor or cannot be encoded is shown as a box.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain_text(report: Report, width: int | None = None) -> str:
+    """``report_text`` as a string without colour codes.
+
+    Args:
+        report: what to show.
+        width: columns, kept within 60 and 200; None takes the terminal's, or 80 where there is none.
+    """
+    from shutil import get_terminal_size
+
+    from rich.console import Console
+
+    columns = get_terminal_size().columns if width is None else width
+    console = Console(
+        file=StringIO(),
+        width=max(MIN_WIDTH, min(columns, MAX_WIDTH)),
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+        _environ={},
+    )
+    with console.capture() as captured:
+        console.print(report_text(report))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+
+def report_text(report: Report) -> RenderableType:
+    """All of ``report`` for a rich console: verdict, speed, equality, plans, overhead, memory, environment, warnings.
+
+    Sections without anything to say are left out.
+    """
+    from rich.console import Group
+    from rich.padding import Padding
+
+    tables = summary(report)
+    parts: list[RenderableType] = [
+        _text(f"nimble_viz: {report.model}", "bold"),
+        _text(tables["verdict"], "bold green" if _good(report) else "bold yellow"),
+    ]
+    for title, body in _sections(report, tables):
+        parts += [_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body)]
+    return Group(*parts)
+
+
+def _good(report: Report) -> bool:
+    stable = all(taken.stable for taken in report.measurements)
+    return report.complete and stable and bool(report.checks) and all(check.passed for check in report.checks)
+
+
+def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, list[RenderableType]]]:
+    if tables["speed"]:
+        yield f"Speed ({tables['context']})", _speed(tables["speed"])
+    if tables["checks"]:
+        yield "Equality with eager, on fresh inputs", [_checks(tables["checks"])]
+    if tables["plans"]:
+        yield "Streams and synchronisations", _plans(tables["plans"])
+    yield "Limits", _limits(report, tables)
+    profile = overhead(report)
+    if report.overhead is not None and profile is not None:
+        yield "Framework overhead of the eager run", _overhead(report, report.overhead.calls, profile)
+        waits = host_syncs(report)
+        yield "Host synchronisations of the eager run", [_waits(waits) if waits else _text("none")]
+    if tables["preparation"]:
+        title = f"Preparation ({tables['preparation_total']})"
+        yield title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
+    if tables["memory"]:
+        yield "Device memory", [_pairs(tables["memory"])]
+    yield "Environment", [_pairs(tables["environment"])]
+    if tables["warnings"]:
+        yield "Warnings", [_bullet(warning) for warning in tables["warnings"]]
+
+
+def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
+    table = _table(("run", ""), ("median", "r"), ("spread", "r"), ("over eager", "r"), ("over one stream", "r"))
+    for row in rows:
+        name = f"{row['label']} *" if row["chosen"] else row["label"]
+        colour = "green" if row["chosen"] else ""
+        name = name if row["stable"] else f"{name} (unstable)"
+        cells = [_text(name, colour), _text(row["median"]), _text(row["spread"])]
+        table.add_row(*cells, _ratio(row["eager"]), _ratio(row["single"]))
+    notes = ["ratios of medians, above 1x is faster; in brackets the quartiles of neighbouring samples"]
+    if any(row["chosen"] for row in rows):
+        notes.append("* the plan the engine would use")
+    if any(row["distance"] for row in rows):
+        reached = ", ".join(f"{row['label']} {row['distance']}" for row in rows if row["distance"])
+        notes.append(f"distance to the critical path: {reached}")
+    first = rows[0]
+    notes.append(f"{first['samples']} samples of each, taken in turn after {first['warmup']} warm-up calls")
+    return [table, *(_text(note, "dim") for note in notes)]
+
+
+def _ratio(cell: dict[str, Any] | None) -> Text:
+    if cell is None:
+        return _text("")
+    low, _, high = cell["quartiles"].partition(" to ")
+    doubt = "" if cell["stable"] else "\nunstable"
+    colour = "green" if cell["faster"] else "red" if cell["slower"] else ""
+    return _text(f"{cell['text']}\n[{low}, {high}]{doubt}", colour, lines=True)
+
+
+def _checks(rows: Sequence[dict[str, Any]]) -> Table:
+    table = _table(
+        ("replay", ""), ("result", ""), ("relative error", "r"), ("tolerance", "r"), ("inputs move it by", "r")
+    )
+    for row in rows:
+        result = _text("equal", "green") if row["passed"] else _text("NOT SHOWN", "bold red")
+        table.add_row(_text(row["run"]), result, _text(row["error"]), _text(row["tolerance"]), _text(row["effect"]))
+    return table
+
+
+def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
+    table = _table(("plan", ""), ("streams", "r"), ("full", "r"), ("MEG", "r"), ("planned", "r"), ("emitted", "r"))
+    for row in rows:
+        counts = [row["streams"], row["full"], row["meg"], row["planned"]]
+        emitted = "-" if row["emitted"] is None else format_count(row["emitted"])
+        table.add_row(_text(row["label"]), *(_text(format_count(count)) for count in counts), _text(emitted))
+    notes = [_text("waits between streams, counted on the full DAG, on its MEG, in the plan, in the graph", "dim")]
+    for row in rows:
+        if row["added_order"]:
+            added = format_count(row["added_order"])
+            notes.append(
+                _text(f"{row['label']}: {added} pairs of calls got an order the model does not ask for", "dim")
+            )
+        if row["promises"] != "none":
+            notes.append(_text(f"{row['label']} promises: {row['promises']}", "dim"))
+    return [table, *notes]
+
+
+def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
+    body: list[RenderableType] = [_pairs(tables["facts"])]
+    path = report.critical_path
+    if path:
+        body.append(_text("along the critical path:", "dim"))
+        for call in path[:_PATH_ENDS]:
+            body.append(_bullet(_step(report, call)))
+        if len(path) > 2 * _PATH_ENDS:
+            body.append(_bullet(f"… {format_count(len(path) - 2 * _PATH_ENDS)} more"))
+        for call in path[max(_PATH_ENDS, len(path) - _PATH_ENDS) :]:
+            body.append(_bullet(_step(report, call)))
+    return body
+
+
+def _step(report: Report, index: int) -> str:
+    call = report.program.calls[index]
+    where = f" in {call.module}" if call.module else ""
+    return f"{call.label}{where}, {format_ns(report.costs.ns[index])}"
+
+
+def _overhead(report: Report, rows: Sequence[CallOverhead], profile: dict[str, Any]) -> list[RenderableType]:
+    body: list[RenderableType] = [_pairs(profile["facts"])]
+    operators = _by_operator(report, rows)
+    if not operators:
+        return body
+    table = _table(
+        ("operator", ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", "")
+    )
+    largest = operators[0][1]["overhead"]
+    for name, sums in operators[:_TOP]:
+        exposed = sums["exposed"] / sums["overhead"] if sums["overhead"] > 0 else 0.0
+        table.add_row(
+            _text(name),
+            _text(format_count(int(sums["calls"]))),
+            _text(format_ns(sums["overhead"])),
+            _text(format_ns(sums["overhead"] / sums["calls"])),
+            _text(format_percent(exposed)),
+            _Bar([sums[part] for part in PARTS], largest),
+        )
+    legend = _text("parts: ")
+    for fill, colour, part in zip(_FILLS, _COLOURS, PARTS, strict=True):
+        share = profile["totals"][part] / (sum(profile["totals"][one] for one in PARTS) or 1)
+        legend.append(f"{fill} {part} {format_percent(share)}  ", colour)
+    body += [_text(""), table, legend]
+    if len(operators) > _TOP:
+        rest = sum(sums["overhead"] for _, sums in operators[_TOP:])
+        body.append(_text(f"and {len(operators) - _TOP} operators more, {format_ns(rest)} together", "dim"))
+    return body
+
+
+def _by_operator(report: Report, rows: Sequence[CallOverhead]) -> list[tuple[str, dict[str, float]]]:
+    """Sums by short operator name, most overhead first."""
+    operators: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name = report.program.calls[row.call].label
+        sums = operators.setdefault(name, dict.fromkeys((*PARTS, "calls", "overhead", "exposed"), 0.0))
+        for part in PARTS:
+            sums[part] += getattr(row, f"{part}_ns")
+        sums["calls"] += 1
+        sums["overhead"] += row.overhead_ns
+        sums["exposed"] += row.exposed_ns
+    return sorted(operators.items(), key=lambda item: (-item[1]["overhead"], item[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """Parts stacked to a bar as wide as its cell allows; ``largest`` fills it."""
+
+    parts: Sequence[float]
+    largest: float
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement(min(_NAMES = 46
+_BAR_MIN, options.max_width), min(_BAR_MAX, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width = min(_BAR_MAX, options.max_width)
+        bar, done, drawn = _text(""), 0.0, 0
+        for part, fill, colour in zip(self.parts, _FILLS, _COLOURS, strict=True):
+            done += max(part, 0.0)  # rounded on the running sum, so that the whole bar has the right length
+            until = min(round(width * done / self.largest), width) if self.largest > 0 else 0
+            bar.append(fill * (until - drawn), colour)
+            drawn = until
+        yield bar
+
+
+def _waits(rows: Sequence[dict[str, Any]]) -> Table:
+    table = _table(("kind", ""), ("count", "r"), ("total", "r"), ("where, and what to do", ""))
+    for row in rows[:_TOP]:
+        advice = _text(f"{_clean(row['source'])}\n{row['hint']}" if row["source"] else row["hint"], lines=True)
+        table.add_row(_text(row["kind"]), _text(format_count(row["count"])), _text(row["total"]), advice)
+    return table
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for name, side in columns:
+        table.add_column(_text(name), justify="right" if side else "left", overflow="fold")
+    return table
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="fold", max_width=_NAMES)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(_text(name, "dim"), _text(value))
+    return table
+
+
+def _bullet(content: str) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row(_text("-"), _text(content))
+    return table
+
+
+def _text(content: str, style: str = "", *, lines: bool = False) -> Text:
+    """``content`` as it is: never markup, never a control code; line breaks only if ``lines``."""
+    from rich.text import Text
+
+    cleaned = "\n".join(map(_clean, content.split("\n"))) if lines else _clean(content)
+    return Text(cleaned, style=style, overflow="fold")
+
+
+def _clean(content: str) -> str:
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", content)

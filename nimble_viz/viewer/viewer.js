@@ -1,0 +1,857 @@
+"use strict";
+/* One report, five views, one selection. No network, no dependencies; every text enters the page as text. */
+const NimbleViewer = (() => {
+  // ---------------------------------------------------------------- small tools
+  const el = (tag, attributes, ...children) => {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else if (name === "style") node.style.cssText = value;
+      else node.setAttribute(name, value === true ? "" : value);
+    }
+    for (const child of children.flat(3)) {
+      if (child !== null && child !== undefined && child !== false) node.append(child instanceof Node ? child : String(child));
+    }
+    return node;
+  };
+  const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
+  const count = (value) => value.toLocaleString("en-US");
+  const time = (ns) => {
+    for (const [unit, scale] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) {
+      if (Math.abs(ns) >= scale * 0.9995) {
+        const value = ns / scale;
+        return `${value >= 99.95 ? value.toFixed(0) : value >= 9.995 ? value.toFixed(1) : value.toFixed(2)} ${unit}`;
+      }
+    }
+    return `${ns.toFixed(0)} ns`;
+  };
+  const micro = (ns, digits = 0) => `${(ns / 1000).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} µs`;
+  const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
+  const lower = (array, value) => {
+    let low = 0, high = array.length;
+    while (low < high) { const middle = (low + high) >> 1; if (array[middle] < value) low = middle + 1; else high = middle; }
+    return low;
+  };
+  const unpack = (packed, strings) => {
+    if (Array.isArray(packed)) return packed;
+    if (packed.s !== undefined) return unpack(packed.s, strings).map((index) => strings[index]);
+    if (packed.c) return new Array(packed.c[1]).fill(packed.c[0]);
+    let total = 0;
+    return packed.d.map((step) => (total += step));
+  };
+  const unpackAll = (columns, strings) => Object.fromEntries(Object.entries(columns).map(([name, packed]) => [name, unpack(packed, strings)]));
+
+  // ---------------------------------------------------------------- colours: Okabe and Ito (2008), then patterns
+  const STREAMS = {
+    light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92f", "#8a8f92"],
+    dark: ["#3f9ad3", "#e8ab26", "#22b58b", "#d68fb7", "#7cc6ef", "#e5793a", "#e9de5c", "#9aa1a5"],
+  };
+  const ink = (hex) => {
+    const [r, g, b] = [1, 3, 5].map((at) => { const c = parseInt(hex.slice(at, at + 2), 16) / 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? "#10181b" : "#ffffff";
+  };
+  const theme = {
+    get dark() { return document.documentElement.dataset.theme === "dark"; },
+    value(name) { return (this.cache[name] ??= getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()); },
+    cache: {},
+    stream(index) { return STREAMS[this.dark ? "dark" : "light"][index % 8]; },
+  };
+  const patterns = {};
+  /** Beyond eight streams the colours come round again, with stripes, dots, bars: never colour alone. */
+  const streamFill = (context, index) => {
+    const colour = theme.stream(index), round = Math.floor(index / 8) % 4;
+    if (!round) return colour;
+    const key = `${colour}${round}`;
+    if (!patterns[key]) {
+      const tile = el("canvas", { width: 8, height: 8 }), paint = tile.getContext("2d");
+      paint.fillStyle = colour; paint.fillRect(0, 0, 8, 8);
+      paint.strokeStyle = paint.fillStyle = theme.dark ? "rgba(0,0,0,.5)" : "rgba(255,255,255,.65)"; paint.lineWidth = 1.8;
+      paint.beginPath();
+      if (round === 1) { for (const at of [-8, 0, 8]) { paint.moveTo(at - 2, 10); paint.lineTo(at + 10, -2); } }
+      else if (round === 2) { paint.arc(4, 4, 1.8, 0, 7); paint.fill(); paint.beginPath(); }
+      else { paint.moveTo(4, 0); paint.lineTo(4, 8); }
+      paint.stroke();
+      patterns[key] = context.createPattern(tile, "repeat");
+    }
+    return patterns[key];
+  };
+  const streamChip = (stream) => el("span", { class: "nv-stream", style: `background:${theme.stream(stream)};color:${ink(theme.stream(stream))}`, title: `stream ${stream}` }, stream);
+
+  // ---------------------------------------------------------------- the viewer
+  function mount(root, data) {
+    const began = performance.now();
+    const strings = data.strings;
+    const calls = unpackAll(data.calls, strings);
+    const size = calls.label.length;
+    const graph = unpackAll(data.dag.columns, strings);
+    const plans = data.dag.plans.map((plan) => ({ ...plan, ...unpackAll(plan.columns, strings) }));
+    for (const plan of plans) plan.streams = plan.stream.reduce((most, stream) => Math.max(most, stream + 1), 0);
+    const runs = data.timelines.map((line) => ({ ...line, ...unpackAll(line.columns, strings) }));
+    const cost = data.overhead && unpackAll(data.overhead.columns, strings);
+    const facts = data.summary;
+    const critical = new Set(graph.critical);
+    const state = { call: -1, plan: Math.max(0, plans.findIndex((plan) => plan.policy === facts.chosen)), pane: "summary" };
+    const before = Array.from({ length: size }, () => []), after = Array.from({ length: size }, () => []);
+    graph.from.forEach((u, edge) => { if (graph.minimum[edge]) { const v = u + graph.reach[edge]; after[u].push(v); before[v].push(u); } });
+    const overheadOf = new Map(cost ? cost.call.map((call, row) => [call, row]) : []);
+    const spansOf = (run) => {
+      if (!run.byCall) { run.byCall = new Map(); run.call.forEach((call, span) => { if (call >= 0) { const list = run.byCall.get(call); if (list) list.push(span); else run.byCall.set(call, [span]); } }); }
+      return run.byCall;
+    };
+    const plan = () => plans[state.plan];
+    const streamOf = (call) => (plan() ? plan().stream[call] : 0);
+    const nameOf = (call) => `${calls.label[call]}${calls.module[call] ? ` in ${calls.module[call]}` : ""}`;
+    const sourceOf = (call) => (calls.file[call] ? `${calls.file[call]}${calls.line[call] ? `:${calls.line[call]}` : ""}` : "");
+    const planLabel = (entry) => `${entry.label} (${entry.streams} stream${entry.streams === 1 ? "" : "s"})`;
+
+    // ---- tooltip, one for all canvases
+    const tip = el("div", { class: "nv-tip", hidden: true, role: "tooltip" });
+    const showTip = (event, lines) => {
+      if (!lines) { tip.hidden = true; return; }
+      tip.replaceChildren(el("b", null, lines[0]), ...lines.slice(1).filter(Boolean).map((line) => el("i", null, line)));
+      tip.hidden = false;
+      const box = tip.getBoundingClientRect();
+      tip.style.left = `${clamp(event.clientX + 14, 4, Math.max(4, innerWidth - box.width - 6))}px`;
+      tip.style.top = `${event.clientY + 18 + box.height > innerHeight ? Math.max(4, event.clientY - box.height - 12) : event.clientY + 18}px`;
+    };
+    const describe = (call) => [
+      `${calls.operator[call]}`,
+      `call ${call}, ${calls.phase[call]}${calls.module[call] ? `, ${calls.module[call]}` : ""}`,
+      calls.writes[call] && `→ ${calls.writes[call]}`,
+      sourceOf(call),
+      `cost ${time(calls.cost[call])}, stream ${streamOf(call)}${critical.has(call) ? ", on the critical path" : ""}`,
+    ];
+
+    // ---- panes and their updates
+    const panes = {}, redraw = [], onSelect = [], onPlan = [], shown = {};
+    const live = el("div", { class: "nv-hidden", "aria-live": "polite" });
+    const detail = el("aside", { class: "nv-detail", hidden: true, "aria-label": "Selected call" });
+    function select(call, from) {
+      state.call = call >= 0 && call < size ? call : -1;
+      fillDetail();
+      live.textContent = state.call < 0 ? "Nothing selected" : `Selected call ${state.call}: ${nameOf(state.call)}`;
+      for (const react of onSelect) react(from);
+    }
+    function setPlan(index) { state.plan = index; for (const react of onPlan) react(); if (state.call >= 0) fillDetail(); }
+    function show(name) {
+      state.pane = name;
+      for (const [key, pane] of Object.entries(panes)) {
+        const on = key === name;
+        pane.node.hidden = !on;
+        pane.tab.setAttribute("aria-selected", String(on));
+        pane.tab.tabIndex = on ? 0 : -1;
+      }
+      if (!shown[name]) { shown[name] = true; panes[name].build(panes[name].node); }
+      (panes[name].onshow || (() => {}))();
+      showTip();
+    }
+    const callLink = (call, text) => el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => select(call, "link") }, text ?? `${call} ${calls.label[call]}`);
+    function fillDetail() {
+      const call = state.call;
+      detail.hidden = call < 0;
+      if (call < 0) return;
+      const rows = [["Operator", calls.operator[call]], ["Call", `${call} of ${count(size)}, ${calls.phase[call]}`], ["Module", calls.module[call] || "the model itself"], ["Source", sourceOf(call) || "unknown"]];
+      if (calls.origins[call] > 1) rows.push(["Origins", `${calls.origins[call]} operators fused into this call`]);
+      rows.push(["Reads", calls.reads[call] || "nothing"], ["Writes", calls.writes[call] || "nothing"]);
+      if (calls.arguments[call]) rows.push(["Arguments", calls.arguments[call]]);
+      rows.push(["Cost alone", `${time(calls.cost[call])}${calls.spread.length ? ` (spread ${time(calls.spread[call])})` : ""}`]);
+      rows.push(["Critical path", critical.has(call) ? "yes" : "no"]);
+      if (plan()) rows.push(["Stream", el("span", null, streamChip(streamOf(call)), `in ${plan().label}`)]);
+      const row = overheadOf.get(call);
+      if (row !== undefined) {
+        const total = cost.python[row] + cost.dispatch[row] + cost.allocation[row] + cost.launch[row];
+        rows.push(["Overhead", `${time(total)} in profiled eager: Python ${time(cost.python[row])}, dispatch ${time(cost.dispatch[row])}, allocation ${time(cost.allocation[row])}, launch ${time(cost.launch[row])}`], ["Exposed", `${time(cost.exposed[row])} with the device idle`]);
+      }
+      for (const run of runs) {
+        const spans = spansOf(run).get(call);
+        if (spans) rows.push([run.run, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${micro(run.start[span], 1)} + ${time(run.length[span])}`))]);
+      }
+      const links = (list) => (list.length ? [list.slice(0, 8).map((other) => el("div", null, callLink(other))), list.length > 8 && `and ${list.length - 8} more`] : "none");
+      rows.push(["Waits for", links(before[call])], ["Needed by", links(after[call])]);
+      detail.replaceChildren(
+        el("button", { class: "nv-close", type: "button", "aria-label": "Clear selection", onclick: () => select(-1) }, "×"),
+        el("h2", null, calls.label[call]),
+        el("nav", { "aria-label": "Show this call in" }, ["overhead", "dag", "timeline", "syncs"].filter((name) => name !== state.pane).map((name) => el("button", { class: "nv-plain", type: "button", onclick: () => { show(name); fillDetail(); } }, panes[name].title))),
+        el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)])),
+      );
+    }
+
+    // ---- a canvas that follows its size, the theme and the selection
+    function surface(parent, label, draw, height) {
+      const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": label });
+      if (height) canvas.style.height = `${height}px`;
+      parent.append(canvas);
+      const context = canvas.getContext("2d");
+      let pending = 0;
+      const paint = () => {
+        pending = 0;
+        const width = canvas.clientWidth, tall = canvas.clientHeight;
+        if (!width || !tall) return;
+        const ratio = Math.min(devicePixelRatio || 1, tall > 4000 ? 1 : 3);
+        if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(tall * ratio)) { canvas.width = Math.round(width * ratio); canvas.height = Math.round(tall * ratio); }
+        context.setTransform(ratio, 0, 0, ratio, 0, 0);
+        context.clearRect(0, 0, width, tall);
+        draw(context, width, tall);
+      };
+      const request = () => { if (!pending) pending = requestAnimationFrame(paint); };
+      new ResizeObserver(request).observe(canvas);
+      redraw.push(request);
+      return { canvas, request, paint };
+    }
+    /** Drag with one pointer, pinch with two; a press that does not move is a click. */
+    function pointer(canvas, { pan, zoom, click, hover }) {
+      const held = new Map();
+      let moved = 0, gap = 0;
+      const at = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
+      canvas.addEventListener("pointerdown", (event) => { if (event.button) return; canvas.setPointerCapture(event.pointerId); held.set(event.pointerId, at(event)); moved = 0; gap = 0; });
+      canvas.addEventListener("pointermove", (event) => {
+        const [x, y] = at(event), last = held.get(event.pointerId);
+        if (!last) { if (hover) hover(event, x, y); return; }
+        moved += Math.abs(x - last[0]) + Math.abs(y - last[1]);
+        if (held.size === 1 && moved > 3) { showTip(); pan(x - last[0], y - last[1]); }
+        held.set(event.pointerId, [x, y]);
+        if (held.size === 2) {
+          const [a, b] = [...held.values()], wide = Math.hypot(a[0] - b[0], a[1] - b[1]);
+          if (gap) zoom(wide / gap, (a[0] + b[0]) / 2, (a[1] + b[1]) / 2);
+          gap = wide; moved = 99;
+        }
+      });
+      const release = (event) => { const was = held.delete(event.pointerId); if (was && moved <= 3 && event.type === "pointerup") click(...at(event)); };
+      canvas.addEventListener("pointerup", release);
+      canvas.addEventListener("pointercancel", release);
+      canvas.addEventListener("pointerleave", () => showTip());
+    }
+    const search = (label, found) => {
+      let hits = [], at = -1;
+      const status = el("span", { role: "status" });
+      const step = (by) => { if (!hits.length) return; at = (at + by + hits.length) % hits.length; status.textContent = `${at + 1} of ${count(hits.length)}`; found(hits[at]); };
+      const field = el("input", {
+        type: "search", placeholder: "Search operator, module, source", "aria-label": label,
+        oninput: () => { hits = matches(field.value); at = -1; status.textContent = field.value ? `${count(hits.length)} found` : ""; },
+        onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); step(event.shiftKey ? -1 : 1); } },
+      });
+      return [field, el("button", { class: "nv-plain", type: "button", "aria-label": "Next match", onclick: () => step(1) }, "Next"), status];
+    };
+    const haystack = [];
+    const textOf = (call) => (haystack[call] ??= `${call} ${calls.operator[call]} ${calls.module[call]} ${sourceOf(call)}`.toLowerCase());
+    function matches(text) {
+      const words = text.toLowerCase().split(/\s+/).filter(Boolean), hits = [];
+      if (words.length) for (let call = 0; call < size; call++) if (words.every((word) => textOf(call).includes(word))) hits.push(call);
+      return hits;
+    }
+    const planPicker = () => {
+      const picker = el("select", { "aria-label": "Schedule", onchange: () => setPlan(Number(picker.value)) }, plans.map((entry, index) => el("option", { value: index }, planLabel(entry))));
+      const sync = () => { picker.value = state.plan; };
+      sync(); onPlan.push(sync);
+      return el("label", null, "Schedule", picker);
+    };
+    const table = (heads, rows) => el("div", { class: "nv-scroll" }, el("table", null, el("thead", null, el("tr", null, heads.map(([text, numeric]) => el("th", { scope: "col", class: numeric && "nv-num" }, text)))), el("tbody", null, rows)));
+    const definitions = (rows) => el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)]));
+    const card = (title, wide, ...children) => el("section", { class: `nv-card${wide ? " nv-wide" : ""}` }, el("h2", null, title), children);
+
+    // ---------------------------------------------------------------- Summary
+    function buildSummary(node) {
+      const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
+      const ratio = (value) => (value ? [el("span", { class: value.faster ? "nv-tick" : value.slower ? "nv-cross" : "", title: value.full }, value.text), el("span", { class: "nv-small" }, value.quartiles), !value.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")] : "–");
+      const speed = facts.speed.map((row) => el("tr", null,
+        el("td", null, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), !row.stable && el("span", { class: "nv-tag nv-warn", title: row.warnings.join("; ") }, "unstable")),
+        el("td", { style: "min-width:90px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.median_ns) / slowest}%;margin-top:7px` })),
+        el("td", { class: "nv-num" }, el("b", null, row.median)),
+        el("td", { class: "nv-num" }, row.spread, el("span", { class: "nv-small" }, `drift ${row.drift}`)),
+        el("td", { class: "nv-num" }, ratio(row.eager)), el("td", { class: "nv-num" }, ratio(row.single)),
+        el("td", { class: "nv-num" }, row.distance || "–"),
+        el("td", { class: "nv-num" }, row.samples, el("span", { class: "nv-small" }, `after ${row.warmup}`))));
+      const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
+      node.append(el("div", { class: "nv-grid" },
+        card("Speed", true,
+          el("p", null, `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Limit: replay time over the critical path of isolated calls.`),
+          facts.speed.length ? table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Of limit", 1], ["Samples", 1]], speed) : el("p", null, "Nothing was measured.")),
+        facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
+        card("Same outputs as eager?", false, facts.checks.length
+          ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect))))]
+          : el("p", null, "Outputs were not compared.")),
+        card("Plans and synchronisations", false, facts.plans.length
+          ? [table([["Plan"], ["Streams", 1], ["Full", 1], ["MEG", 1], ["Planned", 1], ["Emitted", 1]], facts.plans.map((entry) => el("tr", null, el("td", null, entry.label, entry.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), el("span", { class: "nv-small", style: "white-space:normal" }, `promises: ${entry.promises}${entry.added_order ? `; adds ${count(entry.added_order)} orders` : ""}`)), ...[entry.streams, entry.full, entry.meg, entry.planned].map((value) => el("td", { class: "nv-num" }, count(value))), el("td", { class: "nv-num" }, entry.emitted === null ? "not read" : count(entry.emitted)))))]
+          : el("p", null, "No plan was made.")),
+        card("Program and limit", false, definitions(facts.facts)),
+        card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
+        card("Memory", false, facts.memory.length ? definitions(facts.memory) : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
+        card("Environment", false, definitions(facts.environment))));
+    }
+
+    // ---------------------------------------------------------------- Overhead
+    const PARTS = [["python", "Python"], ["dispatch", "Dispatch"], ["allocation", "Allocation"], ["launch", "Launch"]];
+    function buildOverhead(node) {
+      if (!data.overhead) { node.append(el("div", { class: "nv-empty" }, "Eager was not profiled, so there is nothing to say about where its host time went.")); return; }
+      if (!cost.call.length) { node.append(el("div", { class: "nv-empty" }, "No call of the program was found in the profile.")); return; }
+      const { totals, serial } = data.overhead, view = { by: "operator", sort: "overhead", text: "", limit: 200 };
+      const work = serial ? "Operator's own computing" : "GPU time (runs beside the host)";
+      const bars = (row, scale) => el("div", { class: "nv-tracks" },
+        el("div", { class: "nv-stack", style: `width:${100 * row.host / scale}%` }, [...PARTS, ...(serial ? [["work", "Work"]] : []), ...(row.remainder ? [["remainder", "Belongs to no call"]] : [])].map(([key, label]) => row[key] > 0 && el("i", { style: `width:${(100 * row[key]) / row.host}%;background:var(--${key})`, title: `${label}: ${time(row[key])}` }))),
+        el("div", { class: "nv-strip nv-hatch", style: `width:${(100 * row.exposed) / scale}%`, title: `Exposed: ${time(row.exposed)}` }),
+        !serial && el("div", { class: "nv-strip", style: `width:${(100 * row.work) / scale}%;background:var(--work)`, title: `GPU time: ${time(row.work)}` }));
+      const overheadSum = PARTS.reduce((sum, [key]) => sum + totals[key], 0);
+      const whole = { ...totals, remainder: Math.max(0, data.overhead.remainder_ns), host: overheadSum + (serial ? totals.work : 0) + Math.max(0, data.overhead.remainder_ns) };
+      const list = el("div", { class: "nv-rows" }), status = el("span", { class: "nv-push", role: "status" });
+      const buttons = {};
+      const by = (key, text) => (buttons[key] = el("button", { class: "nv-plain", type: "button", "aria-pressed": "false", onclick: () => { view.by = key; view.limit = 200; fill(); } }, text));
+      const heading = (key, text, low) => el("button", { type: "button", class: low ? "nv-num nv-low" : "nv-num", "aria-pressed": String(view.sort === key), onclick: () => { view.sort = key; fill(); } }, text, view.sort === key ? " ↓" : "");
+      function rows() {
+        const keep = view.text ? new Set(matches(view.text)) : null, groups = new Map();
+        cost.call.forEach((call, at) => {
+          if (keep && !keep.has(call)) return;
+          const key = view.by === "call" ? call : view.by === "module" ? calls.module[call] : calls.operator[call];
+          let row = groups.get(key);
+          if (!row) groups.set(key, (row = { key, first: call, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, work: 0, exposed: 0 }));
+          row.calls.add(call);
+          for (const part of ["python", "dispatch", "allocation", "launch", "work", "exposed"]) row[part] += cost[part][at];
+        });
+        const all = [...groups.values()];
+        for (const row of all) { row.overhead = row.python + row.dispatch + row.allocation + row.launch; row.host = row.overhead + (serial ? row.work : 0); }
+        const value = { overhead: (row) => row.overhead, exposed: (row) => row.exposed, work: (row) => row.work, calls: (row) => (view.by === "call" ? -row.first : row.calls.size) }[view.sort];
+        return all.sort((a, b) => value(b) - value(a) || a.first - b.first);
+      }
+      let current = [];
+      function fill(pinned) {
+        for (const [key, button] of Object.entries(buttons)) button.setAttribute("aria-pressed", String(key === view.by));
+        current = rows();
+        const scale = current.reduce((most, row) => Math.max(most, row.host, row.work, row.exposed), 1);
+        const head = el("div", { class: "nv-row nv-top" },
+          el("span", null, { operator: "Operator", module: "Module", call: "Call" }[view.by]), el("span", null, `0 to ${time(scale)}`),
+          heading("overhead", "Overhead"), heading("exposed", "Exposed"), heading("work", "Work", true), heading("calls", view.by === "call" ? "Order" : "Calls", true));
+        const line = (row) => {
+          const name = view.by === "call" ? `${row.key} ${calls.label[row.key]}` : view.by === "module" ? row.key || "(the model itself)" : calls.label[row.first];
+          const under = view.by === "call" ? calls.module[row.key] : view.by === "operator" && row.key !== name ? row.key : "";
+          return el("button", { class: `nv-row${row.calls.has(state.call) ? " nv-on" : ""}`, type: "button", "data-call": row.first, "aria-pressed": String(row.calls.has(state.call)), onclick: () => select(row.first, "overhead") },
+            el("span", { class: "nv-name", title: `${name}${under ? `\n${under}` : ""}` }, name, under && el("small", null, under)), bars(row, scale),
+            el("span", { class: "nv-num" }, time(row.overhead)), el("span", { class: "nv-num" }, time(row.exposed)), el("span", { class: "nv-num nv-low" }, time(row.work)),
+            el("span", { class: "nv-num nv-low" }, view.by === "call" ? row.key : count(row.calls.size)));
+        };
+        const visible = current.slice(0, view.limit), selected = pinned && current.findIndex((row) => row.calls.has(state.call));
+        list.replaceChildren(head, ...(selected >= view.limit ? [line(current[selected])] : []), ...visible.map(line),
+          current.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 200; fill(); } }, `Show ${Math.min(200, current.length - view.limit)} more of ${count(current.length)}`) : "");
+        if (!current.length) list.append(el("div", { class: "nv-empty" }, "Nothing matches the search."));
+        status.textContent = `${count(current.length)} ${{ operator: "operators", module: "modules", call: "calls" }[view.by]}`;
+      }
+      const field = el("input", { type: "search", placeholder: "Search operator, module, source", "aria-label": "Search overhead", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
+      const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" },
+        el("div", { class: "nv-grid", style: "margin-bottom:18px" },
+          card("One eager iteration, profiled", true,
+            el("p", null, `${time(data.overhead.profiled_ns)} profiled; ${time(data.overhead.unprofiled_ns)} without the profiler. The parts are shares of the profiled run; believe wall times only from the unprofiled one.`),
+            el("div", { class: "nv-whole" }, bars(whole, whole.host || 1)),
+            el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value))))),
+        data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);
+      node.append(
+        el("div", { class: "nv-tools" }, by("operator", "By operator"), by("module", "By module"), by("call", "By call"), field, status),
+        el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
+        body);
+      fill();
+      const mark = (from) => { if (state.call >= 0 && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
+      onSelect.push(mark);
+      if (state.call >= 0) { view.by = "call"; fill(true); }
+      panes.overhead.onshow = () => { const row = list.querySelector(".nv-on"); if (row) row.scrollIntoView({ block: "center" }); };
+    }
+
+    // ---------------------------------------------------------------- DAG
+    const W = 164, H = 38, GROUP_H = 50, GAP_X = 18, GAP_Y = 34, PAD = 12, HEAD = 26;
+    const groups = graph.first.length;
+    const children = new Map();
+    graph.parent.forEach((parent, box) => { const list = children.get(parent); if (list) list.push(box); else children.set(parent, [box]); });
+    const isGroup = (box) => box >= size;
+    const spread = (wanted, widths) => {
+      const offsets = [0], blocks = [];
+      for (let at = 1; at < widths.length; at++) offsets.push(offsets[at - 1] + (widths[at - 1] + widths[at]) / 2 + GAP_X);
+      wanted.forEach((place, at) => {
+        let mean = place - offsets[at], members = 1;
+        while (blocks.length && blocks[blocks.length - 1][0] > mean) { const [other, n] = blocks.pop(); mean = (mean * members + other * n) / (members + n); members += n; }
+        blocks.push([mean, members]);
+      });
+      const places = [];
+      for (const [mean, members] of blocks) for (let k = 0; k < members; k++) places.push(mean + offsets[places.length]);
+      return places;
+    };
+    /** Boxes of known rows put beside and below each other, innermost groups first. */
+    function arrange(open) {
+      const wide = new Float64Array(size + groups), tall = new Float64Array(size + groups), x = new Float64Array(size + groups), y = new Float64Array(size + groups);
+      const visible = new Uint8Array(size + groups);
+      const inner = (around, top) => {
+        const rows = new Map();
+        for (const box of children.get(around) || []) {
+          if (!isGroup(box)) { wide[box] = W; tall[box] = H; } else if (!open.has(box)) { wide[box] = W + 26; tall[box] = GROUP_H; }
+          const row = rows.get(graph.row[box]); if (row) row.push(box); else rows.set(graph.row[box], [box]);
+        }
+        let down = top, left = Infinity, right = -Infinity;
+        for (const row of [...rows.keys()].sort((a, b) => a - b)) {
+          const line = rows.get(row).sort((a, b) => graph.position[a] - graph.position[b] || a - b);
+          const centres = spread(line.map((box) => (graph.position[box] / 100) * (W + GAP_X)), line.map((box) => wide[box]));
+          const high = Math.max(...line.map((box) => tall[box]));
+          line.forEach((box, at) => { x[box] = centres[at] - wide[box] / 2; y[box] = down + (high - tall[box]) / 2; left = Math.min(left, x[box]); right = Math.max(right, x[box] + wide[box]); });
+          down += high + GAP_Y;
+        }
+        return { left, right, bottom: down - GAP_Y };
+      };
+      const shift = new Float64Array(size + groups);
+      for (let box = size + groups - 1; box >= size; box--) {
+        if (!open.has(box)) continue;
+        const inside = inner(box, HEAD);
+        wide[box] = Math.max(inside.right - inside.left, W) + 2 * PAD; tall[box] = inside.bottom + PAD;
+        shift[box] = PAD - inside.left + Math.max(0, W - (inside.right - inside.left)) / 2;
+      }
+      const frame = inner(-1, 0), stand = new Int32Array(size), list = [];
+      for (let box = size; box < size + groups; box++) place(box);
+      for (let box = 0; box < size; box++) place(box);
+      function place(box) {
+        const parent = graph.parent[box];
+        if (parent >= 0) { if (!visible[parent] || !open.has(parent)) return; x[box] += x[parent] + shift[parent]; y[box] += y[parent]; }
+        visible[box] = 1; list.push(box);
+        if (isGroup(box)) { if (!open.has(box)) stand.fill(box, graph.first[box - size], graph.last[box - size] + 1); } else stand[box] = box;
+      }
+      return { x, y, wide, tall, list, stand, visible, left: frame.left, width: Math.max(1, frame.right - frame.left), height: Math.max(1, frame.bottom) };
+    }
+    let dag = null;
+    function buildDag(node) {
+      if (!size) { node.append(el("div", { class: "nv-empty" }, "The model made no call that reaches the device: there is no graph to draw.")); return; }
+      const open = new Set(), view = { x: 0, y: 0, scale: 1, transitive: false, critical: false, syncs: true };
+      let level = [...(children.get(-1) || [])].filter(isGroup), budget = 400 - (children.get(-1) || []).length;
+      while (level.length) {
+        const more = level.reduce((sum, box) => sum + children.get(box).length, 0);
+        if (more > budget) break;
+        budget -= more;
+        for (const box of level) open.add(box);
+        level = level.flatMap((box) => children.get(box).filter(isGroup));
+      }
+      let place, edges;
+      const status = el("span", { class: "nv-push", role: "status" });
+      const stage = el("div", { class: "nv-stage" }), legend = el("div", { class: "nv-legend" });
+      const board = surface(stage, `Graph of ${count(size)} calls, coloured and numbered by stream. Arrow keys walk the graph, plus and minus zoom, 0 fits.`, draw);
+      function relayout() {
+        place = arrange(open);
+        const folded = place.list.filter((box) => isGroup(box) && !open.has(box));
+        const alike = folded.filter((box) => graph.alike[box - size] > 1).length;
+        status.textContent = folded.length ? `${count(folded.length)} modules folded (${count(alike)} repeat one another); click one to open it` : `all ${count(size)} calls shown`;
+        reconnect();
+      }
+      function reconnect() {
+        const seen = new Map(), total = size + groups;
+        const add = (u, v, kind) => {
+          const a = place.stand[u], b = place.stand[v];
+          if (a === b) return;
+          const key = a * total + b, edge = seen.get(key);
+          if (!edge) seen.set(key, { a, b, kind, n: 1, critical: false }); else { edge.n++; edge.kind = Math.max(edge.kind, kind); }
+        };
+        graph.from.forEach((u, at) => { if (graph.minimum[at]) add(u, u + graph.reach[at], 1); else if (view.transitive) add(u, u + graph.reach[at], 0); });
+        const now = plan();
+        if (now && view.syncs) now.producer.forEach((u, at) => add(u, now.consumer[at], 2));
+        for (let at = 1; at < graph.critical.length; at++) {
+          const edge = seen.get(place.stand[graph.critical[at - 1]] * total + place.stand[graph.critical[at]]);
+          if (edge) edge.critical = true;
+        }
+        edges = [...seen.values()].sort((p, q) => p.kind - q.kind);
+        for (const edge of edges) {
+          const { x, y, wide, tall } = place;
+          edge.x0 = x[edge.a] + wide[edge.a] / 2; edge.y0 = y[edge.a] + tall[edge.a]; edge.x1 = x[edge.b] + wide[edge.b] / 2; edge.y1 = y[edge.b];
+          const far = edge.y1 - edge.y0 > GROUP_H + 2 * GAP_Y && Math.abs(edge.x1 - edge.x0) < W;
+          edge.bow = far ? Math.min(40 + wide[edge.a] / 2 + (edge.y1 - edge.y0) * 0.02, 260) : 0;
+        }
+        fillLegend();
+        board.request();
+      }
+      function fillLegend() {
+        const streams = plan() ? plan().streams : 0;
+        legend.replaceChildren(
+          ...Array.from({ length: Math.min(streams, 12) }, (_, stream) => el("span", null, streamChip(stream), `stream ${stream}`)), streams > 12 ? el("span", null, `and ${streams - 12} more (colours repeat with a pattern)`) : "",
+          el("span", null, el("i", { class: "nv-edge" }), "must wait (MEG)"), el("span", null, el("i", { class: "nv-edge nv-sync" }), `synchronisation across streams (${count(plan() ? plan().producer.length : 0)})`),
+          view.transitive ? el("span", null, el("i", { class: "nv-edge nv-trans" }), "transitive, implied by others") : "", view.critical ? el("span", null, el("i", { class: "nv-edge nv-crit" }), "critical path") : "");
+      }
+      function fit(all) {
+        const wide = board.canvas.clientWidth || 800, tall = board.canvas.clientHeight || 500;
+        const both = Math.min((wide - 40) / place.width, (tall - 40) / place.height, 1.25);
+        view.scale = all ? both : Math.max(both, Math.min(0.8, Math.max(0.3, (wide - 40) / place.width)));
+        view.x = (wide - place.width * view.scale) / 2 - place.left * view.scale;
+        view.y = place.height * view.scale < tall - 40 ? (tall - place.height * view.scale) / 2 : 20;
+        board.request();
+      }
+      function zoom(by, x, y) {
+        const next = clamp(view.scale * by, 0.004, 4), real = next / view.scale;
+        view.x = x - (x - view.x) * real; view.y = y - (y - view.y) * real; view.scale = next;
+        board.request();
+      }
+      const middle = () => [board.canvas.clientWidth / 2, board.canvas.clientHeight / 2];
+      function reveal(call) {
+        let changed = false;
+        for (let box = graph.parent[call]; box >= 0; box = graph.parent[box]) if (!open.has(box)) { open.add(box); changed = true; }
+        if (changed) relayout();
+        const wide = board.canvas.clientWidth, tall = board.canvas.clientHeight;
+        const x = place.x[call] * view.scale + view.x, y = place.y[call] * view.scale + view.y;
+        if (changed || x < 20 || y < 20 || x + W * view.scale > wide - 20 || y + H * view.scale > tall - 20 || view.scale < 0.35) {
+          view.scale = Math.max(view.scale, 0.6);
+          view.x = wide / 2 - (place.x[call] + W / 2) * view.scale; view.y = tall / 2 - (place.y[call] + H / 2) * view.scale;
+        }
+        board.request();
+      }
+      function hit(px, py) {
+        const x = (px - view.x) / view.scale, y = (py - view.y) / view.scale;
+        for (let at = place.list.length - 1; at >= 0; at--) {
+          const box = place.list[at];
+          if (x >= place.x[box] && x <= place.x[box] + place.wide[box] && y >= place.y[box] && y <= place.y[box] + place.tall[box]) {
+            return isGroup(box) && open.has(box) && y > place.y[box] + HEAD ? -1 : box;
+          }
+        }
+        return -1;
+      }
+      const cut = (context, text, room) => {
+        if (context.measureText(text).width <= room) return text;
+        let low = 0, high = text.length;
+        while (low < high) { const half = (low + high + 1) >> 1; if (context.measureText(`${text.slice(0, half)}…`).width <= room) low = half; else high = half - 1; }
+        return low ? `${text.slice(0, low)}…` : "";
+      };
+      function draw(context, width, height) {
+        const { x, y, wide, tall } = place, s = view.scale;
+        const x0 = -view.x / s, y0 = -view.y / s, x1 = (width - view.x) / s, y1 = (height - view.y) / s;
+        const sans = theme.value("sans"), text = theme.value("text"), soft = theme.value("soft"), surfaceColour = theme.value("surface"), line = theme.value("line-strong"), picked = theme.value("select");
+        context.translate(view.x, view.y); context.scale(s, s);
+        const seen = (box) => x[box] < x1 && x[box] + wide[box] > x0 && y[box] < y1 && y[box] + tall[box] > y0;
+        for (const box of place.list) if (isGroup(box) && open.has(box) && seen(box)) {
+          context.fillStyle = theme.value("sunken"); context.strokeStyle = theme.value("line"); context.lineWidth = 1;
+          context.globalAlpha = 0.6; rounded(context, x[box], y[box], wide[box], tall[box], 8); context.fill(); context.globalAlpha = 1; context.stroke();
+          if (s > 0.3) { context.fillStyle = soft; context.font = `11.5px ${sans}`; context.textBaseline = "middle"; context.fillText(cut(context, `− ${graph.name[box - size]}`, wide[box] - 16), x[box] + 9, y[box] + HEAD / 2 + 1); }
+        }
+        const stroke = (edge, colour, thick, dash) => {
+          context.strokeStyle = colour; context.lineWidth = thick; context.setLineDash(dash);
+          context.beginPath(); context.moveTo(edge.x0, edge.y0);
+          const dy = edge.y1 - edge.y0, bend = Math.min(Math.max(dy / 2, 12), 90);
+          context.bezierCurveTo(edge.x0 + edge.bow, edge.y0 + bend, edge.x1 + edge.bow, edge.y1 - bend, edge.x1, edge.y1);
+          context.stroke();
+          if (s > 0.25) { context.setLineDash([]); context.fillStyle = colour; context.beginPath(); const a = 3.2 + thick; context.moveTo(edge.x1, edge.y1); context.lineTo(edge.x1 - a * 0.62, edge.y1 - a * 1.3); context.lineTo(edge.x1 + a * 0.62, edge.y1 - a * 1.3); context.fill(); }
+        };
+        const floor = 0.5 / s, sync = theme.value("sync"), plainEdge = theme.value("edge"), faint = theme.value("transitive"), strong = theme.value("critical");
+        for (const edge of edges) {
+          if (edge.y1 < y0 || edge.y0 > y1 || Math.max(edge.x0, edge.x1) + edge.bow < x0 || Math.min(edge.x0, edge.x1) > x1) continue;
+          const chosen = state.call >= 0 && (edge.a === place.stand[state.call] || edge.b === place.stand[state.call]);
+          if (view.critical && edge.critical) stroke(edge, strong, Math.max(5, floor), []);
+          if (edge.kind === 2) stroke(edge, chosen ? picked : sync, Math.max(2.4, floor), [7, 4]);
+          else if (edge.kind === 0) stroke(edge, faint, Math.max(1.2, floor), [2, 3]);
+          else if (!(view.critical && edge.critical)) stroke(edge, chosen ? picked : plainEdge, Math.max(chosen ? 2 : 1.2, floor), []);
+        }
+        context.setLineDash([]);
+        for (const box of place.list) {
+          if ((isGroup(box) && open.has(box)) || !seen(box)) continue;
+          if (isGroup(box)) drawGroup(context, box); else drawCall(context, box);
+        }
+        function drawCall(paint, call) {
+          const stream = streamOf(call), onPath = view.critical && critical.has(call), fill = streamFill(paint, stream);
+          if (s < 0.28) { paint.fillStyle = fill; paint.fillRect(x[call], y[call], W, H); }
+          else {
+            rounded(paint, x[call], y[call], W, H, 6); paint.fillStyle = surfaceColour; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
+            paint.save(); rounded(paint, x[call], y[call], W, H, 6); paint.clip(); paint.fillStyle = fill; paint.fillRect(x[call], y[call], 26, H); paint.restore();
+            paint.textBaseline = "middle"; paint.textAlign = "center"; paint.font = `650 12px ${sans}`;
+            if (stream >= 8) { paint.fillStyle = theme.stream(stream); paint.fillRect(x[call] + 3, y[call] + H / 2 - 8, 20, 16); }
+            paint.fillStyle = ink(theme.stream(stream)); paint.fillText(String(stream), x[call] + 13, y[call] + H / 2 + 0.5);
+            paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, calls.label[call], W - 40), x[call] + 34, y[call] + 13);
+            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${time(calls.cost[call])} · ${calls.module[call].split(".").slice(-2).join(".") || "model"}`, W - 40), x[call] + 34, y[call] + 27);
+          }
+          if (onPath) { rounded(paint, x[call], y[call], W, H, 6); paint.strokeStyle = strong; paint.lineWidth = Math.max(2.2, floor); paint.stroke(); }
+          if (call === state.call) { rounded(paint, x[call] - 3, y[call] - 3, W + 6, H + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
+        }
+        function drawGroup(paint, box) {
+          const at = box - size, first = graph.first[at], last = graph.last[at], n = last - first + 1;
+          paint.fillStyle = line; rounded(paint, x[box] + 4, y[box] + 4, wide[box], tall[box], 6); paint.globalAlpha = 0.35; paint.fill(); paint.globalAlpha = 1;
+          rounded(paint, x[box], y[box], wide[box], tall[box], 6); paint.fillStyle = surfaceColour; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
+          const tally = new Map();
+          for (let call = first; call <= last; call++) tally.set(streamOf(call), (tally.get(streamOf(call)) || 0) + 1);
+          let from = x[box] + 9; const room = wide[box] - 18;
+          for (const [stream, share] of [...tally].sort((a, b) => a[0] - b[0])) { const part = (room * share) / n; paint.fillStyle = streamFill(paint, stream); paint.fillRect(from, y[box] + tall[box] - 10, Math.max(part - 1, 0.5), 4); from += part; }
+          if (s > 0.28) {
+            paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}`, room), x[box] + 9, y[box] + 13);
+            const used = [...tally.keys()].sort((a, b) => a - b), alike = graph.alike[at] > 1 ? ` · 1 of ${graph.alike[at]} alike` : "";
+            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${count(n)} calls · stream${used.length > 1 ? "s" : ""} ${used.length > 4 ? `${used[0]}–${used[used.length - 1]}` : used.join(", ")}${alike}`, room), x[box] + 9, y[box] + 29);
+          }
+          if (state.call >= first && state.call <= last) { rounded(paint, x[box] - 3, y[box] - 3, wide[box] + 6, tall[box] + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
+        }
+      }
+      function toggle(box) {
+        const sx = place.x[box] * view.scale + view.x, sy = place.y[box] * view.scale + view.y;
+        if (open.has(box)) open.delete(box); else open.add(box);
+        relayout();
+        view.x = sx - place.x[box] * view.scale; view.y = sy - place.y[box] * view.scale;
+        board.request();
+      }
+      pointer(board.canvas, {
+        pan: (dx, dy) => { view.x += dx; view.y += dy; board.request(); }, zoom,
+        click: (x, y) => { const box = hit(x, y); if (box < 0) select(-1, "dag"); else if (isGroup(box)) toggle(box); else select(box, "dag"); },
+        hover: (event, x, y) => {
+          const box = hit(x, y);
+          board.canvas.classList.toggle("nv-point", box >= 0);
+          if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, describe(box));
+          else { const at = box - size; showTip(event, [graph.name[at], `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `${graph.alike[at]} modules make these very calls`, open.has(box) ? "click to fold" : "click to open"]); }
+        },
+      });
+      board.canvas.addEventListener("wheel", (event) => {
+        event.preventDefault();
+        if (event.ctrlKey || event.metaKey) zoom(Math.exp(-event.deltaY * 0.006), event.offsetX, event.offsetY);
+        else { view.x -= event.shiftKey ? event.deltaY : event.deltaX; view.y -= event.shiftKey ? 0 : event.deltaY; board.request(); }
+      }, { passive: false });
+      board.canvas.addEventListener("keydown", (event) => {
+        const call = state.call, go = { ArrowDown: () => after[call]?.[0], ArrowUp: () => before[call]?.[0], ArrowRight: () => (call + 1 < size ? call + 1 : undefined), ArrowLeft: () => (call > 0 ? call - 1 : undefined) }[event.key];
+        if (go) { const next = call < 0 ? 0 : go(); if (next !== undefined) { select(next, "dag"); reveal(next); } }
+        else if (event.key === "+" || event.key === "=") zoom(1.3, ...middle());
+        else if (event.key === "-") zoom(1 / 1.3, ...middle());
+        else if (event.key === "0") fit(true);
+        else if (event.key === "Escape") select(-1, "dag");
+        else return;
+        event.preventDefault();
+      });
+      const check = (key, label, act) => { const box = el("input", { type: "checkbox", onchange: () => { view[key] = box.checked; act(); } }); box.checked = view[key]; return el("label", null, box, label); };
+      const tool = (text, label, act) => el("button", { class: "nv-plain", type: "button", "aria-label": label, title: label, onclick: act }, text);
+      node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), search("Search the graph", (call) => { select(call, "search"); reveal(call); }),
+        check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); }),
+        groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })],
+        tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true)), status), legend, stage);
+      relayout(); fit();
+      if (state.call >= 0) reveal(state.call);
+      onSelect.push((from) => { if (state.call >= 0 && from !== "dag" && !node.hidden) reveal(state.call); board.request(); });
+      onPlan.push(reconnect);
+      panes.dag.onshow = () => { if (state.call >= 0) reveal(state.call); };
+      dag = {
+        point: (call) => { reveal(call); board.paint(); const frame = board.canvas.getBoundingClientRect(); return { x: frame.left + (place.x[call] + W / 2) * view.scale + view.x, y: frame.top + (place.y[call] + H / 2) * view.scale + view.y }; },
+        visible: () => place.list.length,
+      };
+    }
+    function rounded(context, x, y, wide, tall, radius) { context.beginPath(); context.roundRect(x, y, wide, tall, radius); }
+
+    // ---------------------------------------------------------------- Timeline
+    let gantt = null;
+    function buildTimeline(node) {
+      const drawn = runs.filter((run) => run.call.length);
+      if (!drawn.length) { node.append(el("div", { class: "nv-empty" }, runs.length ? "The timelines hold no spans: nothing ran on the device." : "No timeline was taken: neither eager nor a replay was traced.")); return; }
+      const longest = Math.max(...drawn.map((run) => Math.max(run.length_ns, run.unprofiled_ns)));
+      const view = { from: 0, to: longest * 1.02, syncs: true, hidden: new Set() };
+      const gutter = () => (node.clientWidth < 620 ? 84 : 168);
+      const boards = [], body = el("div", { class: "nv-lanes" }), axisBox = el("div", { class: "nv-axis" });
+      const refresh = () => { for (const board of boards) board.request(); };
+      const step = (span, room) => { const rough = span / Math.max(room / 100, 1), ten = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 5, 10].map((k) => k * ten).find((value) => value >= rough); };
+      const axis = surface(axisBox, "Time axis in microseconds", (context, width, height) => {
+        const left = gutter(), room = width - left - 8, gap = step(view.to - view.from, room), digits = gap < 1000 ? Math.min(3, Math.ceil(-Math.log10(gap / 1000))) : 0;
+        context.font = `11px ${theme.value("sans")}`; context.fillStyle = theme.value("soft"); context.textBaseline = "middle"; context.textAlign = "left";
+        if (left > 100) context.fillText("one axis for all", 10, height / 2);
+        context.textAlign = "center"; context.strokeStyle = theme.value("line-strong"); context.lineWidth = 1;
+        for (let tick = Math.ceil(view.from / gap) * gap; tick <= view.to; tick += gap) {
+          const at = left + ((tick - view.from) / (view.to - view.from)) * room;
+          context.beginPath(); context.moveTo(at, height - 5); context.lineTo(at, height); context.stroke();
+          if (at > left - 2 && at < width - 30) context.fillText(micro(tick, digits), at, height / 2 - 1);
+        }
+      }, 26);
+      boards.push(axis);
+      wire(axis, () => -1);
+      for (const run of drawn) {
+        const tall = run.lanes.length > 40 ? 7 : run.lanes.length > 16 ? 14 : run.lanes.length > 8 ? 22 : 28, top = 6;
+        const order = run.lanes.map(() => []), ends = run.lanes.map(() => []);
+        run.start.forEach((start, span) => { const lane = run.lane[span], reach = ends[lane]; order[lane].push(span); reach.push(Math.max(reach.length ? reach[reach.length - 1] : 0, start + run.length[span])); });
+        const owner = plans.find((entry) => entry.policy === run.run);
+        const streamLane = (lane) => run.lanes[lane].kind === "stream" || run.lanes[lane].kind === "worker";
+        const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
+          el("span", null, `${run.source} (${run.clock}) · ${micro(run.length_ns, 1)} from first start to last end · `, run.profiled_ns ? `${micro(run.profiled_ns, 1)} profiled` : "profiled length unknown", " · ", run.unprofiled_ns ? `${micro(run.unprofiled_ns, 1)} unprofiled` : "unprofiled length unknown"),
+          run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ profiled is ${run.factor.toFixed(2)}x of unprofiled`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
+        const toX = (ns, width) => gutter() + ((ns - view.from) / (view.to - view.from)) * (width - gutter() - 8);
+        const height = top * 2 + run.lanes.length * tall;
+        const board = surface(section, `${run.label}: ${run.lanes.length} lanes, ${count(run.call.length)} spans`, (context, width) => {
+          const left = gutter(), room = width - left - 8, span = view.to - view.from, perNs = room / span, sans = theme.value("sans");
+          const gap = step(span, room);
+          context.strokeStyle = theme.value("line"); context.lineWidth = 1; context.beginPath();
+          for (let tick = Math.ceil(view.from / gap) * gap; tick <= view.to; tick += gap) { const at = Math.round(toX(tick, width)) + 0.5; context.moveTo(at, 0); context.lineTo(at, height); }
+          context.stroke();
+          for (let lane = 0; lane < run.lanes.length; lane++) {
+            const y = top + lane * tall, bar = tall > 10 ? tall - 6 : tall - 2, list = order[lane];
+            if (tall > 10) {
+              context.font = `11.5px ${sans}`; context.textBaseline = "middle"; context.textAlign = "left"; context.fillStyle = theme.value("soft");
+              context.save(); context.beginPath(); context.rect(0, y, left - (width < 620 ? 6 : 62), tall); context.clip(); context.fillText(run.lanes[lane].name, 10, y + tall / 2); context.restore();
+              if (width >= 620) { context.textAlign = "right"; context.fillStyle = theme.value("faint"); context.fillText(`${percent(run.lanes[lane].idle)} idle`, left - 8, y + tall / 2); }
+            }
+            context.save(); context.beginPath(); context.rect(left, 0, room + 8, height); context.clip();
+            const idleFrom = Math.max(toX(0, width), left), idleTo = Math.min(toX(run.length_ns, width), width);
+            if (idleTo > idleFrom) { context.fillStyle = theme.value("idle"); context.fillRect(idleFrom, y + (tall - bar) / 2, idleTo - idleFrom, bar); }
+            let painted = -1;
+            for (let at = lower(ends[lane], view.from); at < list.length; at++) {
+              const index = list[at], start = run.start[index];
+              if (start > view.to) break;
+              const x = left + (start - view.from) * perNs, wide = run.length[index] * perNs, call = run.call[index];
+              if (x + wide < painted && call !== state.call) continue;
+              const from = Math.max(x, left - 2), to = Math.min(x + Math.max(wide, 0.6), width + 2);
+              const colour = streamLane(lane) ? theme.stream(lane) : run.lanes[lane].kind === "gpu" ? theme.value("work") : theme.value("remainder");
+              context.fillStyle = streamLane(lane) && to - from > 3 ? streamFill(context, lane) : colour;
+              context.fillRect(from, y + (tall - bar) / 2, Math.max(to - from - (wide > 3 ? 0.7 : 0), 0.5), bar);
+              painted = Math.floor(to) + (wide < 1 ? 0.4 : 0);
+              if (to - from > 34 && tall > 12) {
+                const label = call >= 0 ? calls.label[call] : run.name[index];
+                context.font = `10.5px ${sans}`; context.textAlign = "left"; context.fillStyle = ink(colour.startsWith("#") ? colour : "#888888");
+                context.save(); context.beginPath(); context.rect(from, y, to - from - 3, tall); context.clip();
+                if (lane >= 8 && streamLane(lane)) { context.save(); context.fillStyle = colour; context.fillRect(from + 2, y + (tall - bar) / 2 + 1, context.measureText(label).width + 5, bar - 2); context.restore(); }
+                context.fillText(label, from + 4, y + tall / 2 + 0.5); context.restore();
+              }
+              if (call === state.call && call >= 0) { context.strokeStyle = theme.value("select"); context.lineWidth = 2.5; context.strokeRect(from - 1, y + (tall - bar) / 2 - 1.5, Math.max(to - from, 2) + 1, bar + 3); }
+            }
+            context.restore();
+          }
+          context.save(); context.beginPath(); context.rect(left, 0, room + 8, height); context.clip();
+          if (owner && view.syncs) drawSyncs(context, width);
+          if (run.unprofiled_ns && run.distorted) {
+            const at = toX(run.unprofiled_ns, width);
+            context.strokeStyle = theme.value("bad"); context.setLineDash([4, 3]); context.lineWidth = 1.5; context.beginPath(); context.moveTo(at, 0); context.lineTo(at, height); context.stroke(); context.setLineDash([]);
+            context.fillStyle = theme.value("bad"); context.beginPath(); context.moveTo(at, 7); context.lineTo(at - 5, 0); context.lineTo(at + 5, 0); context.fill();
+          }
+          context.restore();
+          function drawSyncs(paint, wideness) {
+            const map = spansOf(run); let left_ = 1500;
+            paint.strokeStyle = theme.value("sync"); paint.setLineDash([4, 3]);
+            owner.producer.forEach((u, at) => {
+              const v = owner.consumer[at], a = map.get(u), b = map.get(v);
+              if (!a || !b || left_ <= 0) return;
+              const p = a[a.length - 1], c = b[0], end = run.start[p] + run.length[p], start = run.start[c];
+              if (Math.max(end, start) < view.from || Math.min(end, start) > view.to || (start - end) * perNs + 12 < 0) return;
+              left_--;
+              const chosen = u === state.call || v === state.call, xa = toX(end, wideness), xb = toX(start, wideness), ya = top + (run.lane[p] + 0.5) * tall, yb = top + (run.lane[c] + 0.5) * tall;
+              paint.lineWidth = chosen ? 2.5 : 1.3; paint.globalAlpha = chosen ? 1 : 0.75; paint.strokeStyle = chosen ? theme.value("select") : theme.value("sync");
+              paint.beginPath(); paint.moveTo(xa, ya); paint.lineTo(xb, yb); paint.stroke();
+            });
+            paint.setLineDash([]); paint.globalAlpha = 1;
+          }
+        }, height);
+        body.append(section);
+        boards.push(board);
+        run.box = { board, section, toX, top, tall };
+        wire(board, (x, y) => {
+          const lane = Math.floor((y - top) / tall);
+          if (lane < 0 || lane >= run.lanes.length || x < gutter()) return -1;
+          const perNs = (board.canvas.clientWidth - gutter() - 8) / (view.to - view.from), at = view.from + (x - gutter()) / perNs, slack = 2 / perNs;
+          let best = -1;
+          for (let k = lower(ends[lane], at - slack); k < order[lane].length && run.start[order[lane][k]] <= at + slack; k++) { best = order[lane][k]; if (run.start[best] <= at && run.start[best] + run.length[best] >= at) break; }
+          return best;
+        }, run);
+      }
+      function setRange(from, to) {
+        const wide = clamp(to - from, 1000, longest * 1.2), left = clamp(from, -longest * 0.05, longest * 1.1 - Math.min(wide, longest));
+        view.from = left; view.to = left + wide;
+        refresh();
+      }
+      function zoomAt(by, x, width) { const share = clamp((x - gutter()) / (width - gutter() - 8), 0, 1), at = view.from + share * (view.to - view.from), wide = clamp((view.to - view.from) / by, 1000, longest * 1.2); setRange(at - share * wide, at + (1 - share) * wide); }
+      function wire(board, hit, run) {
+        const canvas = board.canvas, perPixel = () => (view.to - view.from) / (canvas.clientWidth - gutter() - 8);
+        pointer(canvas, {
+          pan: (dx) => setRange(view.from - dx * perPixel(), view.to - dx * perPixel()), zoom: (by, x) => zoomAt(by, x, canvas.clientWidth),
+          click: (x, y) => { const span = hit(x, y); select(span >= 0 ? run.call[span] : -1, "timeline"); },
+          hover: (event, x, y) => {
+            const span = hit(x, y);
+            if (span < 0) { showTip(); return; }
+            const call = run.call[span];
+            showTip(event, [run.name[span], `${micro(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}`, ...(call >= 0 ? [`call ${call}: ${nameOf(call)}`, sourceOf(call)] : ["belongs to no call"])]);
+          },
+        });
+        canvas.addEventListener("wheel", (event) => {
+          if (event.ctrlKey || event.metaKey) { event.preventDefault(); zoomAt(Math.exp(-event.deltaY * 0.006), event.offsetX, canvas.clientWidth); }
+          else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) { event.preventDefault(); const by = (event.deltaX || event.deltaY) * perPixel(); setRange(view.from + by, view.to + by); }
+        }, { passive: false });
+        canvas.addEventListener("keydown", (event) => {
+          const wide = view.to - view.from, act = { ArrowLeft: () => setRange(view.from - wide / 8, view.to - wide / 8), ArrowRight: () => setRange(view.from + wide / 8, view.to + wide / 8), "+": () => zoomAt(1.4, canvas.clientWidth / 2, canvas.clientWidth), "=": () => zoomAt(1.4, canvas.clientWidth / 2, canvas.clientWidth), "-": () => zoomAt(1 / 1.4, canvas.clientWidth / 2, canvas.clientWidth), 0: whole }[event.key];
+          if (act) { event.preventDefault(); act(); }
+        });
+      }
+      const whole = () => setRange(0, longest * 1.02);
+      function reveal(centre) {
+        let low = Infinity, high = -Infinity;
+        for (const run of drawn) {
+          const spans = centre ? spansOf(run).get(state.call) || [] : [];
+          for (const span of spans) { low = Math.min(low, run.start[span]); high = Math.max(high, run.start[span] + run.length[span]); }
+        }
+        if (high > low && (high < view.from || low > view.to)) { const half = Math.max((view.to - view.from) / 2, (high - low) * 0.6); setRange((low + high) / 2 - half, (low + high) / 2 + half); }
+        refresh();
+      }
+      const goTo = () => {
+        const run = drawn[drawn.length - 1], spans = spansOf(run).get(state.call);
+        if (!spans) return;
+        const from = run.start[spans[0]], last = spans[spans.length - 1], wide = Math.max(12 * (run.start[last] + run.length[last] - from), 2000);
+        setRange(from - wide * 0.4, from + wide * 0.6);
+      };
+      const tool = (text, label, act) => el("button", { class: "nv-plain", type: "button", "aria-label": label, title: label, onclick: act }, text);
+      const middle = () => axis.canvas.clientWidth / 2 + gutter() / 2;
+      const syncs = el("input", { type: "checkbox", onchange: () => { view.syncs = syncs.checked; refresh(); } }); syncs.checked = true;
+      node.append(
+        el("div", { class: "nv-tools" }, search("Search the timeline", (call) => { select(call, "search"); goTo(); }),
+          drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
+          el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), tool("To selection", "Zoom to the selected call in the last run", goTo),
+          el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
+        axisBox, body);
+      onSelect.push((from) => reveal(from !== "timeline"));
+      panes.timeline.onshow = () => reveal(true);
+      gantt = { point: (name, call) => { const run = drawn.find((entry) => entry.run === name), span = spansOf(run).get(call)[0], frame = run.box.board.canvas.getBoundingClientRect(); return { x: frame.left + run.box.toX(run.start[span] + run.length[span] / 2, frame.width), y: frame.top + run.box.top + (run.lane[span] + 0.5) * run.box.tall }; }, zoom: setRange, range: () => [view.from, view.to] };
+    }
+
+    // ---------------------------------------------------------------- Syncs
+    function buildSyncs(node) {
+      const counts = el("div"), list = el("div"), view = { limit: 200, text: "" };
+      const field = el("input", { type: "search", placeholder: "Search operator, module, source", "aria-label": "Search synchronisations", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
+      function fill() {
+        const entry = facts.plans[state.plan], now = plan();
+        if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, "No plan was made, so nothing has to wait.")); return; }
+        counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))));
+        const keep = view.text ? new Set(matches(view.text)) : null, rows = [];
+        now.producer.forEach((u, at) => { const v = now.consumer[at]; if (!keep || keep.has(u) || keep.has(v)) rows.push([at, u, v]); });
+        if (!now.producer.length) { list.replaceChildren(el("p", { class: "nv-sub" }, `${planLabel(now)} needs no synchronisation: ${now.streams > 1 ? "its streams never meet" : "all calls are on one stream"}.`)); return; }
+        const side = (call) => el("td", null, streamChip(now.stream[call]), callLink(call), el("span", { class: "nv-small", style: "white-space:normal" }, calls.module[call]));
+        const first = rows.findIndex(([, u, v]) => u === state.call || v === state.call);
+        const shownRows = rows.slice(0, view.limit);
+        if (first >= view.limit) shownRows.unshift(rows[first]);
+        list.replaceChildren(
+          table([["#", 1], ["Producer (stream, call, module)"], ["Consumer that waits for it"], ["Producer's cost", 1]], shownRows.map(([at, u, v]) => el("tr", { class: u === state.call || v === state.call ? "nv-on" : null }, el("td", { class: "nv-num" }, at + 1), side(u), side(v), el("td", { class: "nv-num" }, time(calls.cost[u]))))),
+          rows.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 200; fill(); } }, `Show ${Math.min(200, rows.length - view.limit)} more of ${count(rows.length)}`) : "", rows.length ? "" : el("p", { class: "nv-sub" }, "Nothing matches the search."));
+      }
+      const host = data.host_syncs;
+      node.append(plans.length > 0 && el("div", { class: "nv-tools" }, planPicker(), field), el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" },
+        el("section", { "aria-label": "Counts" }, el("h2", { class: "nv-h2" }, "Synchronisations across streams, counted four ways"), el("p", { class: "nv-sub" }, "Fork from and join to the capture stream are not counted here."), counts),
+        el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Where eager made the host wait"),
+          host === null ? el("p", null, "Eager was not profiled, so its host synchronisations are unknown.") : host.length ? table([["Kind"], ["Count", 1], ["Total", 1], ["Source line"], ["What to do"]], host.map((row) => el("tr", null, el("td", null, row.kind), el("td", { class: "nv-num" }, count(row.count)), el("td", { class: "nv-num" }, row.total), el("td", null, row.source || "unknown"), el("td", null, row.hint)))) : el("p", null, facts.host ? "None: on the host device there is nothing to wait for." : "None was seen in the profiled iteration.")),
+        plans.length > 0 && el("section", { class: "nv-card" }, el("h2", null, "Planned synchronisations"), list)));
+      fill();
+      onSelect.push(() => { fill(); const row = list.querySelector(".nv-on"); if (row && !node.hidden) row.scrollIntoView({ block: "nearest" }); });
+      onPlan.push(() => { view.limit = 200; fill(); });
+      panes.syncs.onshow = () => { const row = list.querySelector(".nv-on"); if (row) row.scrollIntoView({ block: "center" }); };
+    }
+
+    // ---------------------------------------------------------------- frame
+    const tabs = el("div", { class: "nv-tabs", role: "tablist", "aria-label": "Views" }), holder = el("div", { class: "nv-panes" });
+    for (const [name, title, build, fill] of [["summary", "Summary", buildSummary], ["overhead", "Overhead", buildOverhead, 1], ["dag", "DAG", buildDag, 1], ["timeline", "Timeline", buildTimeline, 1], ["syncs", "Syncs", buildSyncs, 1]]) {
+      const tab = el("button", { role: "tab", type: "button", id: `nv-tab-${name}`, "aria-controls": `nv-pane-${name}`, "aria-selected": "false", tabindex: -1, onclick: () => { show(name); if (state.call >= 0) fillDetail(); } }, title);
+      const node = el("div", { role: "tabpanel", id: `nv-pane-${name}`, "aria-labelledby": `nv-tab-${name}`, class: `nv-pane${fill ? " nv-fill" : ""}`, hidden: true, tabindex: 0 });
+      panes[name] = { tab, node, build, title };
+      tabs.append(tab); holder.append(node);
+    }
+    tabs.addEventListener("keydown", (event) => {
+      const names = Object.keys(panes), at = names.indexOf(state.pane), next = { ArrowRight: at + 1, ArrowLeft: at - 1 + names.length, Home: 0, End: names.length - 1 }[event.key];
+      if (next === undefined) return;
+      event.preventDefault(); show(names[next % names.length]); panes[state.pane].tab.focus();
+    });
+    const wish = matchMedia("(prefers-color-scheme: dark)");
+    let choice = "auto";
+    const themeButton = el("button", { class: "nv-plain nv-theme", type: "button", onclick: () => { choice = { auto: "light", light: "dark", dark: "auto" }[choice]; applyTheme(); } });
+    function applyTheme() {
+      document.documentElement.dataset.theme = choice === "auto" ? (wish.matches ? "dark" : "light") : choice;
+      themeButton.textContent = `Theme: ${choice}`;
+      theme.cache = {};
+      for (const key of Object.keys(patterns)) delete patterns[key];
+      for (const request of redraw) request();
+      for (const react of onPlan) react();
+      if (state.call >= 0) fillDetail();
+    }
+    wish.addEventListener("change", applyTheme);
+    const [lead, ...rest] = facts.verdict.split("; ");
+    root.replaceChildren(el("div", { class: "nv" },
+      el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${count(size)} calls · ${facts.context}`), themeButton, el("p", { class: "nv-verdict" }, lead, rest.length > 0 && el("span", null, `; ${rest.join("; ")}`))),
+      !facts.complete && el("div", { class: "nv-note", role: "status" }, "Interrupted: this report holds what was measured until then. What is missing is said where it would stand."),
+      tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
+    applyTheme();
+    show("summary");
+    return { select, show, selected: () => state.call, dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
+  }
+  return { mount };
+})();

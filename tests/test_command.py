@@ -1,0 +1,224 @@
+"""The command line: exit codes, messages, files, and flags that come from ``Options``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_reports import sample_report
+
+import nimble_viz.comparison
+from nimble_core.errors import CaptureError
+from nimble_core.options import Options
+from nimble_viz import __version__, load
+from nimble_viz.command import load_factory, main
+from nimble_viz.progress import Progress
+
+ROOT = Path(__file__).parent.parent
+FACTORY = """
+import sibling
+def model(x, scale=1):
+    return x
+def two():
+    return model, (sibling.VALUE,)
+def three():
+    return model, [1, 2], {"scale": 3}
+def wrong():
+    return model
+number = 7
+"""
+
+
+class Called(dict[str, Any]):
+    """What ``compare`` was called with."""
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Called:
+    """``compare`` replaced by one that measures nothing."""
+    seen = Called()
+
+    def compare(model: Any, *args: Any, **named: Any) -> Any:
+        seen.update(model=model, args=args, **named)
+        if "raises" in seen:
+            raise seen["raises"]
+        return sample_report(12, complete=seen.get("complete", True))
+
+    monkeypatch.setattr(nimble_viz.comparison, "compare", compare)
+    return seen
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a .py file with factories, beside a module that it imports."""
+    (tmp_path / "sibling.py").write_text("VALUE = 5\n")
+    path = tmp_path / "factory_for_tests.py"
+    path.write_text(FACTORY)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("sibling", "factory_for_tests"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return str(path)
+
+
+def test_compare_prints_the_report(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{factory}:two"]) == 0
+    assert "nimble_viz: SampleNet" in capsys.readouterr().out
+    assert called["args"] == (5,)
+    assert called["kwargs"] == {}
+    assert called["options"] == Options()
+    assert called["progress"] is None
+
+
+def test_keyword_inputs_and_a_module_by_name(
+    called: Called, factory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(factory).parent))
+    assert main(["compare", "factory_for_tests:three"]) == 0
+    assert (called["args"], called["kwargs"]) == ((1, 2), {"scale": 3})
+    assert capsys.readouterr().err == ""
+
+
+def test_every_option_has_a_flag(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {
+        "fuse": "none",
+        "policy": "single",
+        "tune": "full",
+        "budget_s": "1.5",
+        "max_streams": "none",
+        "memory_limit": "1000",
+        "outputs": "static",
+        "strict": None,
+        "on_new_shape": "prepare",
+    }
+    assert set(flags) == {field.name for field in fields(Options)}
+    line = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value) if part]
+    assert main(["compare", f"{factory}:two", *line]) == 0
+    assert called["options"] == Options(
+        policy="single",
+        tune="full",
+        budget_s=1.5,
+        max_streams=None,
+        memory_limit=1000,
+        outputs="static",
+        strict=True,
+        on_new_shape="prepare",
+    )
+    with pytest.raises(SystemExit):
+        main(["compare", "-h"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{name.replace('_', '-')}" in shown for name in flags)
+    assert "cap on streams" in shown
+
+
+def test_quiet_and_files(called: Called, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, page = tmp_path / "r.nimble", tmp_path / "r.html"
+    assert main(["compare", f"{factory}:two", "--quiet", "--save", str(saved), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == ""
+    assert type(called["progress"]) is Progress
+    assert load(saved) == sample_report(12)
+    assert page.stat().st_size > 1000
+
+
+def test_a_folder_that_is_missing_is_said_before_measuring(
+    called: Called, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", f"{factory}:two", "--save", str(tmp_path / "no" / "r.nimble")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert not called
+
+
+def test_an_interruption_keeps_what_there_is(
+    called: Called, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called["complete"] = False
+    saved = tmp_path / "r.nimble"
+    assert main(["compare", f"{factory}:two", "--save", str(saved)]) == 130
+    assert load(saved).complete is False
+    assert "interrupted; what was measured is in" in capsys.readouterr().err
+
+
+def test_an_interruption_before_anything(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    called["raises"] = KeyboardInterrupt()
+    assert main(["compare", f"{factory}:two"]) == 130
+    assert "before anything" in capsys.readouterr().err
+
+
+def test_an_error_is_its_message(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    called["raises"] = CaptureError("a host read", where="net.py:3", fix="do not")
+    assert main(["compare", f"{factory}:two"]) == 1
+    assert capsys.readouterr().err == "error: a host read\n  where: net.py:3\n  to do: do not\n"
+    with pytest.raises(CaptureError):
+        main(["compare", f"{factory}:two", "--traceback"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nothing", "does not name a factory"),
+        ("json:", "does not name a factory"),
+        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
+        ("json.no_such_part:f", "there is no module"),
+        ("no_such_file.py:f", "there is no file"),
+        ("json:nothing", "json has no 'nothing'"),
+        ("json:__name__", "not callable"),
+    ],
+)
+def test_what_is_no_factory(spec: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", spec]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "to do:" in error
+
+
+def test_a_factory_that_gives_something_else(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{factory}:wrong"]) == 2
+    assert "gave function, not (model, args)" in capsys.readouterr().err
+    assert not called
+
+
+def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "needs_more.py").write_text("import no_such_module_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        load_factory(f"{tmp_path / 'needs_more.py'}:f")
+
+
+@pytest.mark.parametrize("line", [[], ["compare"], ["compare", "json:loads", "--tune", "much"], ["nothing"]])
+def test_bad_usage(line: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line)
+    assert caught.value.code == 2
+
+
+def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sample_report(12).save(tmp_path / "r.nimble")
+    assert main(["show", str(path), "--html", str(tmp_path / "r.html")]) == 0
+    assert "nimble_viz: SampleNet" in capsys.readouterr().out
+    assert (tmp_path / "r.html").exists()
+
+
+def test_show_what_is_missing_or_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path / "nothing.nimble")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    (tmp_path / "bad.nimble").write_bytes(b"bad")
+    assert main(["show", str(tmp_path / "bad.nimble")]) == 1
+    assert "not a gzip file" in capsys.readouterr().err
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    path = sample_report(12).save(tmp_path / "r.nimble")
+
+    def run(*line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "nimble_viz", *line]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, env=environment)
+
+    assert run("--version").stdout.decode().strip() == f"nimble_viz {__version__}"
+    shown = run("show", str(path), PYTHONIOENCODING="utf-8")
+    assert shown.returncode == 0
+    assert b"\x1b" not in shown.stdout
+    assert "µs" in shown.stdout.decode()
+    assert run("show", str(path), PYTHONIOENCODING="ascii").returncode == 0

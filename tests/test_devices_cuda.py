@@ -1,0 +1,332 @@
+"""The CUDA device on a real GPU: what is captured, what is emitted, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nimble_core import CaptureError, DeviceError, InputError, Nimble, Options
+from nimble_core.pipeline import (
+    Stopwatch,
+    capture,
+    check_inputs,
+    device_for,
+    measure_costs,
+    plan,
+    record_static,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+class Wide(nn.Module):
+    """Branches that may run side by side, then one that needs them all."""
+
+    def __init__(self, branches: int = 6, channels: int = 8) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+            for _ in range(branches)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1).mean((2, 3))
+
+
+@pytest.fixture
+def wide() -> Wide:
+    torch.manual_seed(0)
+    return Wide().cuda().eval()
+
+
+def inputs(batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, 8, 32, 32, device="cuda")
+
+
+def plans(model: Any, *args: Any, max_streams: int | None = None, **kwargs: Any) -> Any:
+    signature = check_inputs(model, args, kwargs)
+    device = device_for(signature.device)
+    device.warm_up(model, args, kwargs)
+    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
+    single = capture(device, recorded, plan(recorded, "single", None, 1))
+    costs = measure_costs(device, recorded, single).costs
+    multi = capture(device, recorded, plan(recorded, "nimble", costs, max_streams))
+    return device, recorded, single, multi, costs
+
+
+@torch.no_grad()
+def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(wide: Wide) -> None:
+    _, _, single, multi, _ = plans(wide, inputs())
+    for _ in range(5):
+        x = inputs()
+        expected = wide(x)
+        assert torch.equal(single.executable.run([x])[0], expected)
+        assert torch.equal(multi.executable.run([x])[0], expected)
+
+
+def test_the_graph_holds_exactly_the_planned_syncs(wide: Wide) -> None:
+    _, recorded, single, multi, _ = plans(wide, inputs())
+    counts = multi.executable.counts
+    assert multi.schedule.streams == 6
+    assert counts.emitted == counts.planned == multi.schedule.meg_edges - multi.schedule.matched > 0
+    assert single.executable.counts.emitted == 0
+    assert None not in multi.executable.owner
+    assert set(multi.executable.owner) == set(range(len(recorded.recording.program.calls)))
+
+
+def test_more_than_32_streams_stay_distinct() -> None:
+    model = Wide(branches=40).cuda().eval()
+    _, _, _, multi, _ = plans(model, inputs())
+    assert multi.schedule.streams == 40
+    assert multi.executable.counts.emitted == multi.executable.counts.planned
+
+
+def test_every_kernel_is_seen_and_belongs_to_a_call(wide: Wide) -> None:
+    device, recorded, _, multi, costs = plans(wide, inputs())
+    if "unknown" in costs.source:
+        pytest.skip("needs cupti-python")
+    assert costs.reliable
+    assert all(ns > 0 for ns in costs.ns)
+    seen = device.observe(multi.executable, recorded.recording, 5)
+    assert seen.timeline.reliable
+    assert {span.call for span in seen.timeline.spans} == set(range(len(costs.ns)))
+    assert all(span.lane == multi.schedule.stream[span.call] for span in seen.timeline.spans)
+
+
+def test_torch_profiler_still_works_after_cupti(wide: Wide) -> None:
+    plans(wide, inputs())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        wide(inputs())
+        torch.cuda.synchronize()
+    assert any(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+@torch.no_grad()
+def test_outputs_are_copies_unless_asked_otherwise(wide: Wide) -> None:
+    first, second = inputs(), inputs()
+    net = Nimble(wide).prepare(first)
+    kept = net(first)
+    expected = kept.clone()
+    net(second)
+    assert torch.equal(kept, expected)
+    static = Nimble(wide, Options(outputs="static")).prepare(first)
+    overwritten = static(first)
+    assert static(second).data_ptr() == overwritten.data_ptr()
+
+
+@torch.no_grad()
+def test_weights_are_read_live(wide: Wide) -> None:
+    x = inputs()
+    net = Nimble(wide).prepare(x)
+    wide.branches[0][0].weight.mul_(2)
+    assert torch.equal(net(x), wide(x))
+
+
+def test_batch_norm_statistics_survive_prepare_and_follow_replays() -> None:
+    model, x = Wide().cuda().train(), inputs()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    net = Nimble(model).prepare(x)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    twin = Wide().cuda().train()
+    twin.load_state_dict(before)
+    with torch.no_grad():
+        twin(x)
+        net(x)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
+def test_dropout_draws_fresh_masks_and_prepare_keeps_the_seed() -> None:
+    model, x = nn.Dropout(0.5).cuda().train(), torch.ones(4096, device="cuda")
+    torch.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    net = Nimble(model, Options(policy="single")).prepare(x)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    first, second = net(x), net(x)
+    assert not torch.equal(first, second)
+    for out in (first, second):
+        assert 0.4 < (out == 0).float().mean() < 0.6
+        assert set(out.unique().tolist()) == {0.0, 2.0}
+
+
+def test_constants_made_on_the_host_are_kept() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        table = torch.tensor([1.0, 2.0, 4.0])
+        return x * table.to(x.device) + torch.arange(3).to(x.device, x.dtype)
+
+    x = torch.randn(5, 3, device="cuda")
+    net = Nimble(model).prepare(x)
+    y = torch.randn(5, 3, device="cuda")
+    assert torch.equal(net(y), model(y))
+
+
+@pytest.mark.parametrize(
+    ("model", "operator"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x + x.cpu().cuda(), "_to_copy"),
+        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
+    ],
+)
+def test_host_reads_are_refused_by_name_and_the_process_stays_usable(model: Any, operator: str, wide: Wide) -> None:
+    x = torch.randn(8, device="cuda")
+    stream = torch.cuda.current_stream()
+    with pytest.raises(CaptureError) as caught:
+        Nimble(model).prepare(x)
+    assert operator in str(caught.value)
+    assert "test_devices_cuda.py:" in str(caught.value)
+    assert torch.cuda.current_stream() == stream
+    assert not torch.cuda.is_current_stream_capturing()
+    y = inputs()
+    with torch.no_grad():
+        assert torch.equal(Nimble(wide).prepare(y)(y), wide(y))
+
+
+def test_an_error_of_the_model_itself_passes_through(wide: Wide) -> None:
+    calls = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:  # while recording, under the capture
+            raise KeyError("mine")
+        return x * 2
+
+    with pytest.raises(KeyError, match="mine"):
+        Nimble(model).prepare(torch.ones(3, device="cuda"))
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_out_of_memory_is_a_device_error_and_leaves_the_process_usable() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.empty(1 << 42, device=x.device)[:1]
+
+    with pytest.raises(DeviceError, match="out of memory"):
+        Nimble(model).prepare(torch.ones(1, device="cuda"))
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_memory_limit(wide: Wide) -> None:
+    with pytest.raises(DeviceError, match="memory_limit"):
+        Nimble(wide, Options(memory_limit=1)).prepare(inputs(64))
+
+
+def test_launches_that_are_not_seen_are_detected() -> None:
+    triton = pytest.importorskip("triton")
+    kernel = _triton_double(triton)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        out = torch.empty_like(y)
+        kernel[(1,)](y, out, y.numel(), BLOCK=64)
+        return out - 1
+
+    x = torch.randn(64, device="cuda")
+    net = Nimble(model).prepare(x)
+    assert "not seen" in net.engines[0].notes[-1]
+    y = torch.randn(64, device="cuda")
+    assert torch.equal(net(y), model(y))
+    with pytest.raises(CaptureError, match="belong to no call"):
+        Nimble(model, Options(strict=True)).prepare(x)
+
+
+def _triton_double(triton: Any) -> Any:
+    from triton_kernels_for_tests import double
+
+    return double
+
+
+@torch.no_grad()
+def test_calls_from_several_streams_and_threads(wide: Wide) -> None:
+    net = Nimble(wide).prepare(inputs())
+    failures: list[int] = []
+
+    def work(seed: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(20):
+                x = inputs()
+                if not torch.equal(net(x), wide(x)):
+                    failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_closing_frees_the_memory(wide: Wide) -> None:
+    x = inputs(64)
+    wide(x)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    net = Nimble(wide).prepare(x)
+    assert torch.cuda.memory_reserved() > before
+    net.close()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+    with pytest.raises(InputError, match="nothing is prepared"):
+        net(x)
+
+
+@torch.no_grad()
+def test_autocast_and_channels_last(wide: Wide) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return wide(x)
+
+    x = inputs().to(memory_format=torch.channels_last)
+    net = Nimble(model).prepare(x)
+    y = inputs().to(memory_format=torch.channels_last)
+    assert torch.equal(net(y), model(y))
+
+
+@torch.no_grad()
+def test_inputs_written_in_place_are_written_back() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1) * 2
+
+    x = torch.zeros(3, device="cuda")
+    net = Nimble(model).prepare(x)
+    assert x.tolist() == [0, 0, 0]
+    assert net(x).tolist() == [2, 2, 2]
+    assert x.tolist() == [1, 1, 1]
+
+
+@torch.no_grad()
+def test_hugging_face_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).cuda().eval()
+    tokens = torch.randint(0, 1000, (1, 32), device="cuda")
+    mask = torch.ones_like(tokens)
+    net = Nimble(model).prepare(input_ids=tokens, attention_mask=mask)
+    other = torch.randint(0, 1000, (1, 32), device="cuda")
+    ours, theirs = net(input_ids=other, attention_mask=mask), model(input_ids=other, attention_mask=mask)
+    assert type(ours) is type(theirs)
+    torch.testing.assert_close(ours.last_hidden_state, theirs.last_hidden_state)
+
+
+def test_compare_reports_everything(wide: Wide) -> None:
+    import nimble_viz
+
+    report = nimble_viz.compare(wide, inputs(), options=Options(budget_s=0.5))
+    assert report.complete
+    assert report.environment.device == "cuda"
+    assert {one.name for one in report.measurements} == {"eager", "single", "nimble"}
+    assert all(check.passed for check in report.checks), report.checks
+    assert {line.run for line in report.timelines} == {"eager", "single", "nimble"}
+    nimble = report.schedule("nimble")
+    assert nimble is not None
+    assert nimble.counts.emitted == nimble.counts.planned
+    assert report.critical_path_ns > 0
+    assert report.overhead is not None
+    assert report.overhead.matched == report.overhead.total
+    assert 0 <= report.overhead.device_idle_share <= 1

@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nimble_core.check import check_schedule
+from nimble_core.costs import uniform_costs
+from nimble_core.devices.host import HostDevice, HostExecutable
+from nimble_core.errors import DeviceError
+from nimble_core.graph import build_graph
+from nimble_core.policies import nimble, single
+from nimble_core.policies.base import plan_streams
+from nimble_core.recording import Recording
+from nimble_core.schedule import Schedule
+from nimble_core.signature import Signature
+from nimble_core.structure import flatten
+
+Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+
+
+class Prepared:
+    """A model recorded on the host, ready to be captured under any schedule."""
+
+    def __init__(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.model, self.device = model, HostDevice()
+        self.signature = Signature(args, kwargs)
+        self.recording: Recording = self.device.record(model, self.signature, args, kwargs)
+        self.graph = build_graph(self.recording.program)
+        self.costs = uniform_costs(self.graph.size)
+
+    def capture(self, schedule: Schedule | None = None) -> HostExecutable:
+        schedule = schedule or single(self.graph, self.costs)
+        check_schedule(self.graph, schedule, self.recording.program)
+        return self.device.capture(self.recording, schedule, self.signature.tensors)
+
+    def wide(self, streams: int | None = None) -> HostExecutable:
+        return self.capture(nimble(self.graph, self.costs, max_streams=streams))
+
+
+def eager(model: Callable[..., Any], args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [tensor.clone() for tensor in flatten(model(*args), what="output")[0]]
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+class Branches(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(width)
+        )
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([branch(x).relu() for branch in self.branches], 0)
+        return self.norm(joined.reshape(len(self.branches), -1, 8))
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = nn.functional.max_pool2d(self.norm(self.conv(x)).relu_(), 2)
+        top = self.head(y.mean((2, 3)))
+        return {"scores": top.softmax(-1), "best": top.max(-1).indices, "map": y.transpose(1, 2)}
+
+
+def views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * 2
+    y[0].add_(1)
+    z = y.t().contiguous().view(-1)
+    parts = torch.split(y, 1)
+    return z[2:], parts[0] + parts[1], y.unsqueeze(0).squeeze_(0) + 0, torch.complex(x, y).conj() * y
+
+
+def constants(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(4, 4).tril() * 3
+    hidden = torch.zeros(4, 4)
+    hidden += x
+    return x + mask.sum(0) + hidden + torch.arange(4, dtype=torch.float32)
+
+
+def buffers(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(2, *x.shape)
+    made[0] = x.exp()
+    made[1] = x.sin()
+    shown = torch.empty_like(x)
+    shown.copy_(made.sum(0))
+    return shown
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "branches": lambda: (Branches().eval(), (torch.randn(3, 8),)),
+    "convolutions": lambda: (ConvNet().eval(), (torch.randn(2, 3, 8, 8),)),
+    "attention": lambda: (
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True).train(False).requires_grad_(True),
+        (torch.randn(2, 5, 16),),
+    ),
+    "views": lambda: (views, (torch.randn(2, 3),)),
+    "constants": lambda: (constants, (torch.randn(4, 4),)),
+    "buffers": lambda: (buffers, (torch.randn(3, 5),)),
+    "two inputs": lambda: (lambda a, b: (a @ b, (a + 1, [b.half().float()])), (torch.randn(3, 3), torch.randn(3, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("streams", [1, 2, None])
+def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(name: str, streams: int | None) -> None:
+    torch.manual_seed(0)
+    model, args = CASES[name]()
+    made = Prepared(model, *args)
+    executable = made.wide(streams)
+    kept = []
+    for _ in range(4):
+        inputs = [torch.randn_like(tensor) for tensor in args]
+        expected = eager(model, inputs)
+        found = executable.run(inputs)
+        assert same(found, expected)
+        kept.append((found, expected))
+    assert all(same(found, expected) for found, expected in kept), "an output was overwritten by a later run"
+    assert not same(kept[0][0], kept[1][0]), "the check is void: outputs do not depend on inputs"
+    executable.close()
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
+    steps = []
+    for index in range(draw(st.integers(1, 24))):
+        kind = draw(st.sampled_from(["add", "mm", "in place", "slice", "slice in place", "norm", "clone", "empty"]))
+        steps.append((kind, draw(st.integers(0, index)), draw(st.integers(0, index)), draw(st.integers(0, 2))))
+    return steps
+
+
+def interpreted(steps: Sequence[tuple[str, int, int, int]]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    weight = torch.linspace(-1, 1, 4)
+
+    def model(x: torch.Tensor) -> list[torch.Tensor]:
+        made = [x * 1]
+        for kind, i, j, k in steps:
+            a, b = made[i], made[j]
+            if kind == "add":
+                made.append(a + b)
+            elif kind == "mm":
+                made.append((a @ b).tanh())
+            elif kind == "in place":
+                made.append(a.mul_(0.5).add_(b.clone()))
+            elif kind == "slice":
+                made.append(torch.cat([a[:2], b[2:]]))
+            elif kind == "slice in place":
+                a[k : k + 2].copy_(b[1:3].clone())
+                made.append(a.t())
+            elif kind == "norm":
+                made.append(nn.functional.layer_norm(a, (4,), weight))
+            elif kind == "clone":
+                made.append(b.clone().t().contiguous())
+            else:
+                made.append(torch.empty(4, 4).copy_(a).sub_(b))
+        return [made[-1], made[len(made) // 2]]
+
+    return model
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.data())
+def test_any_program_on_any_streams_equals_eager(steps: list[tuple[str, int, int, int]], data: st.DataObject) -> None:
+    model = interpreted(steps)
+    made = Prepared(model, torch.randn(4, 4))
+    draws = [data.draw(st.integers(0, 2)) for _ in range(made.graph.size)]
+    names = {lane: index for index, lane in enumerate(dict.fromkeys(draws))}
+    executable = made.capture(plan_streams(made.graph, [names[lane] for lane in draws], policy="drawn"))
+    for _ in range(2):
+        x = torch.randn(4, 4)
+        assert same(executable.run([x]), eager(model, [x]))
+    executable.close()
+
+
+def test_small_results_share_memory_and_large_chains_need_two_buffers() -> None:
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return x
+
+    made = Prepared(chain, torch.randn(1024))
+    executable = made.capture()
+    assert executable.nbytes == 2 * 4096
+    assert same(executable.run([torch.ones(1024)]), eager(chain, [torch.ones(1024)]))
+
+
+def test_constants_are_computed_once() -> None:
+    made = Prepared(constants, torch.randn(4, 4))
+    executable = made.capture()
+    operators = {call.label for call in made.recording.program.calls}
+    assert {"tril", "arange"} <= operators
+    assert executable.folded >= 4
+    timeline = made.device.observe(executable, made.recording, 1).timeline
+    assert str(executable.folded) in timeline.note
+
+
+def test_outputs_that_alias_inputs_or_parameters_are_copied_unless_static() -> None:
+    model = nn.Linear(3, 3)
+    made = Prepared(lambda x: (x.view(-1), model.weight, x + 1), torch.randn(2, 3))
+    x = torch.randn(2, 3)
+    executable = made.capture()
+    view, weight, fresh = executable.run([x])
+    assert view.data_ptr() != x.data_ptr()
+    assert weight.data_ptr() != model.weight.data_ptr()
+    shared, weight, other = executable.run([x], static=True)
+    assert shared.data_ptr() == x.data_ptr()
+    assert weight.data_ptr() == model.weight.data_ptr()
+    assert other.data_ptr() != fresh.data_ptr()
+
+
+def test_outputs_can_be_used_under_autograd() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    weight = torch.randn(8, requires_grad=True)
+    for executable in (made.capture(), made.wide(2)):
+        (executable.run([torch.randn(3, 8)])[0] * weight).sum().backward()
+        assert weight.grad is not None
+        executable.close()
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_runs_in_inference_mode_and_out_of_it(streams: int) -> None:
+    model = Branches().eval()
+    made = Prepared(model, torch.randn(3, 8))
+    with torch.inference_mode():
+        executable = made.wide(streams)
+        x = torch.randn(3, 8)
+        inside = executable.run([x])
+    y = x.clone()
+    assert same(executable.run([y]), inside)
+    executable.close()
+
+
+def test_inputs_written_in_place_are_the_callers_and_preparing_leaves_them() -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    example = torch.zeros(3)
+    made = Prepared(write, example)
+    executable = made.capture()
+    executable.replay()
+    assert torch.equal(example, torch.zeros(3))
+    x = torch.zeros(3)
+    assert torch.equal(executable.run([x])[0], torch.full((3,), 2.0))
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_running_statistics_follow_eager() -> None:
+    torch.manual_seed(0)
+    model, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    made = Prepared(model, torch.randn(8, 4))
+    executable = made.capture()
+    assert torch.equal(model.running_mean, torch.zeros(4)), "preparing left a trace"  # type: ignore[arg-type]
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        assert same(executable.run([x]), eager(twin, [x]))
+    assert torch.equal(model.running_mean, twin.running_mean)  # type: ignore[arg-type]
+    assert int(model.num_batches_tracked) == 3  # type: ignore[arg-type]
+
+
+def test_weights_are_live() -> None:
+    model = nn.Linear(3, 3)
+    made = Prepared(model, torch.randn(2, 3))
+    executable = made.capture()
+    with torch.no_grad():
+        model.weight.mul_(3)
+    x = torch.randn(2, 3)
+    assert same(executable.run([x]), eager(model, [x]))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_random_calls_draw_what_eager_draws(streams: int) -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5) + nn.functional.dropout(x * 2, 0.5) + torch.rand(64)
+
+    x = torch.randn(64)
+    state = torch.get_rng_state()
+    made = Prepared(noisy, x)
+    executable = made.wide(streams)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(3)
+    expected = eager(noisy, [x]) + eager(noisy, [x])
+    torch.manual_seed(3)
+    assert same(executable.run([x]) + executable.run([x]), expected)
+    executable.close()
+
+
+def lookup(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return table.exp() @ table.sin().index_select(0, indices).t()
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_an_error_names_the_call_and_leaves_the_executable_usable(worker: int) -> None:
+    good, table = torch.tensor([0, 1]), torch.randn(4, 4)
+    made = Prepared(lookup, good, table)
+    assert [call.label for call in made.recording.program.calls] == ["exp", "sin", "index_select", "mm"]
+    other = 1 - worker
+    executable = made.capture(plan_streams(made.graph, [other, worker, worker, other], policy="mine"))
+    expected = eager(lookup, [good, table])
+    for _ in range(3):
+        assert same(executable.run([good, table]), expected)
+        with pytest.raises(DeviceError) as caught:
+            executable.run([torch.tensor([0, 9]), table])
+        assert "index_select" in caught.value.where
+        assert __file__.rpartition("/")[2] in caught.value.where
+        assert isinstance(caught.value.__cause__, IndexError)
+    assert same(executable.run([good, table]), expected)
+    executable.close()
+
+
+def test_threads_take_turns() -> None:
+    model = Branches().eval()
+    made = Prepared(model, torch.randn(3, 8))
+    executable = made.wide(2)
+    inputs = [torch.randn(3, 8) for _ in range(4)]
+    expected = [eager(model, [x]) for x in inputs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if not same(executable.run([inputs[index]]), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    executable.close()
+
+
+def test_the_callers_modes_and_threads_are_put_back() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    executable = made.wide(2)
+    before = torch.get_num_threads()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = executable.run([torch.randn(3, 8)])
+        assert torch.is_autocast_enabled("cpu")
+    assert out[0].dtype == torch.float32, "casts were recorded: autocast must not add any"
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == before
+    executable.close()
+
+
+def test_observing_sees_every_call_once() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    for executable in (made.capture(), made.wide(2)):
+        seen = made.device.observe(executable, made.recording, 3)
+        spans = seen.timeline.spans
+        assert {span.call for span in spans} == set(range(made.graph.size))
+        assert len(spans) == made.graph.size
+        assert all(span.end_ns >= span.start_ns for span in spans)
+        assert [span.start_ns for span in spans] == sorted(span.start_ns for span in spans)
+        ends = {span.call: span.end_ns for span in spans}
+        starts = {span.call: span.start_ns for span in spans}
+        assert all(ends[u] <= starts[v] for u, v in made.graph.edges)
+        assert seen.timeline.source == "measured"
+        assert seen.timeline.profiled_ns > 0
+        assert seen.timeline.unprofiled_ns > 0
+        assert len(seen.costs.ns) == len(seen.costs.spread_ns) == made.graph.size
+        assert seen.costs.reliable
+        executable.close()
+
+
+def test_closing_ends_the_workers_and_using_it_afterwards_raises() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    others = threading.active_count()
+    executable = made.wide(2)
+    executable.replay()
+    assert threading.active_count() == others + 1
+    executable.close()
+    executable.close()
+    with pytest.raises(DeviceError, match="closed"):
+        executable.run([torch.randn(3, 8)])
+    with pytest.raises(DeviceError, match="closed"):
+        made.device.observe(executable, made.recording, 1)
+    _until(lambda: threading.active_count() == others)
+
+
+def test_an_executable_that_nobody_uses_is_collected_with_its_workers() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    others = threading.active_count()
+    executable = made.wide(2)
+    executable.replay()
+    gone = weakref.ref(executable)
+    del executable
+    gc.collect()
+    assert gone() is None
+    _until(lambda: threading.active_count() == others)
+
+
+def test_the_whole_model_runs_without_a_schedule() -> None:
+    model = ConvNet().eval()
+    made = Prepared(model, torch.randn(2, 3, 8, 8))
+    executable = made.device.capture_whole(model, made.recording, made.signature)
+    x = torch.randn(2, 3, 8, 8)
+    assert same(executable.run([x]), eager(model, [x]))
+    executable.replay()
+    with pytest.raises(DeviceError, match="cannot be observed"):
+        made.device.observe(executable, made.recording, 1)
+    executable.close()
+    with pytest.raises(DeviceError, match="closed"):
+        executable.run([x])
+
+
+def test_streams_are_capped_at_the_cores() -> None:
+    device = HostDevice()
+    cores = device.stream_cap(None)
+    assert cores is not None
+    assert cores >= 1
+    assert device.stream_cap(1) == 1
+    assert device.stream_cap(10_000) == cores
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    waited = threading.Event()
+    for _ in range(500):
+        if reached():
+            return
+        waited.wait(0.01)
+    raise AssertionError("not reached within five seconds")

@@ -1,0 +1,307 @@
+"""Report files: what is saved is loaded, and nothing else than a report ever comes out of a file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sample_reports import CASES, sample_report
+
+from nimble_core.costs import Costs
+from nimble_core.errors import ReportFileError
+from nimble_core.measurement import summarize
+from nimble_core.program import Call, Origin
+from nimble_core.timeline import Lane, Span, Timeline
+from nimble_viz import load
+from nimble_viz.export.html import embed_json, plain_summary
+from nimble_viz.file import MAX_NUMBER, check_report, save
+from nimble_viz.report import EqualityCheck, Memory, PrepareStep, Report
+from nimble_viz.text import plain_text
+from nimble_viz.views.payload import view_data
+
+amounts = st.floats(min_value=0, max_value=MAX_NUMBER)
+words = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> Report:
+    """Reports with drawn names, numbers and lists, consistent in themselves."""
+    report = sample_report(
+        draw(st.integers(0, 12)),
+        width=draw(st.integers(1, 3)),
+        device=draw(st.sampled_from(["cuda", "cpu"])),
+        complete=draw(st.booleans()),
+        overhead=draw(st.booleans()),
+        timelines=draw(st.booleans()),
+    )
+    size = len(report.program.calls)
+    origins = st.builds(Origin, words, words, words, st.integers(0, 10**6))
+    calls = tuple(
+        Call(k, draw(words), ((draw(words), draw(words)),), old.accesses, old.phase, (draw(origins),))
+        for k, old in enumerate(report.program.calls)
+    )
+    starts = sorted(draw(st.lists(st.floats(0, 1e9), max_size=4)))
+    spans = tuple(Span(0, start, start + draw(st.floats(0, 1e9)), None, draw(words)) for start in starts)
+    return replace(
+        report,
+        model=draw(words),
+        program=replace(report.program, calls=calls, notes=(draw(words),)),
+        costs=Costs(tuple(draw(st.lists(amounts, min_size=size, max_size=size))), draw(words)),
+        measurements=(summarize(draw(words), draw(st.lists(st.floats(1, 1e15), min_size=1, max_size=6))),),
+        checks=(
+            EqualityCheck(draw(words), draw(st.floats(allow_nan=False)), 1e-3, draw(amounts), draw(st.booleans())),
+        ),
+        preparation=(PrepareStep(draw(words), draw(st.floats(0, 1e6))),),
+        timelines=(*report.timelines, Timeline("drawn", "simulated", "none", (Lane("0", "stream"),), spans)),
+        memory=Memory(draw(st.integers(0, 1 << 50)), ((draw(words), draw(st.integers(0, 1 << 50))),)),
+        warnings=tuple(draw(st.lists(words, max_size=2))),
+    )
+
+
+@given(report=reports())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_round_trip(tmp_path: Path, report: Report) -> None:
+    path = tmp_path / "report.nimble"
+    report.save(path)
+    assert load(path) == report
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_of_every_case(tmp_path: Path, case: str) -> None:
+    report = CASES[case]()
+    assert load(report.save(tmp_path / "report.nimble")) == report
+
+
+def test_same_report_same_bytes(tmp_path: Path) -> None:
+    first, second = (sample_report(30).save(tmp_path / name).read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+def test_ten_thousand_calls_are_a_small_file(tmp_path: Path) -> None:
+    assert sample_report(10_000).save(tmp_path / "large.nimble").stat().st_size <= 5_000_000
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_outputs_that_are_not_finite_are_kept(tmp_path: Path, value: float) -> None:
+    check = EqualityCheck("nimble", value, 1e-3, 0.5, False, "outputs are not finite")
+    loaded = load(replace(sample_report(3), checks=(check,)).save(tmp_path / "r.nimble"))
+    assert repr(loaded.checks) == repr((check,))
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "report.nimble"
+    sample_report(3).save(path)
+    before = path.read_bytes()
+    broken = replace(sample_report(3), critical_path_ns=math.nan)
+    with pytest.raises(ReportFileError, match=r"cannot be saved: nan(.|\n)*critical_path_ns"):
+        broken.save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["report.nimble"]
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        sample_report(3).save(tmp_path / "report.nimble")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800", 1 + 2j])
+def test_what_json_cannot_hold_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ReportFileError, match="cannot be saved"):
+        save(replace(sample_report(3), model=value), tmp_path / "r.nimble")
+
+
+def test_wrong_type_is_found_when_saving(tmp_path: Path) -> None:
+    with pytest.raises(ReportFileError, match=r"Expected `str`(.|\n)*model"):
+        save(replace(sample_report(3), model=7), tmp_path / "r.nimble")  # type: ignore[arg-type]
+
+
+def _file(tmp_path: Path, content: bytes) -> Path:
+    path = tmp_path / "report.nimble"
+    path.write_bytes(content)
+    return path
+
+
+def _tree(tmp_path: Path, report: Report | None = None) -> dict[str, Any]:
+    path = (report or sample_report(12)).save(tmp_path / "whole.nimble")
+    return dict(json.loads(gzip.decompress(path.read_bytes())))
+
+
+def _pack(tree: Any) -> bytes:
+    return gzip.compress(json.dumps(tree).encode())
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "nothing.nimble")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a gzip file"),
+        (b"PK\x03\x04 something else", "not a gzip file"),
+        (b"\x1f\x8b nonsense", "damaged"),
+        (gzip.compress(b"not json"), "does not hold JSON"),
+        (gzip.compress(b"\xff\xfe"), "does not hold JSON"),
+        (gzip.compress(b"[" * 200_000), "JSON|not a nimble report"),
+        (gzip.compress(b'{"nimble_report": 1, "report": ' + b'{"model":' * 200_000), "JSON|not a nimble report"),
+        (gzip.compress(b"[]"), "Expected `object`, got `array`"),
+        (gzip.compress(b"{}"), "missing required field `nimble_report`"),
+        (gzip.compress(b'{"nimble_report": 1}'), "missing required field `report`"),
+        (gzip.compress(b'{"nimble_report": 99, "other": []}'), r"format 99(.|\n)*upgrade"),
+        (gzip.compress(b"{}") + b"more", "more follows"),
+    ],
+)
+def test_what_is_no_report(tmp_path: Path, content: bytes, message: str) -> None:
+    path = _file(tmp_path, content)
+    with pytest.raises(ReportFileError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.fix
+
+
+def test_bomb_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, gzip.compress(b" " * 5_000_000))
+    with pytest.raises(ReportFileError, match="more than 1,000,000 bytes"):
+        load(path, max_bytes=1_000_000)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    whole = sample_report(3).save(tmp_path / "whole.nimble").read_bytes()
+    for length in range(0, len(whole), 7):
+        with pytest.raises(ReportFileError):
+            load(_file(tmp_path, whole[:length]))
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_flipped_bytes_of_the_file(tmp_path: Path, data: st.DataObject) -> None:
+    whole = bytearray(sample_report(3).save(tmp_path / "whole.nimble").read_bytes())
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
+        whole[place] ^= data.draw(st.integers(1, 255))
+    _refused_or_drawn(_file(tmp_path, bytes(whole)))
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_flipped_bytes_under_the_checksum(tmp_path: Path, data: st.DataObject) -> None:
+    path = sample_report(3).save(tmp_path / "whole.nimble")
+    whole = bytearray(gzip.decompress(path.read_bytes()))
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
+        whole[place] = data.draw(st.sampled_from(b'0123456789-eE.",[]{}n\\\x00\xff'))
+    _refused_or_drawn(_file(tmp_path, gzip.compress(bytes(whole))))
+
+
+def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = []
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in children:
+        if isinstance(value, dict | list) and value:
+            found += _places(value, (*path, key))
+        found.append((*path, key))
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_value_replaced_by_any_other(tmp_path: Path, data: st.DataObject) -> None:
+    tree = _tree(tmp_path, sample_report(5, width=2))
+    *parents, last = data.draw(st.sampled_from(_places(tree)))
+    holder: Any = tree
+    for key in parents:
+        holder = holder[key]
+    hostile = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        7,
+        10**15,
+        10**30,
+        -(10**15),
+        0.5,
+        -1.5,
+        1e308,
+        5e-324,
+        "",
+        "\ud800",
+        "\x1b[2J",
+        [],
+        {},
+    ]
+    holder[last] = data.draw(st.sampled_from([*hostile, [0, 0], [0, 1], [[1, 0]], [0, 0, 0, 0, 0]]))
+    _refused_or_drawn(_file(tmp_path, _pack(tree)))
+
+
+def _refused_or_drawn(path: Path) -> None:
+    """A file gives ReportFileError or a report whose views can all be drawn."""
+    try:
+        report = load(path)
+    except ReportFileError:
+        return
+    plain_text(report, 80).encode()
+    plain_summary(report).encode()
+    embed_json(view_data(report)).encode()
+
+
+_DAMAGE: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "program.calls[3].index": (("program", "calls", 3, "index"), 4),
+    "program.calls[2].accesses": (("program", "calls", 2, "accesses", 0, "ref", "storage"), 10**6),
+    "program.inputs": (("program", "inputs", 0, "strides"), [1]),
+    "program.storages": (("program", "storages", 0, "nbytes"), -1),
+    "graph.size": (("graph", "size"), 13),
+    "graph.edges": (("graph", "edges", 0), [1, 0]),
+    "graph.kinds": (("graph", "kinds", 0), "RAW+XXX"),
+    "graph.meg": (("graph", "meg", 0), [0, 11]),
+    "costs.ns": (("costs", "ns"), [1.0]),
+    "costs.kernels": (("costs", "kernels", 0, "call"), 12),
+    "critical_path": (("critical_path",), [2, 1]),
+    "schedules[0].stream": (("schedules", 0, "stream", 0), 5),
+    "schedules[1].order": (("schedules", 1, "order", 0), 1),
+    "schedules[1].syncs": (("schedules", 1, "syncs", 0), [0, 12]),
+    "measurements[0].samples_ns": (("measurements", 0, "samples_ns", 0), -1.0),
+    "overhead.calls": (("overhead", "calls", 0, "call"), 12),
+    "timelines[0].spans[1]": (("timelines", 0, "spans", 1, "lane"), 9),
+    "timelines[0].spans[0]": (("timelines", 0, "spans", 0, "end_ns"), -1.0),
+    "memory": (("memory", "eager_peak"), -1),
+    "$.report.model": (("model",), 3),
+    "$.report.graph.edges[0]": (("graph", "edges", 0), [0]),
+}
+
+
+@pytest.mark.parametrize("field", _DAMAGE)
+def test_damage_is_named(tmp_path: Path, field: str) -> None:
+    place, value = _DAMAGE[field]
+    tree = _tree(tmp_path)
+    holder = tree["report"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    with pytest.raises(ReportFileError) as caught:
+        load(_file(tmp_path, _pack(tree)))
+    assert caught.value.where == f"{tmp_path / 'report.nimble'}, {field}"
+
+
+def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    tree["report"]["added_later"] = {"by": "a newer version of the same format"}
+    assert load(_file(tmp_path, _pack(tree))) == sample_report(12)
+
+
+def test_check_report_returns_the_report() -> None:
+    report = sample_report(5)
+    assert check_report(report) is report

@@ -1,0 +1,606 @@
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CASES, Deep, Norms, Wide, make
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from nimble_core.errors import CaptureError, NimbleError, NotStaticError
+from nimble_core.graph import CallGraph, build_graph, successors
+from nimble_core.program import Program
+from nimble_core.record import changed_constant, check_static, other_values, record, run_preserved
+from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.signature import Signature
+from nimble_core.structure import builder, flatten
+
+CAPTURING = torch.cuda.is_current_stream_capturing
+
+
+def recorded(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
+    return record(model, Signature(args, kwargs), args=args, kwargs=kwargs)
+
+
+def on_other_values(model: Callable[..., Any], signature: Signature, seed: int = 0) -> Recording:
+    args, kwargs = builder(signature.structure)(other_values(signature.tensors, seed))
+    return record(model, Signature(args, kwargs), args=args, kwargs=kwargs)
+
+
+def any_order(graph: CallGraph, rng: random.Random) -> list[int]:
+    """One topological order of the hazards, drawn at random."""
+    after = successors(graph, meg=True)
+    waiting = [0] * graph.size
+    for targets in after:
+        for call in targets:
+            waiting[call] += 1
+    ready = [call for call in range(graph.size) if not waiting[call]]
+    order = []
+    while ready:
+        call = ready.pop(rng.randrange(len(ready)))
+        order.append(call)
+        for target in after[call]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+    return order
+
+
+def reissued(recording: Recording, inputs: Sequence[torch.Tensor], order: Sequence[int] | None = None) -> list[Any]:
+    issuer = Issuer(recording, inputs)
+    with issuing("cpu"):
+        for call in range(len(recording.program.calls)) if order is None else order:
+            issuer.issue(call)
+        return issuer.outputs()
+
+
+def owned(model: Callable[..., Any]) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Equal to the last bit, NaN included."""
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride() and torch.equal(bits(x), bits(y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+# -- what was recorded gives what eager gives ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reissue_equals_eager_in_any_order_that_the_hazards_allow(name: str) -> None:
+    model, args, kwargs = make(name)
+    signature = Signature(args, kwargs)
+    recording = record(model, signature, args=args, kwargs=kwargs)
+    check_static(recording.program, on_other_values(model, signature).program)
+    graph = build_graph(recording.program)
+    rng = random.Random(name)
+    start = [tensor.detach().clone() for tensor in owned(model)]
+    for turn in range(5):
+        order = list(range(graph.size)) if turn == 0 else any_order(graph, rng)
+        eager_inputs = other_values(signature.tensors, seed=turn + 5)
+        inputs = other_values(signature.tensors, seed=turn + 5)
+        eager_args, eager_kwargs = builder(signature.structure)(eager_inputs)
+        torch.manual_seed(turn)
+        with torch.no_grad():
+            expected, _ = flatten(model(*eager_args, **eager_kwargs))
+        expected_state = [tensor.detach().clone() for tensor in owned(model)]
+        # An output may alias a buffer of the model that the re-issue is about to write.
+        expected = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in expected]
+        put(owned(model), start)
+        torch.manual_seed(turn)
+        outputs = reissued(recording, inputs, order)
+        assert same(outputs, expected), f"outputs of turn {turn}"
+        assert same(owned(model), expected_state), f"state after turn {turn}"
+        assert same(inputs, eager_inputs), f"inputs after turn {turn}"
+        put(owned(model), start)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_written_that_the_accesses_do_not_mark(name: str) -> None:
+    model, args, kwargs = make(name)
+    recording = recorded(model, *args, **kwargs)
+    storages = recording.program.storages
+    issuer = Issuer(recording, [tensor.clone() for tensor in Signature(args, kwargs).tensors])
+
+    def contents() -> dict[int, bytes]:
+        seen: dict[int, bytes] = {}
+        for slot, tensor in enumerate(issuer.tensors):
+            if tensor is not None and recording.storage_of[slot] not in seen:
+                whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                seen[recording.storage_of[slot]] = whole.numpy().tobytes()
+        return seen
+
+    torch.manual_seed(0)
+    with issuing("cpu"):
+        for call in recording.program.calls:
+            before = contents()
+            issuer.issue(call.index)
+            after = contents()
+            marked = {ref.storage for ref in call.writes}
+            changed = {storage for storage, value in before.items() if after[storage] != value}
+            # Memory that a host step has just made holds anything: only what was there before counts.
+            assert changed <= marked, f"{call} wrote {[storages[s] for s in changed - marked]}"
+
+
+def test_the_audit_sees_a_write_that_is_not_marked() -> None:
+    model = Norms().train()
+    x = torch.randn(2, 3, 4, 4)
+    recording = recorded(model, x)
+    norm = next(call for call in recording.program.calls if call.label == "native_batch_norm")
+    names = {recording.program.storages[ref.storage].name for ref in norm.writes}
+    assert {"norm.running_mean", "norm.running_var"} <= names
+    before = model.norm.running_mean.clone()
+    reissued(recording, [x])
+    assert not torch.equal(before, model.norm.running_mean)
+
+
+def test_batch_norm_in_evaluation_mode_writes_no_statistics() -> None:
+    program = recorded(Norms().eval(), torch.randn(2, 3, 4, 4)).program
+    assert not [s for call in program.calls for s in call.writes if program.storages[s.storage].role == "buffer"]
+
+
+# -- the Program ---------------------------------------------------------------------------------------------------
+
+
+def test_roles_and_names() -> None:
+    model, args, kwargs = make("shared")
+    program = recorded(model, *args, **kwargs).program
+    roles = {(storage.role, storage.name) for storage in program.storages if storage.role != "intermediate"}
+    assert roles == {("input", "args[0]"), ("parameter", "embedding.weight"), ("buffer", "scale")}
+    model, args, kwargs = make("nested_inputs")
+    program = recorded(model, *args, **kwargs).program
+    assert [storage.name for storage in program.storages if storage.role == "input"] == [
+        "args[0]['x']",
+        "args[0]['inner']['y']",
+        "args[1][0]",
+        "args[1][1][0]",
+        "kwargs['bias']",
+    ]
+    model, args, kwargs = make("attributes")
+    assert sum(s.role == "constant" for s in recorded(model, *args, **kwargs).program.storages) == 3
+
+
+def test_views_and_empty_are_host_steps() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(2, 2).copy_(x.t()).view(4)
+
+    program = recorded(forward, torch.randn(2, 2)).program
+    assert [call.label for call in program.calls] == ["copy_"]
+    assert program.host_steps == 3
+    (call,) = program.calls
+    assert program.storages[call.reads[0].storage].role == "intermediate"
+    assert {program.storages[ref.storage].role for ref in call.reads} == {"input", "intermediate"}
+    (written,) = call.writes
+    assert program.storages[written.storage].nbytes == 16
+
+
+def test_all_arguments_are_kept() -> None:
+    program = recorded(lambda x: torch.softmax(x * 2.5, dim=-1), torch.randn(2, 2)).program
+    mul, softmax = program.calls
+    assert mul.arguments == (("self", "%0"), ("other", "2.5"))
+    assert softmax.arguments == (("self", "%1"), ("dim", "-1"), ("half_to_float", "False"))
+
+
+def test_random_calls_keep_their_order_through_the_generator() -> None:
+    model, args, kwargs = make("dropout")
+    program = recorded(model, *args, **kwargs).program
+    drawn = [
+        call.index
+        for call in program.calls
+        if any(program.storages[access.ref.storage].role == "generator" for access in call.accesses)
+    ]
+    assert len(drawn) == 2
+    edges = set(build_graph(program).edges)
+    assert tuple(drawn) in edges
+
+
+def test_tied_weights_are_one_storage_and_parameters_stay_the_models_own() -> None:
+    model, args, kwargs = make("shared")
+    recording = recorded(model, *args, **kwargs)
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+        expected = model(*args)
+    assert torch.equal(reissued(recording, list(args))[0], expected)
+
+
+def test_a_constant_that_the_model_writes_starts_anew_on_every_run() -> None:
+    model, args, kwargs = make("constant_written")
+    recording = recorded(model, *args, **kwargs)
+    first = [tensor.clone() for tensor in reissued(recording, list(args))]
+    assert same(reissued(recording, list(args)), first)
+    assert same(list(model(*args)), first)
+
+
+def test_the_same_tensor_given_twice() -> None:
+    x = torch.randn(3)
+    recording = recorded(lambda a, b: a * 2 + b, x, x)
+    assert torch.equal(reissued(recording, [x + 1, x + 1])[0], (x + 1) * 3)
+
+
+def test_inputs_that_share_memory_may_be_read_but_not_written() -> None:
+    base = torch.randn(5)
+    with pytest.raises(CaptureError, match="share memory"):
+        recorded(lambda a, b: a.mul_(2) + b, base[:4], base[1:])
+    with pytest.raises(CaptureError, match="share memory"):
+        recorded(lambda a, b: a.add_(b), base, base)
+
+
+def test_outputs_keep_their_structure() -> None:
+    model, args, kwargs = make("returns_input")
+    recording = recorded(model, *args, **kwargs)
+    out = builder(recording.output_structure)(reissued(recording, list(args)))
+    expected = model(*args)
+    assert out.keys() == expected.keys()
+    assert out["none"] is None
+    assert out["n"] == 3
+    assert torch.equal(out["list"][1][0], expected["list"][1][0])
+    assert out["list"][1][1] == "text"
+
+
+# -- origins -------------------------------------------------------------------------------------------------------
+
+
+def test_origins_name_the_innermost_module_and_the_line() -> None:
+    model = Deep(layers=2)
+    program = recorded(model, torch.randn(1, 8)).program
+    assert [call.module for call in program.calls] == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+    for call in program.calls:
+        (origin,) = call.origins
+        assert origin.operator == call.operator
+        assert origin.file.endswith("models.py")
+        assert not origin.file.startswith("/")
+        assert origin.line > 0
+
+
+def test_origins_of_a_function_are_its_own_lines() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        return y * 2
+
+    first = forward.__code__.co_firstlineno
+    program = recorded(forward, torch.randn(2)).program
+    assert [(call.module, call.origins[0].line - first) for call in program.calls] == [("", 1), ("", 2)]
+
+
+def test_origins_in_a_library_are_relative_paths() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=50)
+    program = recorded(BertModel(config).eval(), torch.randint(0, 50, (1, 4))).program
+    files = {call.origins[0].file for call in program.calls}
+    assert any(file.startswith("transformers/models/bert/") for file in files)
+    assert not [file for file in files if file.startswith("/") or not file]
+    assert any(call.module.startswith("encoder.layer.0.attention") for call in program.calls)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def _compare(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return x * 2
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+    "bool": (_compare, "_local_scalar_dense|is_nonzero"),
+    "float": (lambda x: x * float(x[0]), "_local_scalar_dense"),
+    "int": (lambda x: x * int(x[0]), "_local_scalar_dense"),
+    "index": (lambda x: x[: x.argmax()], "_local_scalar_dense"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "where": (lambda x: torch.where(x > 0), "nonzero"),
+    "masked_select": (lambda x: x.masked_select(x > 0), "masked_select"),
+    "mask": (lambda x: x[x > 0], "aten.index"),
+    "unique": (lambda x: torch.unique(x), "unique"),
+    "repeat": (lambda x: torch.repeat_interleave(x, (x > 0).long()), "repeat_interleave"),
+    "equal": (lambda x: x if torch.equal(x, x + 1) else x * 2, "equal"),
+    "allclose": (lambda x: x if torch.allclose(x, x + 1) else x * 2, "allclose|_local_scalar|equal|nonzero"),
+    "one_hot": (lambda x: torch.nn.functional.one_hot(x.abs().long()), "_local_scalar_dense"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_need_the_host_are_refused(name: str) -> None:
+    forward, operator = REFUSED[name]
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(x)
+
+    model = nn.Sequential(nn.Identity(), Inner())
+    with pytest.raises(CaptureError, match=operator) as caught:
+        recorded(model, torch.randn(5))
+    assert "in 1 at" in caught.value.where
+    assert f"test_record.py:{forward.__code__.co_firstlineno}"[:-1] in caught.value.where
+    assert caught.value.fix
+    assert_clean()
+    assert recorded(Deep(), torch.randn(1, 8)).program.calls
+
+
+def test_batch_norm_that_counts_on_the_host_is_refused() -> None:
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        recorded(nn.BatchNorm1d(4, momentum=None).train(), torch.randn(8, 4))
+
+
+def test_reading_a_constant_on_the_host_is_allowed() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(3).item() + float(torch.arange(4).sum())
+
+    x = torch.randn(2)
+    assert torch.equal(reissued(recorded(forward, x), [x])[0], x * 3 + 6)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x.clone().resize_(9),
+        lambda x: torch.mm(x.view(2, 2), x.view(2, 2), out=torch.empty(0)),
+        lambda x: x.to_sparse(),
+        lambda x: x.clone().set_(torch.ones(7)),
+    ],
+    ids=["resize_", "out of another size", "sparse", "set_"],
+)
+def test_memory_that_changes_under_a_tensor_is_refused_or_right(forward: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(4)
+    try:
+        recording = recorded(forward, x)
+    except CaptureError as error:
+        assert error.where or error.fix
+    else:
+        out, expected = reissued(recording, [x + 1])[0], forward(x + 1)
+        assert out.shape == expected.shape
+        assert torch.equal(out[:4], expected[:4])
+    assert_clean()
+
+
+def test_a_branch_on_values_is_not_static() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Through a path that torch does not show: the list is read from memory.
+            return torch.relu(x) if sum(x.detach().numpy().tolist()) > 0 else torch.tanh(x)
+
+    model = nn.Sequential(Branch())
+    first = recorded(model, torch.ones(3))
+    second = recorded(model, -torch.ones(3))
+    with pytest.raises(NotStaticError, match="relu.*tanh") as caught:
+        check_static(first.program, second.program)
+    assert "in 0 at" in caught.value.where
+    assert "test_record.py" in caught.value.where
+
+
+def test_another_number_of_calls_is_not_static() -> None:
+    def times(count: int) -> Program:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(count):
+                x = x + 1
+            return x
+
+        return recorded(forward, torch.ones(3)).program
+
+    with pytest.raises(NotStaticError, match="2 calls in one run, 3"):
+        check_static(times(2), times(3))
+    with pytest.raises(NotStaticError, match="3 calls in one run, 2"):
+        check_static(times(3), times(2))
+    check_static(times(3), times(3))
+
+
+def test_another_argument_is_not_static() -> None:
+    x = torch.ones(3)
+    with pytest.raises(NotStaticError, match="other=1 / 2"):
+        check_static(recorded(lambda x: x + 1, x).program, recorded(lambda x: x + 2, x).program)
+    with pytest.raises(NotStaticError, match="shapes"):
+        check_static(recorded(lambda x: x + 1, x).program, recorded(lambda x: x + 1, torch.ones(4)).program)
+
+
+def test_values_computed_out_of_sight_are_found() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.detach().numpy() * 2)
+
+    where = changed_constant(recorded(forward, torch.ones(3)), recorded(forward, torch.zeros(3)))
+    assert "aten.add.Tensor" in where
+    assert changed_constant(recorded(forward, torch.ones(3)), recorded(forward, torch.ones(3))) == ""
+    model, args, kwargs = make("attributes")
+    assert changed_constant(recorded(model, *args), recorded(model, *args)) == ""
+
+
+def test_python_lists_made_from_a_tensor_are_found() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(x.tolist())
+
+    try:
+        first, second = recorded(forward, torch.ones(3)), recorded(forward, torch.zeros(3))
+    except CaptureError:
+        return
+    assert "aten.mul.Tensor" in changed_constant(first, second)
+
+
+# -- nothing is left behind ----------------------------------------------------------------------------------------
+
+
+def assert_clean() -> None:
+    assert torch.cuda.is_current_stream_capturing is CAPTURING
+    assert _get_current_dispatch_mode() is None
+    assert torch.is_grad_enabled()
+
+
+class Busy(nn.Module):
+    """Changes all it can, then fails if it is told to."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("absent", None)
+        self.history: list[int] = [1]
+        self.table: dict[str, int] = {"a": 1}
+        self.number = 1
+        self.gone = "here"
+        self.tensor = torch.zeros(2)
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        self.linear.weight.mul_(0.5)
+        self.count += 1
+        self.count = self.count + 1
+        self.absent = torch.ones(1)
+        self.tensor[0] = 5
+        self.history.append(2)
+        self.table["b"] = 2
+        self.number += 1
+        self.fresh = 1
+        if hasattr(self, "gone"):
+            del self.gone
+        random.random()
+        y = self.norm(self.linear(x)) + torch.rand(3)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("way", ["record", "warm-up"])
+@pytest.mark.parametrize("error", [None, KeyError("the model's own"), KeyboardInterrupt()])
+def test_a_run_leaves_model_inputs_and_random_state_as_they_were(way: str, error: BaseException | None) -> None:
+    model = Busy(error).train()
+    x = torch.randn(4, 3)
+    before = copy.deepcopy({k: v for k, v in model.__dict__.items() if k != "error"})
+    tensors = [*owned(model), model.tensor, x]
+    values = [tensor.detach().clone() for tensor in tensors]
+    identities = [id(tensor) for tensor in owned(model)]
+    python, host = random.getstate(), torch.get_rng_state()
+    run = (lambda: recorded(model, x)) if way == "record" else (lambda: run_preserved(model, (x,), {}))
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)) as caught:
+            run()
+        assert caught.value is error
+    assert same(tensors, values)
+    assert [id(tensor) for tensor in owned(model)] == identities
+    assert random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), host)
+    assert model.history == before["history"]
+    assert model.table == before["table"]
+    assert (model.number, model.gone, model.absent) == (1, "here", None)
+    assert not hasattr(model, "fresh")
+    assert model.__dict__.keys() == before.keys() | {"error"}
+    assert_clean()
+    assert recorded(Deep(), torch.randn(1, 8)).program.calls
+
+
+def test_what_a_forward_changed_is_in_the_notes() -> None:
+    (note,) = recorded(Busy().train(), torch.randn(4, 3)).program.notes
+    for name in ("history", "table", "number", "gone", "fresh", "count", "absent"):
+        assert name in note
+    assert recorded(Deep(), torch.randn(1, 8)).program.notes == ()
+
+
+def test_capturing_is_announced_on_this_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    seen: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.cuda.is_current_stream_capturing())
+        thread = threading.Thread(target=lambda: seen.append(torch.cuda.is_current_stream_capturing()))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    recorded(forward, torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_garbage_collection_is_on_again() -> None:
+    seen: list[bool] = []
+    recorded(lambda x: (seen.append(gc.isenabled()), x + 1)[1], torch.ones(2))
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_outputs_that_hide_tensors_are_refused() -> None:
+    class Box:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    with pytest.raises(NimbleError, match="Box"):
+        recorded(lambda x: {"box": Box(x + 1)}, torch.ones(2))
+    assert_clean()
+
+
+# -- other values --------------------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64]),
+    turned=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_other_values_are_of_the_same_kind(shape: list[int], dtype: torch.dtype, turned: bool, seed: int) -> None:
+    tensor = (torch.randn(shape) * 5).abs().to(dtype)
+    tensor = tensor.transpose(0, -1) if turned and tensor.dim() else tensor
+    kept = tensor.clone()
+    (other,) = other_values([tensor], seed)
+    assert (other.shape, other.dtype, other.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+    assert torch.equal(tensor, kept)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        assert sorted(other.reshape(-1).tolist()) == sorted(tensor.reshape(-1).tolist())
+    assert torch.equal(other_values([tensor], seed)[0], other)
+
+
+def test_other_values_share_memory_where_the_inputs_do() -> None:
+    base = torch.randn(10)
+    a, b, c, again = base[:6], base[4:], torch.randn(3), base[:6]
+    others = other_values([a, b, c, c, again])
+    assert torch.equal(others[0][4:], others[1][:2])
+    assert others[2] is others[3]
+    assert others[0].data_ptr() == others[4].data_ptr()
+    assert not torch.equal(others[0], a)
+
+
+def test_other_values_keep_expanded_inputs_expanded() -> None:
+    (other,) = other_values([torch.randn(1, 3).expand(4, 3)])
+    assert other.stride() == (0, 1)
+    assert torch.equal(other[0], other[3])
+
+
+def test_ascending_integers_stay_where_something_else_changes() -> None:
+    offsets = torch.tensor([0, 2, 5])
+    assert torch.equal(other_values([torch.tensor([4, 2, 7, 1, 0, 3]), offsets])[1], offsets)
+    alone = [other_values([torch.arange(8)], seed)[0] for seed in range(3)]
+    assert any(not torch.equal(one, torch.arange(8)) for one in alone)
+
+
+@pytest.mark.parametrize("branches", [1, 5])
+def test_independent_branches_have_no_edge(branches: int) -> None:
+    program = recorded(Wide(branches), torch.randn(1, 16)).program
+    graph = build_graph(program)
+    labels = [call.label for call in program.calls]
+    assert labels.count("relu") == branches
+    reach = {(u, v) for u, v in graph.edges}
+    linears = [index for index, label in enumerate(labels) if label == "addmm"]
+    assert not [(u, v) for u in linears for v in linears if (u, v) in reach]

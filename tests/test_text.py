@@ -1,0 +1,131 @@
+"""Terminal text: every case at every width, plain in a pipe, hostile names harmless."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from sample_reports import CASES, sample_report
+
+from nimble_core.program import Origin
+from nimble_core.schedule import SyncCounts
+from nimble_viz.report import EqualityCheck
+from nimble_viz.text import plain_text, report_text
+from nimble_viz.views.summary import verdict
+
+
+def words(text: str) -> str:
+    """``text`` without its line breaks and indents."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("case", CASES)
+def test_fits_its_width_without_control_codes(case: str, width: int) -> None:
+    text = plain_text(CASES[case](), width)
+    assert max(cell_len(line) for line in text.splitlines()) <= width
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 60), (10_000, 200)])
+def test_width_is_bounded(asked: int, given: int) -> None:
+    assert plain_text(sample_report(), asked) == plain_text(sample_report(), given)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_verdict_comes_first(case: str) -> None:
+    report = replace(CASES[case](), model="Net")
+    assert words(plain_text(report, 200)).startswith(f"nimble_viz: Net {words(verdict(report))}"[:100])
+
+
+def test_all_sections_of_a_full_report() -> None:
+    text = plain_text(sample_report(60, stable=False), 100)
+    for title in (
+        "Speed (float16, batch 1, NVIDIA H200)",
+        "Equality with eager",
+        "Streams and synchronisations",
+        "Limits",
+        "Framework overhead of the eager run",
+        "Host synchronisations",
+        "Preparation (130 ms)",
+        "Device memory",
+        "Environment",
+        "Warnings",
+    ):
+        assert f"\n\n{title}" in text
+
+
+def test_sections_with_nothing_to_say_are_left_out() -> None:
+    text = plain_text(sample_report(60, overhead=False, complete=False, device="cpu"))
+    for title in ("Framework overhead", "Host synchronisations", "Equality with", "Device memory"):
+        assert f"\n{title}" not in text
+
+
+def test_the_four_counts_stand_side_by_side() -> None:
+    report = sample_report()
+    plan = replace(report.schedules[1], counts=SyncCounts(1111, 222, 33, 4))
+    text = plain_text(replace(report, schedules=(report.schedules[0], plan)), 80)
+    assert re.search(r"full +MEG +planned +emitted", text)
+    assert re.search(r"nimble replay +\d+ +1,111 +222 +33 +4\n", text)
+
+
+def test_ratios_carry_quartiles_and_doubt() -> None:
+    report = sample_report(stable=False)
+    ratio = report.ratio("nimble")
+    assert ratio is not None
+    text = plain_text(report, 120)
+    assert f"{ratio.value:.2f}x" in text
+    assert f"[{ratio.low:.2f}x, {ratio.high:.2f}x]" in text
+    assert "(unstable)" in text
+
+
+def test_a_check_that_failed_is_not_called_equal() -> None:
+    check = EqualityCheck("nimble", float("nan"), 1e-3, 0.5, False, "outputs are not finite")
+    text = plain_text(replace(sample_report(), checks=(check,)), 100)
+    assert re.search(r"nimble replay +NOT SHOWN +nan", text)
+    assert "outputs are not finite" in text
+
+
+def test_operators_are_sorted_by_overhead_and_the_largest_fills_the_bar() -> None:
+    report = sample_report(60)
+    assert report.overhead is not None
+    text = plain_text(report, 120)
+    table = text.split("operator ")[1].splitlines()[2:7]
+    bars = [len(re.sub("[^█▓▒░]", "", row)) for row in table]
+    assert bars == sorted(bars, reverse=True)
+    assert bars[0] == 24
+
+
+def test_markup_and_escapes_in_names_are_only_text() -> None:
+    report = sample_report(6)
+    origin = (Origin("aten.add", "[red]layer[/nothing]\x1b[2J\u202e"),)
+    calls = tuple(replace(call, origins=origin) for call in report.program.calls)
+    report = replace(report, model="[bold]Net[/]\x1b]0;title\x07", program=replace(report.program, calls=calls))
+    screen = io.StringIO()
+    Console(file=screen, width=100, force_terminal=True).print(report_text(report))
+    assert "[bold]Net[/]\N{REPLACEMENT CHARACTER}]0;title" in screen.getvalue()
+    assert "[red]layer[/nothing]\N{REPLACEMENT CHARACTER}[2J" in screen.getvalue()
+    assert "\x1b]" not in screen.getvalue()
+    assert "\x1b[2J" not in screen.getvalue()
+
+
+@given(st.text(max_size=40))
+def test_any_name_can_be_printed(name: str) -> None:
+    text = plain_text(sample_report(2, model=name), 80)
+    text.encode()
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+
+
+def test_colours_only_on_a_terminal() -> None:
+    colour, pipe = io.StringIO(), io.StringIO()
+    Console(file=colour, force_terminal=True, color_system="standard", width=80).print(sample_report())
+    Console(file=pipe, force_terminal=False, width=80, _environ={}).print(sample_report())
+    assert "\x1b[" in colour.getvalue()
+    assert "\x1b[" not in pipe.getvalue()
