@@ -32,7 +32,7 @@ from nimble_core.pipeline import (
     capture,
     check_inputs,
     device_for,
-    measure_costs,
+    observe,
     plan,
     record_static,
     state_kept,
@@ -92,7 +92,7 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
     with state_kept(recorded):
         single = capture(device, recorded, plan(recorded, "single", None, 1))
-        costs = measure_costs(device, recorded, single).costs
+        costs = observe(device, recorded, single.executable).costs
         multi = capture(device, recorded, plan(recorded, "nimble", costs, None))
         build = builder(recorded.recording.output_structure)
 

@@ -2,16 +2,17 @@
 
     python -m benchmarks.host --out benchmarks/results/host.json
 
-Eager (``inference_mode``), a one-worker replay and a replay planned by ``nimble`` on one worker per core are timed in
-turn in one process. The framework's share is what eager takes beyond W, the work: the sum over the calls of their
-shortest direct call, minus what a call on no elements takes. W is taken two ways:
+Timed in turn in one process: eager (``inference_mode``), a one-worker replay, a replay planned by ``nimble`` on one
+worker per core, and the work alone. The framework's share is what eager takes beyond W, the work: the sum over the
+calls of a direct call's duration, less what a call on no elements takes. W is taken two ways:
 
-- ``in sequence``: the calls run one after the other as in the model, so that each finds caches as the model leaves them;
-- ``isolated``: each call is repeated on its own, its operands in cache. No run of the model can be that fast where its
-  weights exceed the cache, so the share by this W counts cache misses as framework.
+- ``in sequence``: the calls one after the other as in the model, so that each finds the caches as the model leaves
+  them; medians over the rounds, as everything else.
+- ``isolated``: each call repeated on its own, its operands in cache, the shortest. No run of the model can be that fast
+  where its weights exceed the cache: by this W, cache misses count as framework.
 
-Where the share is below ``MEASURABLE`` of eager, timing noise is larger than it and nothing is said about removal.
-Exits with 1 if the faster plan is slower than eager beyond noise, or removes less than ``REMOVED`` of a measurable share.
+Where the share is below ``MEASURABLE`` of eager, timing noise exceeds it and nothing is said about removal. Exits with
+1 if the faster plan is slower than eager beyond noise, or removes less than ``REMOVED`` of a measurable share.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
@@ -33,7 +35,7 @@ from nimble_core.devices.hostcode import fill
 from nimble_core.host_info import environment
 from nimble_core.measurement import interleave, ratio
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, capture, measure_costs, plan, record_static
+from nimble_core.pipeline import Stopwatch, capture, observe, plan, record_static
 from nimble_core.recording import Recording, flat_tensors, issuing
 from nimble_core.signature import Signature
 from nimble_core.units import format_ns, format_percent
@@ -94,7 +96,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     with watch("capture single"):
         single = capture(device, recorded, plan(recorded, "single", None, 1))
     with watch("measure calls"):
-        costs = measure_costs(device, recorded, single).costs
+        costs = observe(device, recorded, single.executable).costs
     with watch("schedule"):
         schedule = plan(recorded, "nimble", costs, device.stream_cap(Options().max_streams))
     with watch("capture nimble"):
@@ -104,18 +106,21 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         with torch.inference_mode():
             return model(*args, **kwargs)
 
+    sequence = _Sequence(recorded.recording, signature.tensors)
     taken = interleave(
         {
             "eager": eager,
             "single": lambda: single.executable.run(signature.tensors),
             "nimble": lambda: several.executable.run(signature.tensors),
+            "work": sequence.run,
         },
         clock_ns=device.clock_ns,
         synchronize=device.synchronize,
         warmup=5,
         rounds=rounds,
     )
-    work = work_ns(recorded.recording, signature.tensors, repeats=max(rounds // 2, 5))
+    work = {"in sequence": sequence.work_ns(), "isolated": sequence.isolated_ns(max(rounds // 2, 5))}
+    del taken["work"]  # its own wall time means nothing: it keeps books between the calls
     ratios = {one: ratio(taken[one], taken["eager"]) for one in ("single", "nimble")}
     best = max(ratios, key=lambda one: ratios[one].value)
     slow, fast = taken["eager"].median_ns, taken[best].median_ns
@@ -146,43 +151,63 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return result
 
 
-def work_ns(recording: Recording, inputs: Sequence[torch.Tensor], repeats: int) -> dict[str, float]:
-    """W, both ways: the calls' shortest direct durations, less the cost of a call on no elements."""
-    steps = recording.steps
-    shortest = {"in sequence": [float("inf")] * len(steps), "isolated": [float("inf")] * len(steps)}
+class _Sequence:
+    """The calls of a recording, run and timed one by one."""
+
+    def __init__(self, recording: Recording, inputs: Sequence[torch.Tensor]) -> None:
+        self.steps = recording.steps
+        self.before = dict(recording.given) | dict(zip(recording.inputs, inputs, strict=True))
+        self.taken: list[list[float]] = [[] for step in self.steps if step.call is not None]
+        self.last = {slot: index for index, step in enumerate(self.steps) for slot in (*step.reads, *step.outputs)}
+
+    def run(self) -> None:
+        """Once through, one sample of each call more."""
+        self._through(lambda call, function, first: self.taken[call].append(first))
+
+    def work_ns(self) -> float:
+        """W from the samples taken."""
+        floor = _floor_ns()
+        return sum(max(median(one) - floor, 0.0) for one in self.taken)
+
+    def isolated_ns(self, repeats: int) -> float:
+        """W from ``repeats`` more calls of each."""
+        shortest: list[float] = []
+
+        def again(call: int, function: Callable[[], object], first: float) -> None:
+            shortest.append(min([first, *(_time(function)[1] for _ in range(repeats))]))
+
+        self._through(again)
+        floor = _floor_ns()
+        return sum(max(one - floor, 0.0) for one in shortest)
+
+    def _through(self, each: Callable[[int, Callable[[], object], float], object]) -> None:
+        tensors = dict(self.before)
+        with issuing("cpu"):
+            for index, step in enumerate(self.steps):
+                args, kwargs = fill(step.args, tensors), {key: fill(value, tensors) for key, value in step.kwargs}
+                function = partial(step.func, *args, **kwargs)
+                result, ns = _time(function)
+                if step.call is not None:
+                    each(step.call, function, ns)
+                for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
+                    if slot >= 0:
+                        tensors[slot] = tensor
+                del args, kwargs, function, result
+                for slot in {*step.reads, *step.outputs} - {-1}:
+                    if self.last[slot] == index:
+                        tensors.pop(slot, None)
+
+
+def _floor_ns() -> float:
+    """What a call on no elements takes, its timing included."""
+    nothing = torch.empty(0)
     with issuing("cpu"):
-        for _ in range(repeats):
-            _sweep(recording, inputs, shortest["in sequence"], again=0)
-        _sweep(recording, inputs, shortest["isolated"], again=repeats)
-        nothing = torch.empty(0)
-        add = torch.ops.aten.add.Tensor
-        floor = min(_time(add, (nothing, nothing), {})[1] for _ in range(1000))
-    return {
-        how: sum(max(ns - floor, 0.0) for ns, step in zip(found, steps, strict=True) if step.call is not None)
-        for how, found in shortest.items()
-    }
+        return median(_time(partial(torch.ops.aten.add.Tensor, nothing, nothing))[1] for _ in range(1000))
 
 
-def _sweep(recording: Recording, inputs: Sequence[torch.Tensor], shortest: list[float], again: int) -> None:
-    last = {slot: index for index, step in enumerate(recording.steps) for slot in (*step.reads, *step.outputs)}
-    tensors = dict(recording.given) | dict(zip(recording.inputs, inputs, strict=True))
-    for index, step in enumerate(recording.steps):
-        args, kwargs = fill(step.args, tensors), {key: fill(value, tensors) for key, value in step.kwargs}
-        result, ns = _time(step.func, args, kwargs)
-        if step.call is not None:
-            shortest[index] = min([shortest[index], ns, *(_time(step.func, args, kwargs)[1] for _ in range(again))])
-        for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
-            if slot >= 0:
-                tensors[slot] = tensor
-        del args, kwargs, result
-        for slot in {*step.reads, *step.outputs} - {-1}:
-            if last[slot] == index:
-                tensors.pop(slot, None)
-
-
-def _time(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, float]:
+def _time(function: Callable[[], object]) -> tuple[Any, float]:
     start = perf_counter_ns()
-    result = function(*args, **kwargs)
+    result = function()
     return result, float(perf_counter_ns() - start)
 
 

@@ -49,6 +49,8 @@ def short_kernel_name(name: str) -> str:
     >>> short_kernel_name("void at::native::vectorized_kernel<4, at::Op>(int, at::Op)")
     'vectorized_kernel'
     """
+    if name.startswith(("Memcpy ", "Memset ")):
+        return name.partition(" (")[0]
     text = demangle(name).replace("(anonymous namespace)", "_")
     while True:
         shorter = re.sub(r"<[^<>]*>", "", text)

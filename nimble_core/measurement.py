@@ -104,7 +104,7 @@ def interleave(
     budget_s: float | None = None,
     on_round: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Measurement]:
-    """Time every candidate in turn, round after round: A B C, A B C, …
+    """Time every candidate in turn, round after round: A B C, A B C, and so on.
 
     Each sample is one call plus a synchronisation, the same for all. Stops after ``rounds`` rounds or, once five are
     done, when ``budget_s`` is spent. A KeyboardInterrupt ends the measuring and keeps the complete rounds (at least

@@ -18,7 +18,7 @@ from nimble_core.pipeline import (
     check_inputs,
     choose,
     device_for,
-    measure_costs,
+    observe,
     plan,
     record_static,
     state_kept,
@@ -243,7 +243,7 @@ def _plan(device: Any, recorded: Any, options: Options, watch: Stopwatch) -> Pla
                     capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit)
                 )
             with watch("measure calls"):
-                costs = measure_costs(device, recorded, plans[0]).costs
+                costs = observe(device, recorded, plans[0].executable).costs
         with watch("schedule"):
             schedule = plan(recorded, policy, costs, device.stream_cap(options.max_streams))
         if not (plans and schedule.streams <= 1):

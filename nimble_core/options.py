@@ -55,6 +55,12 @@ class Options:
             value = getattr(self, name)
             if value not in choices:
                 raise InputError(f"Options({name}={value!r}) is not a choice", fix=f"one of {', '.join(choices)}")
+        for name, kind in (("budget_s", (int, float)), ("max_streams", int), ("memory_limit", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (value is None and name != "budget_s"):
+                raise InputError(f"Options({name}={value!r}) is not a number", fix="see help(Options)")
+        if not (isinstance(self.policy, str) or callable(self.policy)):
+            raise InputError(f"Options(policy={self.policy!r}) is neither a name nor callable", fix="see help(Options)")
         if self.max_streams is not None and self.max_streams < 1:
             raise InputError(f"Options(max_streams={self.max_streams}) is less than 1", fix="at least 1, or None")
         if not self.budget_s >= 0:

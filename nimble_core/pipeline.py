@@ -38,7 +38,7 @@ __all__ = [
     "capture",
     "choose",
     "device_for",
-    "measure_costs",
+    "observe",
     "plan",
     "record_static",
     "state_kept",
@@ -206,9 +206,15 @@ def plan(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int 
     return schedule
 
 
-def measure_costs(device: Device, recorded: Recorded, single: Plan, replays: int = 7) -> Observation:
-    """What each call costs on its own, from replays of the one-stream plan."""
-    return device.observe(single.executable, recorded.recording, replays)
+def observe(device: Device, recorded: Recorded, executable: Executable, *, seconds: float = 1.0) -> Observation:
+    """Watch replays for about ``seconds``: 3 to 11 of them."""
+    executable.replay()
+    device.synchronize()
+    start = device.clock_ns()
+    executable.replay()
+    device.synchronize()
+    once_s = max(device.clock_ns() - start, 1) / 1e9
+    return device.observe(executable, recorded.recording, int(min(max(seconds / once_s, 3), 11)))
 
 
 def choose(device: Device, plans: Sequence[Plan], options: Options) -> tuple[Plan, Mapping[str, Measurement]]:

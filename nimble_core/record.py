@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from types import FrameType
 from typing import Any, Protocol
@@ -81,36 +82,49 @@ def record(
     recorder = _Recorder(model, signature, counter)
     with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
-        with _announced(), recorder:
+        with _announced() as asked, recorder:
             result = model(*args, **kwargs)
         outputs, structure = flatten(result, what="output")
         recording = recorder.finish(outputs, structure)
         changed = guard.changed_attributes()
+    notes = []
     if changed:
-        program = recording.program
-        note = "the forward changed attributes, which were put back: " + ", ".join(changed)
-        values = {name: getattr(program, name) for name in Program.__slots__} | {"notes": (*program.notes, note)}
-        recording = _replace(recording, program=Program(**values))
-    return recording
+        notes.append("the forward changed attributes, which were put back: " + ", ".join(changed))
+    if asked:
+        notes.append(
+            "the model asked whether it is being captured, and may take another branch in a replay than in eager "
+            f"({asked[0]})"
+        )
+    return replace(recording, program=replace(recording.program, notes=tuple(notes)))
 
 
 @contextmanager
-def _announced() -> Iterator[None]:
+def _announced() -> Iterator[list[str]]:
     """Say "capturing" to libraries that ask, on this thread, as a CUDA capture does by itself.
 
     They then take the branch that a replay can repeat (Hugging Face masks read values back otherwise), the same one
-    on the host as on CUDA.
+    on the host as on CUDA. Yields the places, outside torch, that asked.
     """
     real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
-    torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == thread or real()
+    asked: list[str] = []
+
+    def capturing() -> bool:
+        if threading.get_ident() != thread:
+            return real()
+        # The one who asked is a helper of a library; the caller of its caller decides what to do about it.
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(2):
+            frame = frame.f_back if frame and frame.f_back else frame
+        file, line = _outside_torch(frame, ("", 0))
+        if file and "logging" not in file:
+            asked.append(f"{file}:{line}")
+        return True
+
+    torch.cuda.is_current_stream_capturing = capturing
     try:
-        yield
+        yield asked
     finally:
         torch.cuda.is_current_stream_capturing = real
-
-
-def _replace(recording: Recording, **changes: Any) -> Recording:
-    return Recording(**({name: getattr(recording, name) for name in Recording.__slots__} | changes))
 
 
 class _Recorder(TorchDispatchMode):
@@ -133,7 +147,9 @@ class _Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._calls: list[Call] = []
         self._first_values: dict[int, torch.Tensor] = {}  # of those that are written: as they were before
-        self._fresh: dict[int, torch.Tensor] = {}  # storages of constants that each run makes anew, as torch.tensor does
+        self._fresh: dict[
+            int, torch.Tensor
+        ] = {}  # storages of constants that each run makes anew, as torch.tensor does
         self._constant: set[int] = set()  # storages whose values depend on neither inputs nor parameters
         self._written: set[int] = set()
         self._generator: int | None = None
@@ -171,12 +187,19 @@ class _Recorder(TorchDispatchMode):
         named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
         if torch.Tag.inplace_view in func.tags:
             return self._inplace_view(func, args, kwargs, template)
+        # On the host a call that draws random numbers changes the generator: such calls keep their order. (On CUDA
+        # each captured call has its own offset into the stream of numbers.) Attention without dropout draws none.
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        state = torch.get_rng_state() if seeded and not self.counter else None
         result = self._run(func, args, kwargs, frame)
+        draws = state is not None and (
+            kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
+        )
         returned = flat_tensors(result)
         known = len(self._storages)
         outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
         if self._reaches_device(func, tensors, returned, written, known):
-            self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame))
+            self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame, draws))
             self._step(func, template, named, outputs, len(self._calls) - 1)
         elif not written and returned and all(self._storage(tensor) >= known for tensor in returned):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
@@ -350,6 +373,7 @@ class _Recorder(TorchDispatchMode):
         returned: list[torch.Tensor],
         written: list[torch.Tensor],
         frame: FrameType,
+        draws: bool,
     ) -> Call:
         accesses: list[Access] = []
         for tensor in tensors:
@@ -360,9 +384,7 @@ class _Recorder(TorchDispatchMode):
             # A result on memory that was there before is written too, marked by the schema or not.
             if not any(tensor is other for other in written):
                 accesses.append(Access(self._ref(tensor), write=True))
-        if torch.Tag.nondeterministic_seeded in func.tags and not self.counter:
-            # On the host a random call changes the generator's state: such calls keep their order. On CUDA each
-            # captured call has its own offset into the stream of random numbers.
+        if draws:
             accesses += self._generator_accesses()
         inputs_constant = all(self._storage(tensor) in self._constant for tensor in tensors)
         for tensor in returned:
@@ -418,9 +440,10 @@ class _Recorder(TorchDispatchMode):
                 fix="allocate the tensor with its final size",
             )
         slot = self._new_slot(tensor)
-        view = (template[0], list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
-        reads = tuple(slots_in(view))
-        self._steps.append(Step(torch.ops.aten.as_strided.default, view, (), (slot,), reads, None))
+        view = _view_form(func)
+        if view is None:
+            view, template = torch.ops.aten.as_strided.default, (template[0], tuple(tensor.shape), tensor.stride())
+        self._step(view, template, (), (slot,), None)
         return result
 
     # -- refusals ----------------------------------------------------------------------------------------------
@@ -616,10 +639,10 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 class _WriteGuard(TorchDispatchMode):
     """Lets a model run, telling the guard of every tensor it is about to write that existed before."""
 
-    def __init__(self, guard: _Guard, existing: set[int]) -> None:
+    def __init__(self, guard: _Guard) -> None:
         super().__init__()
         self.guard = guard
-        self.existing = existing
+        self.made: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -630,16 +653,19 @@ class _WriteGuard(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in _written_tensors(func, args, kwargs):
-            if isinstance(tensor, torch.Tensor) and _address(tensor) in self.existing:
+            if _has_memory(tensor) and _address(tensor) not in self.made:
                 self.guard.before_write(tensor)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        given = {_address(t) for t in flat_tensors([*args, *kwargs.values()]) if _has_memory(t)}
+        for tensor in flat_tensors(result):
+            if _has_memory(tensor) and _address(tensor) not in given:
+                self.made.setdefault(_address(tensor), StorageWeakRef(tensor.untyped_storage()))
+        return result
 
 
 def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were."""
-    tensors, _ = flatten((tuple(args), dict(kwargs)), what="input")
-    existing = {_address(tensor) for _, _, tensor in _owned_tensors(model)} | {_address(t) for t in tensors}
-    with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard, existing):
+    with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard):
         return model(*args, **kwargs)
 
 
@@ -756,6 +782,10 @@ def _shapes(call: Call) -> list[tuple[Any, ...]]:
     return [(access.ref.sizes, access.ref.strides, access.ref.dtype, access.write) for access in call.accesses]
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
 def _address(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -825,6 +855,14 @@ def _write_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
             positions.append(position)
             names.append(argument.name)
     return tuple(positions), tuple(names)
+
+
+@cache
+def _view_form(func: Any) -> Any:
+    """The operator that makes a new view where ``func`` changes its argument's: ``squeeze`` for ``squeeze_``."""
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    view = getattr(packet, func._overloadname, None)
+    return view if view is not None and view._schema.returns[0].alias_info is not None else None
 
 
 @cache

@@ -32,7 +32,10 @@ class Signature:
 
     def __init__(self, args: Args, kwargs: Kwargs) -> None:
         self.names = tuple(kwargs)
-        self.tensors, self.structure = flatten((tuple(args), dict(kwargs)), what="input")
+        try:
+            self.tensors, self.structure = flatten((tuple(args), dict(kwargs)), what="")
+        except InputError as error:
+            raise InputError(_halves(error.what), where=_halves(error.where), fix=error.fix) from None
         self.paths = _paths(self.structure)
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
@@ -123,11 +126,12 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
 
 
 def _paths(structure: Structure) -> list[str]:
+    return [_halves(path) for path in leaf_paths(structure)]
+
+
+def _halves(path: str) -> str:
     # The root is ((args), {kwargs}): name its two halves.
-    return [
-        path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
-        for path in leaf_paths(structure)
-    ]
+    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
 
 
 def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.device:

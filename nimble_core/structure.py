@@ -88,7 +88,7 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
     if hidden:
         raise InputError(
             f"{path} is a {type(value).__qualname__}, which holds tensors that cannot be seen from outside",
-            where=f"{path}.{hidden}",
+            where=_join(path, hidden),
             fix="pass the tensors themselves, a dict or a dataclass, or register the type with "
             "torch.utils._pytree.register_pytree_node",
         )
@@ -111,7 +111,7 @@ def _open(value: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any]:
         children = list(children)
         return "pytree", range(len(children)), children, context
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value) if field.init)
+        names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         return "record", names, tuple(getattr(value, name) for name in names), None
     return "", (), (), None
 
@@ -135,8 +135,12 @@ def _hidden_tensor(value: object, depth: int = 3) -> str:
             return str(name)
         inner = _hidden_tensor(item, depth - 1)
         if inner:
-            return f"{name}.{inner}"
+            return _join(name, inner)
     return ""
+
+
+def _join(path: str, step: str) -> str:
+    return f"{path}{step}" if step.startswith("[") else f"{path}.{step}"
 
 
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
@@ -158,6 +162,7 @@ def same_structure(a: Structure, b: Structure) -> bool:
         return (
             a.type is b.type
             and a.keys == b.keys
+            and _equal(a.context, b.context)
             and all(same_structure(x, y) for x, y in zip(a.children, b.children, strict=True))
         )
     if isinstance(a, Constant) and isinstance(b, Constant):
@@ -194,11 +199,27 @@ def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
     if kind == "dict":
         return lambda tensors: cls(zip(keys, [part(tensors) for part in parts], strict=True))
     if kind == "record":
-        return lambda tensors: cls(**{key: part(tensors) for key, part in zip(keys, parts, strict=True)})
+        return _record_builder(cls, keys, parts)
     if kind == "output":
         return _output_builder(cls, keys, parts)
     node, context = _pytree.SUPPORTED_NODES[cls], structure.context
     return lambda tensors: node.unflatten_fn([part(tensors) for part in parts], context)
+
+
+def _record_builder(
+    cls: Any, keys: tuple[Any, ...], parts: list[Callable[[Sequence[torch.Tensor]], Any]]
+) -> Callable[[Sequence[torch.Tensor]], Any]:
+    taken = {field.name for field in dataclasses.fields(cls) if field.init}
+    given = [(key, part) for key, part in zip(keys, parts, strict=True) if key in taken]
+    set_later = [(key, part) for key, part in zip(keys, parts, strict=True) if key not in taken]
+
+    def build(tensors: Sequence[torch.Tensor]) -> Any:
+        made = cls(**{key: part(tensors) for key, part in given})
+        for key, part in set_later:
+            object.__setattr__(made, key, part(tensors))
+        return made
+
+    return build
 
 
 def _output_builder(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.costs import Costs, uniform_costs
-from nimble_core.errors import InputError, NimbleError
+from nimble_core.errors import DeviceError, InputError, NimbleError
 from nimble_core.graph import predecessors
 from nimble_core.measurement import Measurement, interleave
 from nimble_core.options import Options
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 _TARGET_ROUNDS = 50
-_OBSERVED_REPLAYS = 11
 
 
 def compare(
@@ -114,7 +113,7 @@ class _Comparison:
         self.costs: Costs | None = None
         self.measurements: dict[str, Measurement] = {}
         self.checks: list[EqualityCheck] = []
-        self.preparation: dict[str, float] = {}
+        self.prepared: tuple[PrepareStep, ...] = ()
         self.overhead: OverheadProfile | None = None
         self.timelines: list[Timeline] = []
         self.engine_bytes: dict[str, int] = {}
@@ -129,35 +128,49 @@ class _Comparison:
         """All steps, in the order that gives the reader the most if it is interrupted."""
         from nimble_core.pipeline import state_kept
 
+        self.compare_peak = self.device.memory_peak(lambda: self._steps(progress))
+        if self.device.kind == "cuda":
+            # A captured graph's pool is not among what torch counts as allocated, and all engines lived at once.
+            self.compare_peak += sum(self.engine_bytes.values())
+        assert self.recorded is not None
+        with progress.step("eager memory"), state_kept(self.recorded):
+            self.eager_peak = self.device.memory_peak(self._eager)
+
+    def _steps(self, progress: Progress) -> None:
+        from nimble_core.pipeline import state_kept
+
         self._record(progress)
         assert self.recorded is not None
+        self.warnings += self.recorded.recording.program.notes
         with state_kept(self.recorded):
-            self._capture(progress)
+            try:
+                self._capture(progress)
+            finally:
+                self.prepared = progress.steps
             self._time(progress)
             self._check(progress)
             self._watch(progress)
             self._profile(progress)
-            with progress.step("eager memory"):
-                self.eager_peak = self.device.memory_peak(self._eager)
+            self.close()
 
     def _record(self, progress: Progress) -> None:
         from nimble_core.pipeline import record_static
 
-        def step(name: str) -> Any:
-            return _timed(progress, name, self.preparation)
-
-        with step("warm-up"):
+        with progress.step("warm-up"):
             self.device.warm_up(self.model, self.args, self.kwargs)
         recorded = record_static(
-            self.device, self.model, self.signature, self.args, self.kwargs, strict=self.options.strict, step=step
+            self.device,
+            self.model,
+            self.signature,
+            self.args,
+            self.kwargs,
+            strict=self.options.strict,
+            step=progress.step,
         )
         self.recorded = recorded
 
     def _capture(self, progress: Progress) -> None:
-        from nimble_core.pipeline import capture, measure_costs, plan
-
-        def step(name: str) -> Any:
-            return _timed(progress, name, self.preparation)
+        from nimble_core.pipeline import capture, observe, plan
 
         device, options, recorded = self.device, self.options, self.recorded
         assert recorded is not None
@@ -165,24 +178,27 @@ class _Comparison:
             self.warnings.append(
                 f"launches that belong to no call ({recorded.recording.unseen_where}): captured as a whole, one stream"
             )
-            with step("capture single"):
+            with progress.step("capture single"):
                 executable = device.capture_whole(self.model, recorded.recording, self.signature)
             self._add(executable)
             self.costs = uniform_costs(recorded.graph.size)
             return
-        with step("capture single"):
+        with progress.step("capture single"):
             single = capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit)
         self._add(single.executable)
-        with step("measure calls"):
-            observed = measure_costs(device, recorded, single)
+        with progress.step("measure calls"):
+            observed = observe(device, recorded, single.executable)
         self.costs = observed.costs if any(observed.costs.ns) else uniform_costs(recorded.graph.size)
         self.timelines.append(observed.timeline)
         policy = "nimble" if options.policy == "auto" else options.policy
-        with step("schedule"):
+        with progress.step("schedule"):
             schedule = plan(recorded, policy, self.costs, device.stream_cap(options.max_streams))
         if schedule.policy != "single":
-            with step(f"capture {schedule.policy}"):
-                self._add(capture(device, recorded, schedule, memory_limit=options.memory_limit).executable)
+            with progress.step(f"capture {schedule.policy}"):
+                try:
+                    self._add(capture(device, recorded, schedule, memory_limit=options.memory_limit).executable)
+                except DeviceError as error:  # what is known without it is still worth a report
+                    self.warnings.append(f"{schedule.policy} was left out: {error.what}")
 
     def _add(self, executable: Executable) -> None:
         from nimble_core.pipeline import Plan
@@ -221,10 +237,12 @@ class _Comparison:
     def _watch(self, progress: Progress) -> None:
         if self.recorded is None or self.recorded.whole:
             return
+        from nimble_core.pipeline import observe
+
         with progress.step("watch replays"):
             for name, one in self.plans.items():
                 if name != "single" or not self.timelines:
-                    seen = self.device.observe(one.executable, self.recorded.recording, _OBSERVED_REPLAYS)
+                    seen = observe(self.device, self.recorded, one.executable)
                     self.timelines.append(seen.timeline)
         for line in self.timelines:
             if not line.reliable:
@@ -298,7 +316,7 @@ class _Comparison:
             schedules=tuple(self.schedules.values()),
             measurements=tuple(self.measurements.values()),
             checks=tuple(self.checks),
-            preparation=tuple(PrepareStep(name, seconds) for name, seconds in self.preparation.items()),
+            preparation=self.prepared,
             overhead=self.overhead,
             timelines=tuple(self._stamped(line) for line in self.timelines),
             memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak),
@@ -312,20 +330,6 @@ class _Comparison:
 
         taken = self.measurements.get(line.run)
         return replace(line, unprofiled_ns=taken.median_ns) if taken and not line.unprofiled_ns else line
-
-
-def _timed(progress: Progress, name: str, seconds: dict[str, float]) -> Any:
-    from contextlib import contextmanager
-    from time import perf_counter
-
-    @contextmanager
-    def timed() -> Any:
-        start = perf_counter()
-        with progress.step(name):
-            yield
-        seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
-
-    return timed()
 
 
 def _with_counts(executable: Executable) -> Schedule:

@@ -83,7 +83,8 @@ def check_equality(
     if not finite:
         reason = "void: eager's own outputs are not finite"
     elif effect < VOID_BELOW * tolerance:
-        reason = f"void: eager's outputs move by only {effect:.1e} between inputs, too little for tolerance {tolerance:.0e}"
+        moved = f"eager's outputs move by only {effect:.1e} between inputs"
+        reason = f"void: {moved}, too little for tolerance {tolerance:.0e}"
     elif error > tolerance:
         reason = f"outputs differ from eager's by {error:.1e}, tolerance {tolerance:.0e}"
     else:

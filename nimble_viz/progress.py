@@ -18,7 +18,7 @@ from nimble_viz.report import PrepareStep
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Progress", "Step", "TerminalProgress", "default_progress"]
+__all__ = ["NotebookProgress", "Progress", "Step", "TerminalProgress", "default_progress"]
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Progress:
 
 
 class TerminalProgress(Progress):
-    """One line on the terminal (or in the notebook's output) that goes away when all is done.
+    """One line on the terminal that goes away when all is done.
 
     Args:
         console: where to draw; standard error if None.
@@ -126,9 +126,50 @@ class TerminalProgress(Progress):
         self._bars.start()
 
 
+class NotebookProgress(Progress):
+    """One line of a notebook cell's output, rewritten in place and blank at the end.
+
+    Plain HTML by the notebook's own display protocol: a widget would stay behind in the saved notebook.
+
+    Args:
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        from IPython.display import display
+
+        super().__init__(clock)
+        self._handle = display(self._line(""), display_id=True)
+
+    def advance(self, done: int, total: int) -> None:
+        """Write ``done`` of ``total`` behind the step's name."""
+        name = self._open[-1].name if self._open else ""
+        self._handle.update(self._line(f"{name} {done}/{total}"))
+
+    def finish(self) -> None:
+        """Leave the line blank."""
+        self._handle.update(self._line(""))
+
+    def _show(self, name: str) -> None:
+        self._handle.update(self._line(name))
+
+    @staticmethod
+    def _line(text: str) -> object:
+        from html import escape
+
+        from IPython.display import HTML
+
+        return HTML(f'<span style="opacity:.7">{escape(text)}</span>' if text else "")
+
+
 def default_progress() -> Progress:
     """A visible progress where somebody watches (a terminal, a notebook), a silent one elsewhere."""
-    from rich.console import Console
+    if "ipykernel" in sys.modules and _in_kernel():
+        return NotebookProgress()
+    return TerminalProgress() if sys.stderr.isatty() else Progress()
 
-    console = Console(stderr=True)
-    return TerminalProgress(console) if sys.stderr.isatty() or console.is_jupyter else Progress()
+
+def _in_kernel() -> bool:
+    from IPython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")

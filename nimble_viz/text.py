@@ -180,7 +180,8 @@ def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
 def _step(report: Report, index: int) -> str:
     call = report.program.calls[index]
     where = f" in {call.module}" if call.module else ""
-    return f"{call.label}{where}, {format_ns(report.costs.ns[index])}"
+    cost = "" if report.costs.source == "uniform" else f", {format_ns(report.costs.ns[index])}"
+    return f"{call.label}{where}{cost}"
 
 
 def _overhead(report: Report, rows: Sequence[CallOverhead], profile: dict[str, Any]) -> list[RenderableType]:
@@ -237,8 +238,7 @@ class _Bar:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement
 
-        return Measurement(min(_NAMES = 46
-_BAR_MIN, options.max_width), min(_BAR_MAX, options.max_width))
+        return Measurement(min(_BAR_MIN, options.max_width), min(_BAR_MAX, options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         width = min(_BAR_MAX, options.max_width)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CASES", "Deep", "Norms", "Wide", "case", "make"]
+__all__ = ["CASES", "Busy", "Deep", "Norms", "Shared", "Wide", "case", "make"]
 
 Made = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 CASES: dict[str, Callable[[], Made]] = {}
@@ -95,6 +96,42 @@ class Attributes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.table[0] + self.table[1] - self.plain
+
+
+class Busy(nn.Module):
+    """Changes all it can, then fails if it is told to."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("absent", None)
+        self.history: list[int] = [1]
+        self.table: dict[str, int] = {"a": 1}
+        self.number = 1
+        self.gone = "here"
+        self.tensor = torch.zeros(2)
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        self.linear.weight.mul_(0.5)
+        self.count += 1
+        self.count = self.count + 1
+        self.absent = torch.ones(1)
+        self.tensor[0] = 5
+        self.history.append(2)
+        self.table["b"] = 2
+        self.number += 1
+        self.fresh = 1
+        if hasattr(self, "gone"):
+            del self.gone
+        random.random()
+        y = self.norm(self.linear(x)) + torch.rand(3)
+        if self.error is not None:
+            raise self.error
+        return y
 
 
 class Square(torch.autograd.Function):
@@ -326,7 +363,9 @@ def dropout() -> Made:
 def random_numbers() -> Made:
     def forward(x: torch.Tensor) -> torch.Tensor:
         a, b = torch.rand(3), torch.randn_like(x)
-        return x * a + b.normal_() + torch.empty(3).uniform_() + torch.bernoulli(torch.full((3,), 0.5)) + torch.randperm(3)
+        return (
+            x * a + b.normal_() + torch.empty(3).uniform_() + torch.bernoulli(torch.full((3,), 0.5)) + torch.randperm(3)
+        )
 
     return forward, (_x(3),), {}
 
@@ -410,7 +449,9 @@ def fourier() -> Made:
         y = torch.fft.rfft(x)
         y = y * torch.exp(1j * torch.arange(y.shape[-1]))
         z = torch.view_as_real(y).clone()
-        return torch.fft.irfft(torch.view_as_complex(z).conj(), n=8) + y.real.sum() + y.imag.mean() + y.conj().abs().sum()
+        return (
+            torch.fft.irfft(torch.view_as_complex(z).conj(), n=8) + y.real.sum() + y.imag.mean() + y.conj().abs().sum()
+        )
 
     return forward, (_x(2, 8),), {}
 

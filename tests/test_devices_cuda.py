@@ -15,7 +15,7 @@ from nimble_core.pipeline import (
     capture,
     check_inputs,
     device_for,
-    measure_costs,
+    observe,
     plan,
     record_static,
 )
@@ -53,7 +53,7 @@ def plans(model: Any, *args: Any, max_streams: int | None = None, **kwargs: Any)
     device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
     single = capture(device, recorded, plan(recorded, "single", None, 1))
-    costs = measure_costs(device, recorded, single).costs
+    costs = observe(device, recorded, single.executable).costs
     multi = capture(device, recorded, plan(recorded, "nimble", costs, max_streams))
     return device, recorded, single, multi, costs
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CASES, Deep, Norms, Wide, make
+from models import CASES, Busy, Deep, Norms, Wide, make
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -443,42 +443,6 @@ def assert_clean() -> None:
     assert torch.cuda.is_current_stream_capturing is CAPTURING
     assert _get_current_dispatch_mode() is None
     assert torch.is_grad_enabled()
-
-
-class Busy(nn.Module):
-    """Changes all it can, then fails if it is told to."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.register_buffer("count", torch.zeros(3))
-        self.register_buffer("absent", None)
-        self.history: list[int] = [1]
-        self.table: dict[str, int] = {"a": 1}
-        self.number = 1
-        self.gone = "here"
-        self.tensor = torch.zeros(2)
-        self.error = error
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mul_(2)
-        self.linear.weight.mul_(0.5)
-        self.count += 1
-        self.count = self.count + 1
-        self.absent = torch.ones(1)
-        self.tensor[0] = 5
-        self.history.append(2)
-        self.table["b"] = 2
-        self.number += 1
-        self.fresh = 1
-        if hasattr(self, "gone"):
-            del self.gone
-        random.random()
-        y = self.norm(self.linear(x)) + torch.rand(3)
-        if self.error is not None:
-            raise self.error
-        return y
 
 
 @pytest.mark.parametrize("way", ["record", "warm-up"])

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from sample_reports import CASES, sample_report
 
+from nimble_core.costs import uniform_costs
 from nimble_core.program import Origin
 from nimble_core.schedule import SyncCounts
 from nimble_viz.report import EqualityCheck
@@ -101,6 +102,11 @@ def test_operators_are_sorted_by_overhead_and_the_largest_fills_the_bar() -> Non
     bars = [len(re.sub("[^█▓▒░]", "", row)) for row in table]
     assert bars == sorted(bars, reverse=True)
     assert bars[0] == 24
+
+
+def test_costs_that_were_not_measured_are_not_shown_as_times() -> None:
+    text = plain_text(replace(sample_report(6), costs=uniform_costs(6)), 80)
+    assert re.search(r"- convolution in encoder.layer.0.stem\n", text)
 
 
 def test_markup_and_escapes_in_names_are_only_text() -> None:

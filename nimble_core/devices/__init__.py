@@ -1,0 +1,1 @@
+"""Devices: where Programs are recorded, captured and replayed."""

@@ -80,13 +80,11 @@ class Device(Protocol):
     def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> Executable:
         """Make ``schedule`` ready to run. ``inputs`` are example values. Raises CaptureError, DeviceError."""
 
-    def capture_whole(
-        self, model: Callable[..., Any], recording: Recording, signature: Signature
-    ) -> Executable:
+    def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> Executable:
         """One-stream capture of the model itself, for programs with launches that were not seen."""
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Watch ``replays`` replays: a timeline of the median one, and the cost of every call."""
 
     def memory_peak(self, run: Callable[[], object]) -> int:
-        """Device memory that ``run`` needs at its peak above what was held before, bytes; 0 if unknown."""
+        """Call ``run`` once; device memory at its peak above what was held before, bytes; 0 if unknown."""

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +103,7 @@ class HostDevice:
         finally:
             torch.set_rng_state(state)
 
-    def capture_whole(
-        self, model: Callable[..., Any], recording: Recording, signature: Signature
-    ) -> WholeExecutable:
+    def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> WholeExecutable:
         """The model itself, called without autograd: what is left where calls cannot be issued one by one."""
         return WholeExecutable(model, recording, signature)
 
@@ -131,7 +129,25 @@ class HostDevice:
         return _observation(executable, recording, plain, seen)
 
     def memory_peak(self, run: Callable[[], object]) -> int:
-        """0, unknown: the host's allocator keeps no count of its own."""
+        """Peak of this process's resident memory during ``run`` above what it was before.
+
+        0 where the system keeps no count that can be reset (Linux does).
+        """
+        before = _resident_peak(reset=True)
+        run()
+        return max(_resident_peak(reset=False) - before, 0) if before else 0
+
+
+def _resident_peak(*, reset: bool) -> int:
+    """Bytes; after a reset, what is resident now. 0 if unknown."""
+    try:
+        if reset:
+            with open("/proc/self/clear_refs", "w") as control:
+                control.write("5")
+        with open("/proc/self/status") as status:
+            lines = dict(line.split(":", 1) for line in status)
+        return int(lines["VmHWM"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
         return 0
 
 
@@ -188,7 +204,8 @@ class HostExecutable:
         self.nbytes: int = code.nbytes
         self.folded = len(code.folded)
         self._lock = Lock()
-        written = code.recording.written_inputs
+        written = self._written = code.recording.written_inputs
+        self._strides = [ref.strides for ref in code.recording.program.inputs]
         self._inputs = [t.clone() if p in written else t for p, t in enumerate(inputs)]
         self._copied = code.copied
         self._run: _Runner | None = _Runner(code, code.lines())
@@ -201,11 +218,19 @@ class HostExecutable:
         Raises:
             DeviceError: closed, or a call failed; names the call. The executable stays usable.
         """
+        given = inputs
+        if any(tensor.stride() != strides for tensor, strides in zip(inputs, self._strides, strict=True)):
+            # Views were recorded for these strides.
+            inputs = [_laid_out(tensor, strides) for tensor, strides in zip(inputs, self._strides, strict=True)]
         with self._lock:
             outputs = self._runner()(inputs)
             if self._copied and not static:
                 for position in self._copied:
                     outputs[position] = outputs[position].detach().clone()
+        if inputs is not given:
+            with torch.no_grad():
+                for position in self._written:
+                    given[position].copy_(inputs[position])
         return outputs
 
     def replay(self) -> None:
@@ -297,7 +322,8 @@ class _Worker:
         self.go.acquire()
         self.done.acquire()
         self.alive = True
-        Thread(target=self._loop, name="nimble host worker", daemon=True).start()
+        self.thread = Thread(target=self._loop, name="nimble host worker", daemon=True)
+        self.thread.start()
 
     def _loop(self) -> None:
         torch._C._set_grad_enabled(False)
@@ -323,6 +349,9 @@ class _Worker:
         if self.alive:
             self.alive = False
             self.go.release()
+            # A thread that still ends while the interpreter does brings the process down.
+            if self.thread is not current_thread():
+                self.thread.join()
 
 
 class _Runner:
@@ -338,7 +367,8 @@ class _Runner:
         self.errors: list[BaseException] = []
         self.pending: list[_Worker] = []
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, inputs: Sequence[torch.Tensor], copied: Sequence[int] = ()) -> list[torch.Tensor]:
+        """Run on ``inputs``; outputs at the positions ``copied`` are copied."""
         # What recording.issuing does, at a tenth of its price.
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         torch._C._set_grad_enabled(False)
@@ -346,7 +376,10 @@ class _Runner:
             torch.set_autocast_enabled("cpu", False)
         try:
             with torch._C.DisableTorchFunction():
-                return self.main(inputs, []) if len(self.lines) == 1 else self._with_workers(inputs)
+                outputs = self.main(inputs, []) if len(self.lines) == 1 else self._with_workers(inputs)
+                for position in copied:
+                    outputs[position] = outputs[position].clone()
+                return outputs
         except (NimbleError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -427,6 +460,14 @@ class _Runner:
                 return calls.get(trace.tb_lineno)
             trace = trace.tb_next
         return None
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    if 0 in strides:  # expanded: what was recorded for it runs on a full one, which takes other rows too
+        return tensor.detach().contiguous()
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:

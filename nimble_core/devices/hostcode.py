@@ -181,9 +181,7 @@ def _candidates(func: OpOverload) -> tuple[Callable[..., Any], ...]:
 
 
 def _same_call(func: OpOverload, one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return all(
-        _same_value(a, b) for a, b in zip(_bound(func, *one), _bound(func, *other), strict=True)
-    )
+    return all(_same_value(a, b) for a, b in zip(_bound(func, *one), _bound(func, *other), strict=True))
 
 
 def _bound(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -320,9 +318,7 @@ class _Plan:
             args, kwargs = fill(list(step.args), tensors), {name: fill(value, tensors) for name, value in step.kwargs}
             result = step.func(*args, **kwargs)
             made = [
-                (slot, tensor)
-                for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True)
-                if slot >= 0
+                (slot, tensor) for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True) if slot >= 0
             ]
             fresh = {storage_of[slot] for slot, _ in made} - known
             for slot, tensor in made:
@@ -334,7 +330,11 @@ class _Plan:
                     not tensor.numel() and self._ours(storage) and storage not in self.visible
                 ):
                     self.fixed[slot] = tensor
-            ownable = len(fresh) == len(step.outputs) and not fresh & (self.visible | self.constant)
+            ownable = (
+                len(fresh) == len(step.outputs)
+                and not fresh & (self.visible | self.constant)
+                and not any(tensor.is_conj() or tensor.is_neg() or tensor.is_quantized for _, tensor in made)
+            )
             forms.append(
                 _Form(
                     step=replace(step, func=_entry(step.func, args, kwargs, result)),
@@ -396,7 +396,6 @@ class _Plan:
             for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
                 if slot >= 0:
                     self.fixed.setdefault(slot, tensor)
-
 
     def _handed_over(self) -> dict[int, int]:
         stream_of = self.schedule.stream

@@ -41,10 +41,10 @@ def fragment(report: Report) -> str:
 
 
 def embed_json(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element or a line of script.
+    r"""JSON that may stand inside a script element: nothing in it can end the element or a line of script.
 
     >>> embed_json({"name": "</script>"})
-    '{"name":"\\\\u003c/script>"}'
+    '{"name":"\\u003c/script>"}'
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<\u2028\u2029":

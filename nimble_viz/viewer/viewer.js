@@ -76,7 +76,12 @@ const NimbleViewer = (() => {
     }
     return patterns[key];
   };
-  const streamChip = (stream) => el("span", { class: "nv-stream", style: `background:${theme.stream(stream)};color:${ink(theme.stream(stream))}`, title: `stream ${stream}` }, stream);
+  const STRIPES = (mark) => [null, `repeating-linear-gradient(135deg,${mark} 0 2px,transparent 2px 6px)`, `radial-gradient(${mark} 28%,transparent 32%) 0 0/6px 6px`, `repeating-linear-gradient(90deg,${mark} 0 2px,transparent 2px 6px)`];
+  const streamChip = (stream) => {
+    const colour = theme.stream(stream), stripes = STRIPES(theme.dark ? "rgba(0,0,0,.5)" : "rgba(255,255,255,.65)")[Math.floor(stream / 8) % 4];
+    const number = el("b", { style: `background:${colour}` }, stream);
+    return el("span", { class: "nv-stream", style: `background:${stripes ? `${stripes},` : ""}${colour};color:${ink(colour)}`, title: `stream ${stream}` }, number);
+  };
 
   // ---------------------------------------------------------------- the viewer
   function mount(root, data) {
@@ -103,6 +108,7 @@ const NimbleViewer = (() => {
     const streamOf = (call) => (plan() ? plan().stream[call] : 0);
     const nameOf = (call) => `${calls.label[call]}${calls.module[call] ? ` in ${calls.module[call]}` : ""}`;
     const sourceOf = (call) => (calls.file[call] ? `${calls.file[call]}${calls.line[call] ? `:${calls.line[call]}` : ""}` : "");
+    const lastStep = (module) => /[^.]*(\.\d+)*$/.exec(module)[0] || "model";
     const planLabel = (entry) => `${entry.label} (${entry.streams} stream${entry.streams === 1 ? "" : "s"})`;
 
     // ---- tooltip, one for all canvases
@@ -265,8 +271,8 @@ const NimbleViewer = (() => {
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
         card("Speed", true,
-          el("p", null, `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Limit: replay time over the critical path of isolated calls.`),
-          facts.speed.length ? table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Of limit", 1], ["Samples", 1]], speed) : el("p", null, "Nothing was measured.")),
+          el("p", null, `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over critical path: how far a replay is from the longest path of isolated calls, which no schedule can beat.`),
+          facts.speed.length ? table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over critical path", 1], ["Samples", 1]], speed) : el("p", null, "Nothing was measured.")),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
         card("Same outputs as eager?", false, facts.checks.length
           ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect))))]
@@ -378,15 +384,15 @@ const NimbleViewer = (() => {
       const inner = (around, top) => {
         const rows = new Map();
         for (const box of children.get(around) || []) {
-          if (!isGroup(box)) { wide[box] = W; tall[box] = H; } else if (!open.has(box)) { wide[box] = W + 26; tall[box] = GROUP_H; }
+          if (!isGroup(box)) { wide[box] = W; tall[box] = H; } else if (!open.has(box)) { wide[box] = W + 62; tall[box] = GROUP_H; }
           const row = rows.get(graph.row[box]); if (row) row.push(box); else rows.set(graph.row[box], [box]);
         }
         let down = top, left = Infinity, right = -Infinity;
         for (const row of [...rows.keys()].sort((a, b) => a - b)) {
           const line = rows.get(row).sort((a, b) => graph.position[a] - graph.position[b] || a - b);
           const centres = spread(line.map((box) => (graph.position[box] / 100) * (W + GAP_X)), line.map((box) => wide[box]));
-          const high = Math.max(...line.map((box) => tall[box]));
-          line.forEach((box, at) => { x[box] = centres[at] - wide[box] / 2; y[box] = down + (high - tall[box]) / 2; left = Math.min(left, x[box]); right = Math.max(right, x[box] + wide[box]); });
+          const high = line.reduce((most, box) => Math.max(most, tall[box]), 0);
+          line.forEach((box, at) => { x[box] = centres[at] - wide[box] / 2; y[box] = down; left = Math.min(left, x[box]); right = Math.max(right, x[box] + wide[box]); });
           down += high + GAP_Y;
         }
         return { left, right, bottom: down - GAP_Y };
@@ -549,7 +555,7 @@ const NimbleViewer = (() => {
             if (stream >= 8) { paint.fillStyle = theme.stream(stream); paint.fillRect(x[call] + 3, y[call] + H / 2 - 8, 20, 16); }
             paint.fillStyle = ink(theme.stream(stream)); paint.fillText(String(stream), x[call] + 13, y[call] + H / 2 + 0.5);
             paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, calls.label[call], W - 40), x[call] + 34, y[call] + 13);
-            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${time(calls.cost[call])} · ${calls.module[call].split(".").slice(-2).join(".") || "model"}`, W - 40), x[call] + 34, y[call] + 27);
+            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${time(calls.cost[call])} · ${lastStep(calls.module[call])}`, W - 40), x[call] + 34, y[call] + 27);
           }
           if (onPath) { rounded(paint, x[call], y[call], W, H, 6); paint.strokeStyle = strong; paint.lineWidth = Math.max(2.2, floor); paint.stroke(); }
           if (call === state.call) { rounded(paint, x[call] - 3, y[call] - 3, W + 6, H + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
@@ -564,8 +570,9 @@ const NimbleViewer = (() => {
           for (const [stream, share] of [...tally].sort((a, b) => a[0] - b[0])) { const part = (room * share) / n; paint.fillStyle = streamFill(paint, stream); paint.fillRect(from, y[box] + tall[box] - 10, Math.max(part - 1, 0.5), 4); from += part; }
           if (s > 0.28) {
             paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}`, room), x[box] + 9, y[box] + 13);
-            const used = [...tally.keys()].sort((a, b) => a - b), alike = graph.alike[at] > 1 ? ` · 1 of ${graph.alike[at]} alike` : "";
-            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${count(n)} calls · stream${used.length > 1 ? "s" : ""} ${used.length > 4 ? `${used[0]}–${used[used.length - 1]}` : used.join(", ")}${alike}`, room), x[box] + 9, y[box] + 29);
+            const used = [...tally.keys()].sort((a, b) => a - b), alike = graph.alike[at] > 1 ? `, 1 of ${count(graph.alike[at])} alike` : "";
+            paint.fillStyle = soft; paint.font = `10.5px ${sans}`;
+            paint.fillText(cut(paint, `${count(n)} calls${alike} · stream${used.length > 1 ? "s" : ""} ${used.length > 2 ? `${used[0]}–${used[used.length - 1]}` : used.join(", ")}`, room), x[box] + 9, y[box] + 29);
           }
           if (state.call >= first && state.call <= last) { rounded(paint, x[box] - 3, y[box] - 3, wide[box] + 6, tall[box] + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
         }
@@ -702,19 +709,24 @@ const NimbleViewer = (() => {
           }
           context.restore();
           function drawSyncs(paint, wideness) {
-            const map = spansOf(run); let left_ = 1500;
-            paint.strokeStyle = theme.value("sync"); paint.setLineDash([4, 3]);
+            const map = spansOf(run), lines = [];
             owner.producer.forEach((u, at) => {
               const v = owner.consumer[at], a = map.get(u), b = map.get(v);
-              if (!a || !b || left_ <= 0) return;
+              if (!a || !b) return;
               const p = a[a.length - 1], c = b[0], end = run.start[p] + run.length[p], start = run.start[c];
-              if (Math.max(end, start) < view.from || Math.min(end, start) > view.to || (start - end) * perNs + 12 < 0) return;
-              left_--;
-              const chosen = u === state.call || v === state.call, xa = toX(end, wideness), xb = toX(start, wideness), ya = top + (run.lane[p] + 0.5) * tall, yb = top + (run.lane[c] + 0.5) * tall;
-              paint.lineWidth = chosen ? 2.5 : 1.3; paint.globalAlpha = chosen ? 1 : 0.75; paint.strokeStyle = chosen ? theme.value("select") : theme.value("sync");
-              paint.beginPath(); paint.moveTo(xa, ya); paint.lineTo(xb, yb); paint.stroke();
+              if (Math.max(end, start) >= view.from && Math.min(end, start) <= view.to) lines.push([u, v, p, c, end, start]);
             });
+            const reach = Math.min(toX(run.length_ns, wideness), wideness) - Math.max(toX(0, wideness), left), crowded = lines.length > Math.max(reach, 1);
+            paint.setLineDash([4, 3]);
+            for (const [u, v, p, c, end, start] of lines) {
+              const chosen = u === state.call || v === state.call;
+              if (crowded && !chosen) continue;
+              paint.lineWidth = chosen ? 2.5 : 1.3; paint.globalAlpha = chosen ? 1 : 0.75; paint.strokeStyle = chosen ? theme.value("select") : theme.value("sync");
+              paint.beginPath(); paint.moveTo(toX(end, wideness), top + (run.lane[p] + 0.5) * tall); paint.lineTo(toX(start, wideness), top + (run.lane[c] + 0.5) * tall); paint.stroke();
+            }
             paint.setLineDash([]); paint.globalAlpha = 1;
+            const free = Math.max(toX(run.length_ns, wideness), left) + 12;
+            if (crowded && wideness - free > 240) { paint.fillStyle = theme.value("sync"); paint.font = `11.5px ${sans}`; paint.textAlign = "left"; paint.textBaseline = "middle"; paint.fillText(`${count(lines.length)} synchronisations: zoom in to see them`, free, height / 2); }
           }
         }, height);
         body.append(section);
@@ -780,7 +792,7 @@ const NimbleViewer = (() => {
           drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
           el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), tool("To selection", "Zoom to the selected call in the last run", goTo),
           el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
-        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
         axisBox, body);
       onSelect.push((from) => reveal(from !== "timeline"));
       panes.timeline.onshow = () => reveal(true);

@@ -6,6 +6,7 @@ A column is packed as one of: ``[...]`` (numbers as they are), ``{"s": [...]}`` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,8 @@ def pack(column: Sequence[Any], strings: dict[str, int]) -> Any:
         return {"s": pack([strings.setdefault(text, len(strings)) for text in column], strings)}
     if len(column) > 2 and all(value == column[0] for value in column):
         return {"c": [column[0], len(column)]}
-    if all(b >= a for a, b in zip(column, column[1:], strict=False)):
-        return {"d": [column[0], *(b - a for a, b in zip(column, column[1:], strict=False))]}
+    if all(b >= a for a, b in itertools.pairwise(column)):
+        return {"d": [column[0], *(b - a for a, b in itertools.pairwise(column))]}
     return list(column)
 
 

@@ -30,9 +30,9 @@ def label_run(report: Report, name: str) -> str:
 def verdict(report: Report) -> str:
     """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
 
-    >>> from nimble_core.units import format_ratio
-    >>> format_ratio(2.312)
-    '2.31x'
+    ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
+    at 1.08x of the critical path; outputs equal eager's within tolerance."`` It is about ``report.chosen`` if that
+    was measured, else about the fastest replay.
     """
     doubts = _doubts(report)
     name = _best(report)
@@ -128,7 +128,7 @@ def _than(ratio: Ratio) -> str:
 
 
 def _mark(ratio: Ratio) -> str:
-    return "" if ratio.stable else "; unstable"
+    return "" if ratio.stable else ", unstable"
 
 
 def _doubts(report: Report) -> list[str]:
@@ -150,9 +150,7 @@ def _doubts(report: Report) -> list[str]:
 
 def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
     replayed = report.schedule(taken.name) is not None
-    distance = (
-        format_ratio(taken.median_ns / report.critical_path_ns) if replayed and report.critical_path_ns else ""
-    )
+    distance = format_ratio(taken.median_ns / report.critical_path_ns) if replayed and report.critical_path_ns else ""
     return {
         "name": taken.name,
         "label": label_run(report, taken.name),
@@ -244,5 +242,10 @@ def _warnings(report: Report) -> list[str]:
             found.append(f"timeline of {label_run(report, line.run)} is unreliable: {line.note or 'self-check failed'}")
     if not report.costs.reliable:
         found.append(f"costs are unreliable: {report.costs.seen} kernels seen, {report.costs.expected} expected")
+    found += [
+        f"{label_run(report, taken.name)} took less than the critical path: the calls' isolated costs are too high"
+        for taken in report.measurements
+        if report.schedule(taken.name) and taken.median_ns < (1 - SAME_BAND) * report.critical_path_ns
+    ]
     found += report.program.notes
     return list(dict.fromkeys(found))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from nimble_core.timeline import Lane, Span
 from nimble_viz.report import Report
 from nimble_viz.views.summary import label_run
 
@@ -52,7 +54,7 @@ def timelines(report: Report) -> list[dict[str, Any]]:
     return shown
 
 
-def _busy(lanes: Any, spans: Any) -> list[float]:
+def _busy(lanes: Sequence[Lane], spans: Sequence[Span]) -> list[float]:
     """Union of the spans of each lane; ``spans`` sorted by start."""
     busy, reached = [0.0] * len(lanes), [float("-inf")] * len(lanes)
     for span in spans:

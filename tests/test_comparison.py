@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Busy, Deep, Norms, Wide, make
+from torch import nn
+
+from nimble_core.devices.fake import FakeDevice
+from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError
+from nimble_core.options import Options
+from nimble_core.policies import nimble
+from nimble_viz.comparison import compare
+from nimble_viz.progress import Progress
+from nimble_viz.report import Report
+
+FAST = Options(budget_s=0.05)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def on_fake(model: Any, *args: Any, device: FakeDevice | None = None, **more: Any) -> Report:
+    return compare(model, *args, device=device or FakeDevice(), progress=Progress(), options=FAST, **more)
+
+
+class Spy(Progress):
+    """Remembers the steps; raises when the one called ``at`` begins, or at round ``round_``."""
+
+    def __init__(self, at: str = "", error: BaseException | None = None, round_: int = 0) -> None:
+        super().__init__()
+        self.at, self.error, self.round = at, error, round_
+        self.names: list[str] = []
+        self.finished = False
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Any]:
+        self.names.append(name)
+        with super().step(name) as step:
+            if name == self.at and not self.round:
+                raise self.error or KeyboardInterrupt
+            yield step
+
+    def advance(self, done: int, total: int) -> None:
+        if done == self.round:
+            raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_on_the_host() -> None:
+    model, x = Wide(branches=6, features=32), torch.randn(3, 32)
+    spy = Spy()
+    report = compare(model, x, progress=spy, options=FAST)
+    assert (report.model, report.dtype, report.batch, report.complete) == ("Wide", "float32", 3, True)
+    assert [taken.name for taken in report.measurements][:2] == ["eager", "single"]
+    names = {plan.policy for plan in report.schedules}
+    assert "single" in names
+    assert {taken.name for taken in report.measurements} == names | {"eager"}
+    assert {check.name for check in report.checks} == names
+    assert all(check.passed for check in report.checks), report.checks
+    assert report.chosen in names
+    for name in names:
+        ratio = report.ratio(name)
+        assert ratio is not None
+        assert ratio.value == report.measurement("eager").median_ns / report.measurement(name).median_ns
+        assert ratio.low <= ratio.high
+    assert len({len(taken.samples_ns) for taken in report.measurements}) == 1
+    for plan in report.schedules:
+        assert plan.counts.full >= plan.counts.meg >= plan.counts.planned >= 0
+        assert len(plan.stream) == len(report.program.calls)
+    assert report.schedule("single").streams == 1
+    steps = [step.name for step in report.preparation]
+    assert steps[:6] == ["warm-up", "record", "record again", "hazards", "capture single", "measure calls"]
+    assert all(step.seconds >= 0 for step in report.preparation)
+    assert "measure" not in steps
+    assert {"measure", "check equality", "watch replays", "profile eager", "eager memory"} <= set(spy.names)
+    assert spy.finished
+    assert report.environment is not None
+    assert report.timeline("single") is not None
+    assert report.timeline("eager") is not None
+    assert report.overhead is not None
+    assert len(report.costs.ns) == report.graph.size == len(report.program.calls)
+    assert sum(report.costs.ns[call] for call in report.critical_path) == pytest.approx(report.critical_path_ns)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_can_be_compared_and_stays_as_it_was(name: str) -> None:
+    model, args, kwargs = make(name)
+    tensors = [*(model.state_dict().values() if isinstance(model, nn.Module) else ())]
+    kept = [tensor.clone() for tensor in tensors]
+    state = torch.get_rng_state()
+    report = on_fake(model, *args, kwargs=kwargs)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.complete
+    for check in report.checks:
+        assert check.passed or "void" in check.reason, check
+    assert (name in VOID) == any("void" in check.reason for check in report.checks), report.checks
+
+
+VOID: set[str] = set()
+"""Cases whose outputs do not depend on their inputs enough."""
+
+
+def test_exact_times_on_a_fake_device() -> None:
+    device = FakeDevice(1000.0, overhead_ns_per_call=500.0)
+    model, x = Wide(branches=4), torch.randn(2, 16)
+    report = on_fake(device.eager(model), x, device=device)
+    calls = len(report.program.calls)
+    assert calls == 10  # four linears, four ReLUs, stack, sum
+    assert set(report.measurement("eager").samples_ns) == {calls * 1500.0}
+    assert set(report.measurement("single").samples_ns) == {calls * 1000.0}
+    assert set(report.measurement("nimble").samples_ns) == {4000.0}
+    assert report.ratio("nimble").value == 3.75
+    assert report.ratio("nimble", "single").value == 2.5
+    assert report.ratio("nimble").stable
+    assert report.chosen == "nimble"
+    assert report.critical_path_ns == 4000.0
+    assert report.schedule("nimble").streams == 4
+    counts = report.schedule("nimble").counts
+    assert (counts.meg, counts.planned) == (9, 3 + 0)
+    assert report.schedule("single").counts.planned == 0
+
+
+def test_a_narrow_model_needs_one_stream() -> None:
+    report = on_fake(Deep(), torch.randn(2, 8))
+    assert report.schedule("nimble").streams == 1
+    assert report.schedule("nimble").counts.planned == 0
+
+
+def test_a_policy_of_the_users_own() -> None:
+    def own(graph: Any, costs: Any) -> Any:
+        from dataclasses import replace
+
+        return replace(nimble(graph, costs), policy="own")
+
+    report = compare(
+        Wide(), torch.randn(2, 16), options=Options(policy=own, budget_s=0.05), device=FakeDevice(), progress=Progress()
+    )
+    assert [plan.policy for plan in report.schedules] == ["single", "own"]
+    single = compare(
+        Wide(), torch.randn(2, 16), options=Options(policy="single"), device=FakeDevice(), progress=Progress()
+    )
+    assert [plan.policy for plan in single.schedules] == ["single"]
+
+
+# -- the model stays as it was -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, "fake"])
+def test_the_model_is_left_as_it_was(device: str | None) -> None:
+    model, x = Busy().train(), torch.randn(4, 3)
+    tensors = [*model.state_dict().values(), model.tensor, x]
+    identities = [id(tensor) for tensor in model.buffers()]
+    kept = [tensor.clone() for tensor in tensors]
+    state, drawn = torch.get_rng_state(), random.getstate()
+    chosen = FakeDevice() if device else None
+    report = compare(model, x, options=FAST, progress=Progress(), device=chosen)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+    assert [id(tensor) for tensor in model.buffers()] == identities
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == drawn
+    assert (model.history, model.table, model.number, model.gone) == ([1], {"a": 1}, 1, "here")
+    assert not hasattr(model, "fresh")
+    assert any("history" in warning for warning in report.warnings)
+
+
+def test_batch_norm_in_training_mode() -> None:
+    model, x = Norms().train(), torch.randn(4, 3, 6, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = compare(model, x, options=FAST, progress=Progress())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert all(check.passed for check in report.checks)
+
+
+# -- checks that cannot be void ------------------------------------------------------------------------------------
+
+
+def test_an_output_that_does_not_depend_on_the_input() -> None:
+    report = on_fake(lambda x: (x * 0).sum() + torch.ones(3), torch.randn(4))
+    assert not any(check.passed for check in report.checks)
+    assert any("void" in warning for warning in report.warnings)
+
+
+def test_outputs_that_are_not_numbers() -> None:
+    report = on_fake(lambda x: x * float("nan"), torch.randn(4))
+    assert not any(check.passed for check in report.checks)
+    assert any("not finite" in warning for warning in report.warnings)
+    assert report.complete
+
+
+def test_a_replay_that_is_wrong_is_found() -> None:
+    class Wrong(FakeDevice):
+        def capture(self, recording: Any, schedule: Any, inputs: Any) -> Any:
+            made = super().capture(recording, schedule, inputs)
+            run = made.run
+            made.run = lambda inputs, static=False: [out + 1 for out in run(inputs)]  # type: ignore[method-assign]
+            return made
+
+    report = on_fake(Wide(), torch.randn(2, 16), device=Wrong())
+    assert not any(check.passed for check in report.checks)
+    assert any("differ from eager" in warning for warning in report.warnings)
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------
+
+STEPS = [
+    "warm-up", "record", "record again", "hazards", "capture single", "measure calls", "schedule", "capture nimble",
+    "measure", "check equality", "watch replays", "profile eager", "eager memory",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["fake", "cpu"])
+@pytest.mark.parametrize("at", STEPS)
+def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
+    model, x = Norms().train(), torch.randn(2, 3, 4, 4)
+    model = nn.ModuleDict({"a": model}).a
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    spy = Spy(at)
+    chosen = FakeDevice() if device == "fake" else None
+
+    def run() -> Report:
+        return compare(model, x, options=Options(policy="nimble", budget_s=0.05), progress=spy, device=chosen)
+
+    if STEPS.index(at) <= STEPS.index("hazards"):
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    else:
+        report = run()
+        reached = at in spy.names
+        assert report.complete == (not reached)
+        if not reached:
+            assert at in ("profile eager", "capture nimble")
+        assert [step.name for step in report.preparation][:3] == ["warm-up", "record", "record again"]
+        measured = STEPS.index(at) > STEPS.index("measure")
+        assert bool(report.measurements) == measured or not reached
+        assert report.chosen in {"", *(plan.policy for plan in report.schedules)}
+        assert len(report.critical_path) >= 1
+    assert spy.finished
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_interruption_of_the_timing_keeps_the_rounds() -> None:
+    spy = Spy("measure", round_=3)
+    report = compare(Wide(), torch.randn(2, 16), options=FAST, progress=spy, device=FakeDevice())
+    assert not report.complete
+    assert {len(taken.samples_ns) for taken in report.measurements} == {3}
+    assert "check equality" not in spy.names
+
+
+@pytest.mark.parametrize("at", STEPS[:2] + STEPS[4:6] + STEPS[8:10])
+def test_an_error_passes_through_and_frees_the_engines(at: str) -> None:
+    closed: list[str] = []
+
+    class Watched(FakeDevice):
+        def capture(self, recording: Any, schedule: Any, inputs: Any) -> Any:
+            made = super().capture(recording, schedule, inputs)
+            real = made.close
+            made.close = lambda: (closed.append(schedule.policy), real())  # type: ignore[method-assign]
+            return made
+
+    spy = Spy(at, RuntimeError("boom"))
+    with pytest.raises(RuntimeError, match="boom"):
+        compare(Wide(), torch.randn(2, 16), options=FAST, progress=spy, device=Watched())
+    assert spy.finished
+    expected = {0: [], 1: [], 4: [], 5: ["single"]}.get(STEPS.index(at), ["nimble", "single"])
+    assert sorted(set(closed)) == expected
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_what_this_version_does_not_do() -> None:
+    x = torch.randn(2, 16)
+    for more in ({"target": x}, {"loss_fn": nn.MSELoss()}, {"optimizer": object()}):
+        with pytest.raises(InputError, match="training"):
+            compare(Wide(), x, **more)
+    with pytest.raises(InputError, match="'inductor'"):
+        compare(Wide(), x, against=("inductor",))
+
+
+def test_bad_input() -> None:
+    x = torch.randn(2, 16)
+    with pytest.raises(InputError, match="expected a torch.nn.Module or a function, given type Wide itself"):
+        compare(Wide, x)
+    with pytest.raises(InputError, match="given int"):
+        compare(3, x)
+    with pytest.raises(InputError, match="no tensor"):
+        compare(Wide())
+    with pytest.raises(InputError, match="mixed devices"):
+        compare(Wide(), x, x.to("meta"))
+    with pytest.raises(InputError, match="only cuda and cpu"):
+        compare(torch.sin, x.to("meta"))
+    with pytest.raises(InputError, match="no policy"):
+        compare(Wide(), x, options=Options(policy="nonsense"), progress=Progress())
+    with pytest.raises(RuntimeError):  # the model's own complaint
+        compare(Wide(), torch.randn(2, 5), progress=Progress())
+
+
+def test_models_that_are_not_static() -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    def draws(x: torch.Tensor) -> torch.Tensor:
+        return x + random.random()
+
+    x = torch.randn(3)
+    with pytest.raises(CaptureError, match="_local_scalar_dense") as caught:
+        on_fake(reads, x)
+    assert "test_comparison.py" in caught.value.where
+    with pytest.raises(NotStaticError, match="other="):
+        on_fake(draws, x)
+
+
+def test_a_limit_on_memory() -> None:
+    with pytest.raises(DeviceError, match="memory_limit"):
+        compare(Wide(), torch.randn(2, 16), options=Options(memory_limit=0), progress=Progress())

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from importlib import resources
+
+import pytest
+from sample_reports import CASES, HOSTILE, sample_report
+
+from nimble_viz.export.html import embed_json, fragment, page, plain_summary
+from nimble_viz.views import verdict
+
+
+class _Tags(HTMLParser):
+    """Collects start tags with their attributes, as a browser would see them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def _data(text: str):
+    return json.loads(re.search(r'<script type="application/json" id="nimble-data">(.*?)</script>', text, re.S)[1])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_page_is_self_contained(name):
+    report = CASES[name]()
+    text = page(report)
+    tags = _Tags(text).tags
+    assert [tag for tag, _ in tags].count("script") == 3
+    assert not [tag for tag, _ in tags if tag in {"img", "object", "embed", "iframe"}]
+    assert not [attrs["src"] for _, attrs in tags if "src" in attrs]
+    assert [attrs["href"] for _, attrs in tags if "href" in attrs] == ["data:,"]
+    assert "default-src 'none'" in text
+    assert _data(text)["summary"]["verdict"] == verdict(report)
+    assert len(text.encode()) < 6_000_000
+
+
+def test_viewer_is_at_most_300_kb():
+    files = resources.files("nimble_viz.viewer")
+    sizes = [len((files / name).read_bytes()) for name in ("viewer.js", "viewer.css", "template.html")]
+    assert sum(sizes) <= 300 * 1024
+
+
+def test_fragment_is_a_sandboxed_frame_with_readable_text():
+    report = sample_report(1_000)
+    text = fragment(report)
+    frame = next(attrs for tag, attrs in _Tags(text).tags if tag == "iframe")
+    assert frame["sandbox"] == "allow-scripts"
+    assert frame["srcdoc"] == page(report)
+    outside = text.split("</iframe>")[1]
+    assert html.escape(verdict(report)) in outside
+    assert "<pre>" in outside
+    assert "<script" not in outside
+    assert len(text.encode()) <= 1_000_000
+
+
+def test_hostile_names_stay_text():
+    report = CASES["hostile"]()
+    for text in (page(report), fragment(report)):
+        assert "<img src=x" not in text
+        assert "<script>window.hacked" not in text
+    assert _data(page(report))["summary"]["model"] == HOSTILE
+
+
+@pytest.mark.parametrize("value", ["</script>", "<!--", "<script", "\u2028\u2029"])
+def test_embedded_json_cannot_end_its_element(value):
+    text = embed_json({value: value})
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert "\u2029" not in text
+    assert json.loads(text) == {value: value}
+
+
+def test_plain_summary_shows_the_four_counts():
+    text = plain_summary(sample_report(60))
+    assert verdict(sample_report(60)) in text
+    for word in ("full ", "MEG ", "planned ", "emitted ", "Critical path"):
+        assert word in text
+    assert "emitted not read" in plain_summary(sample_report(60, device="cpu"))

@@ -1,0 +1,556 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Busy, Deep, Norms, Shared, Wide, make
+from torch import nn
+
+from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
+from nimble_core.nimble import Nimble
+from nimble_core.options import Options
+from nimble_core.record import other_values
+from nimble_core.signature import Signature
+from nimble_core.structure import builder, flatten
+
+QUICK = Options(tune="off")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def close(a: Any, b: Any) -> None:
+    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# -- equal to eager ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_replay_equals_eager(name: str, policy: str) -> None:
+    model, args, kwargs = make(name)
+    eager = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+    signature = Signature(args, kwargs)
+    net = Nimble(model, Options(tune="off", policy=policy)).prepare(*args, **kwargs)
+    for seed in (3, 4, 3):
+        mine, theirs = (builder(signature.structure)(other_values(signature.tensors, seed=seed)) for _ in range(2))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            expected = eager(*theirs[0], **theirs[1])
+        torch.manual_seed(seed)
+        close(net(*mine[0], **mine[1]), expected)
+        close(mine, theirs)  # inputs that the model writes
+    if isinstance(model, nn.Module):
+        close(list(model.state_dict().values()), list(eager.state_dict().values()))
+    net.close()
+
+
+def test_the_measured_choice_equals_eager() -> None:
+    model, x = Wide(), torch.randn(2, 16)
+    net = Nimble(model).prepare(x)
+    (engine,) = net.engines
+    assert engine.schedule.policy in ("single", "nimble")
+    assert set(engine.seconds) >= {"warm-up", "record", "record again", "hazards", "capture", "schedule", "choose"}
+    close(net(x + 1), model(x + 1))
+    assert "prepared: args[0]" in repr(net)
+    net.close()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_outputs_do_not_require_grad_in_any_mode(grad: bool) -> None:
+    model, x = Deep(), torch.randn(2, 8, requires_grad=True)
+    net = Nimble(model, QUICK).prepare(x)
+    with torch.set_grad_enabled(grad):
+        out = net(x)
+        assert torch.is_grad_enabled() == grad
+    assert not out.requires_grad
+    with torch.inference_mode():
+        close(net(x), model(x))
+    with torch.inference_mode():
+        y = x * 2
+    close(net(y), model(x.detach() * 2))
+    net.close()
+
+
+def test_preparing_inside_inference_mode() -> None:
+    model, x = Deep(), torch.randn(2, 8)
+    with torch.inference_mode():
+        net = Nimble(model, QUICK).prepare(x)
+        close(net(x), model(x))
+    close(net(x + 1), model(x + 1))
+    net.close()
+
+
+def test_other_memory_layouts_of_the_inputs() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1) * 2 + x.t().reshape(-1)
+
+    net = Nimble(forward, QUICK).prepare(torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    close(net(x.t()), forward(x.t()))
+    wide = torch.randn(4, 8)
+    close(net(wide[:, ::2]), forward(wide[:, ::2]))
+    one = torch.randn(1, 4).expand(4, 4)
+    close(net(one), forward(one))
+    net.prepare(one)
+    close(net(x), forward(x))
+    net.close()
+
+
+def test_inputs_that_start_inside_their_memory() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x.view(2, 1, 2)
+        y.squeeze_(1)
+        y.t_()
+        return y * torch.tensor([[1.0], [2.0]])
+
+    base = torch.arange(12.0).view(3, 4)
+    net = Nimble(forward, QUICK).prepare(base[0])
+    close(net(base[2]), forward(base[2]))
+    net.prepare(base[1])
+    close(net(base[0].clone()), forward(base[0]))
+    net.close()
+
+
+def test_a_written_input_of_another_layout() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1).reshape(-1) * 2
+
+    net = Nimble(forward, QUICK).prepare(torch.zeros(2, 3))
+    mine, theirs = torch.arange(6.0).view(3, 2).t(), torch.arange(6.0).view(3, 2).t()
+    close(net(mine), forward(theirs))
+    close(mine, theirs)
+    net.close()
+
+
+def test_a_tensor_given_twice() -> None:
+    net = Nimble(lambda a, b: a * 2 + b, QUICK)
+    x, y = torch.randn(3), torch.randn(3)
+    net.prepare(x, x)
+    close(net(y, y), y * 3)
+    with pytest.raises(InputError, match="the same tensor as"):
+        net(x, y)
+    net.prepare(x, y)
+    close(net(x, y), x * 2 + y)
+    close(net(y, y), y * 3)
+    net.close()
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+def test_outputs_survive_later_calls(policy: str) -> None:
+    model = Wide()
+    net = Nimble(model, Options(tune="off", policy=policy)).prepare(torch.randn(2, 16))
+    inputs = [torch.randn(2, 16) for _ in range(4)]
+    outputs = [net(x) for x in inputs]
+    for x, out in zip(inputs, outputs, strict=True):
+        close(out, model(x))
+    assert len({out.data_ptr() for out in outputs}) == 4
+    net.close()
+
+
+def test_outputs_that_alias_inputs_or_parameters_are_copies() -> None:
+    for name in ("returns_input", "returns_parameter", "constant_written", "no_calls"):
+        model, args, kwargs = make(name)
+        net = Nimble(model, QUICK).prepare(*args, **kwargs)
+        first = flatten(net(*args, **kwargs))[0]
+        kept = [tensor.clone() for tensor in first]
+        net(*[arg + 1 for arg in args])
+        args[0].add_(5)
+        close(first, kept)
+        net.close()
+
+
+def test_static_outputs() -> None:
+    model, x = Wide(), torch.randn(2, 16)
+    net = Nimble(model, Options(tune="off", outputs="static")).prepare(x)
+    close(net(x), model(x))
+    close(net(x + 1), model(x + 1))
+    net.close()
+
+
+# -- a module like the wrapped one ---------------------------------------------------------------------------------
+
+
+def test_parameters_and_state_are_the_models_own() -> None:
+    model = Norms().eval()
+    net = Nimble(model, QUICK)
+    assert list(net.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(net.parameters(), model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(net.buffers(), model.buffers(), strict=True))
+    assert [name for name, _ in net.named_modules()][1:] == [name for name, _ in model.named_modules()][1:]
+    assert net.convolution is model.convolution
+    assert isinstance(net, nn.Module)
+    before = copy.deepcopy(model.__dict__)
+    net.prepare(torch.randn(1, 3, 4, 4))
+    assert model.__dict__.keys() == before.keys()
+    assert type(model) is Norms
+    model.register_buffer("later", torch.ones(1))
+    assert "later" in net.state_dict()
+    net.close()
+
+
+def test_attributes_are_passed_through() -> None:
+    model = Wide()
+    model.note = "hello"
+    net = Nimble(model)
+    assert net.note == "hello"
+    assert net.branches is model.branches
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = net.nothing
+
+
+def test_a_function_can_be_wrapped() -> None:
+    net = Nimble(torch.sin, QUICK).prepare(torch.ones(2))
+    close(net(torch.zeros(2)), torch.zeros(2))
+    assert list(net.parameters()) == []
+    assert net.state_dict() == {}
+    net.eval()
+    net.train()
+    net.close()
+
+
+def test_live_weights() -> None:
+    model, x = Wide(), torch.randn(2, 16)
+    net = Nimble(model, QUICK).prepare(x)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    model(x).sum().backward()
+    optimizer.step()
+    close(net(x), model(x))
+    with torch.no_grad():
+        model.branches[0].weight.mul_(3)
+    close(net(x), model(x))
+    model.branches[1].bias.data.fill_(7)
+    close(net(x), model(x))
+    other = Wide()
+    net.load_state_dict(other.state_dict())
+    close(net(x), other(x))
+    close(model(x), other(x))
+    net.close()
+
+
+def test_live_buffers_in_training_mode() -> None:
+    model = Norms().train()
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 3, 4, 4)
+    net = Nimble(model, QUICK).prepare(x)
+    close(list(model.state_dict().values()), list(twin.state_dict().values()))
+    for turn in range(3):
+        close(net(x + turn), twin(x + turn))
+    close(list(model.state_dict().values()), list(twin.state_dict().values()))
+    assert int(model.norm.num_batches_tracked) == 3
+    net.close()
+
+
+def test_training_and_evaluation_have_their_own_engines() -> None:
+    model = Norms().eval()
+    x = torch.randn(4, 3, 4, 4)
+    net = Nimble(model, QUICK).prepare(x)
+    assert net.training is False
+    net.train()
+    assert model.training
+    assert net.training
+    with pytest.raises(InputError, match="training mode.*prepared in evaluation"):
+        net(x)
+    net.prepare(x)
+    assert len(net.engines) == 2
+    net.eval()
+    assert not model.norm.training
+    close(net(x), model(x))
+    model.train()
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(x)
+    close(net(x), expected)
+    net.close()
+
+
+@pytest.mark.parametrize("move", [lambda net: net.half(), lambda net: net.to(torch.float64), lambda net: net.double()])
+def test_moving_the_parameters_closes_the_engines(move: Any) -> None:
+    model, x = Deep(), torch.randn(2, 8)
+    net = Nimble(model, QUICK).prepare(x)
+    assert move(net) is net
+    assert net.engines == ()
+    assert next(model.parameters()).dtype != torch.float32
+    assert next(net.parameters()) is next(model.parameters())
+    with pytest.raises(InputError, match="nothing is prepared"):
+        net(x)
+    x = x.to(next(model.parameters()).dtype)
+    close(net.prepare(x)(x), model(x))
+    net.close()
+
+
+def test_copies_start_unprepared() -> None:
+    model, x = Deep(), torch.randn(2, 8)
+    net = Nimble(model, Options(tune="off", outputs="static")).prepare(x)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert isinstance(twin, Nimble)
+        assert twin.engines == ()
+        assert list(twin.state_dict()) == list(model.state_dict())
+        assert next(twin.parameters()) is not next(net.parameters())
+        close(twin.prepare(x)(x), model(x))
+        twin.close()
+    close(net(x), model(x))
+    net.close()
+
+
+def test_hooks_run_as_they_did_when_recorded() -> None:
+    model, x = Deep(), torch.randn(2, 8)
+    model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
+    net = Nimble(model, QUICK).prepare(x)
+    close(net(x + 1), model(x + 1))
+    seen: list[int] = []
+    net.register_forward_hook(lambda *_: seen.append(1))
+    net(x)
+    assert seen == [1]
+    net.close()
+
+
+def test_inside_another_module() -> None:
+    model, x = Deep(), torch.randn(2, 8)
+    outer = nn.Sequential(Nimble(model, QUICK).prepare(x), nn.Linear(8, 2))
+    close(outer(x), outer[1](model(x)))
+    assert set(outer.state_dict()) == {f"0.{k}" for k in model.state_dict()} | {"1.weight", "1.bias"}
+    outer[0].close()
+
+
+# -- signatures ----------------------------------------------------------------------------------------------------
+
+
+def test_several_signatures() -> None:
+    model = Wide()
+    net = Nimble(model, QUICK)
+    for batch in (1, 2, 3):
+        assert net.prepare(torch.randn(batch, 16)) is net
+    assert len(net.engines) == 3
+    for batch in (3, 1, 2, 2):
+        x = torch.randn(batch, 16)
+        close(net(x), model(x))
+    net.prepare(torch.randn(2, 16))
+    assert len(net.engines) == 3
+    with pytest.raises(InputError, match=r"args\[0\]: expected float32\[2, 16\].*given float32\[4, 16\]") as caught:
+        net(torch.randn(4, 16))
+    assert "prepared: args[0]" in caught.value.where
+    with pytest.raises(InputError, match="positional"):
+        net()
+    net.close()
+
+
+def test_keyword_inputs() -> None:
+    model, args, kwargs = make("attention_masked")
+    net = Nimble(model, QUICK).prepare(*args, **kwargs)
+    with pytest.raises(InputError, match="key_padding_mask"):
+        net(*args)
+    with pytest.raises(InputError, match="need_weights"):
+        net(*args, **kwargs, need_weights=False)
+    net.close()
+
+
+@pytest.mark.parametrize("answer", ["eager", "prepare"])
+def test_other_shapes(answer: Any) -> None:
+    model = Wide()
+    net = Nimble(model, Options(tune="off", on_new_shape=answer)).prepare(torch.randn(1, 16))
+    x = torch.randn(5, 16)
+    close(net(x), model(x))
+    assert len(net.engines) == (2 if answer == "prepare" else 1)
+    close(net(x), model(x))
+    net.close()
+    assert net.engines == ()
+    close(net(x), model(x))
+    net.close()
+
+
+def test_closing() -> None:
+    net = Nimble(Deep(), QUICK)
+    x = torch.randn(2, 8)
+    with pytest.raises(InputError, match="nothing is prepared"):
+        net(x)
+    net.close()
+    net.prepare(x)
+    (engine,) = net.engines
+    net.close()
+    net.close()
+    with pytest.raises(InputError, match="nothing is prepared"):
+        net(x)
+    with pytest.raises(DeviceError, match="closed"):
+        engine.plan.executable.run([x])
+    engine.plan.executable.close()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [3, "model", None, nn.Linear, [nn.Linear(1, 1)]])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(InputError, match="Nimble takes"):
+        Nimble(model)
+
+
+def test_bad_preparations() -> None:
+    net = Nimble(Deep(), QUICK)
+    with pytest.raises(InputError, match="training=True"):
+        net.prepare(torch.randn(1, 8), training=True)
+    with pytest.raises(InputError, match="no tensor"):
+        net.prepare()
+    with pytest.raises(InputError, match="mixed devices"):
+        net.prepare(torch.randn(1, 8), torch.randn(1, device="meta"))
+    with pytest.raises(InputError, match="mixed devices: parameter"):
+        net.prepare(torch.randn(1, 8, device="meta"))
+    with pytest.raises(InputError, match="only cuda and cpu"):
+        Nimble(torch.sin).prepare(torch.randn(1, device="meta"))
+    with pytest.raises(InputError, match="no policy 'nonsense'"):
+        Nimble(Deep(), Options(policy="nonsense")).prepare(torch.randn(1, 8))
+    with pytest.raises(DeviceError, match="memory_limit"):
+        Nimble(Wide(), Options(tune="off", memory_limit=0)).prepare(torch.randn(2, 16))
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) if x.detach().numpy()[0] > 1.9 else torch.tanh(x)
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(random.randrange(1000)):
+            x = x + 1
+        return x
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("the model's own error")
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        (Reads(), CaptureError, "_local_scalar_dense"),
+        (Draws(), NotStaticError, "calls in one run"),
+        (Fails(), KeyError, "the model's own error"),
+    ],
+)
+def test_an_error_leaves_earlier_engines_usable(model: nn.Module, error: type[Exception], words: str) -> None:
+    switch = {"model": torch.sin}
+    net = Nimble(lambda x: switch["model"](x), QUICK)
+    x = torch.linspace(2, 0, 6)
+    net.prepare(x)
+    switch["model"] = model
+    state = random.getstate()
+    with pytest.raises(error, match=words):
+        net.prepare(torch.randn(3, 4))
+    assert random.getstate() == state
+    close(net(x), torch.sin(x))
+    assert len(net.engines) == 1
+    net.close()
+
+
+def test_a_branch_that_torch_does_not_show() -> None:
+    net = Nimble(Branches(), QUICK)
+    with pytest.raises(NotStaticError, match="relu.*tanh"):
+        net.prepare(torch.linspace(2, 0, 60))
+
+
+def test_preparing_leaves_everything_as_it_was() -> None:
+    model = Busy().train()
+    x = torch.randn(4, 3)
+    tensors = [*model.state_dict().values(), model.tensor, x]
+    kept = [tensor.clone() for tensor in tensors]
+    state, drawn = torch.get_rng_state(), random.getstate()
+    for options in (QUICK, Options(tune="fast", budget_s=0.1)):
+        net = Nimble(model, options).prepare(x)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert random.getstate() == drawn
+        assert (model.history, model.table, model.number, model.gone) == ([1], {"a": 1}, 1, "here")
+        assert "history" in net.engines[0].notes[0]
+        net.close()
+
+
+def test_values_from_numpy_are_captured_as_a_whole_or_refused() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.detach().numpy() * 2)
+
+    net = Nimble(forward, QUICK).prepare(torch.randn(3))
+    x = torch.randn(3)
+    close(net(x), x * 3)
+    assert "captured as a whole" in net.engines[0].notes[-1]
+    net.close()
+    with pytest.raises(CaptureError, match="no call that was seen"):
+        Nimble(forward, Options(strict=True)).prepare(torch.randn(3))
+
+
+def test_a_compiled_submodule() -> None:
+    inner = Deep()
+    compiled = torch.compile(inner, backend="aot_eager")
+    x = torch.randn(2, 8)
+    net = Nimble(lambda x: compiled(x) * 2, QUICK).prepare(x)
+    close(net(x + 1), inner(x + 1) * 2)
+    net.close()
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+def test_calls_from_many_threads(policy: str) -> None:
+    model = Wide()
+    net = Nimble(model, Options(tune="off", policy=policy)).prepare(torch.randn(2, 16))
+    errors: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(50):
+                x = torch.randn(2, 16, generator=generator)
+                try:
+                    if not torch.allclose(net(x), model(x), atol=1e-5):
+                        errors.append(f"thread {seed}: other values")
+                except NimbleError as error:
+                    errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads)
+    net.close()
+
+
+def test_tied_weights_in_state_dict() -> None:
+    model = Shared()
+    net = Nimble(model, QUICK).prepare(torch.randint(0, 11, (2, 3)))
+    assert list(net.state_dict()) == list(model.state_dict())
+    net.close()
+
+
+def test_hugging_face_outputs() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=50)
+    model = BertModel(config).eval()
+    ids, mask = torch.randint(0, 50, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    net = Nimble(model, QUICK).prepare(ids, attention_mask=mask)
+    other = torch.randint(0, 50, (2, 6))
+    out, expected = net(other, attention_mask=mask), model(other, attention_mask=mask)
+    assert type(out) is type(expected)
+    assert list(out.keys()) == list(expected.keys())
+    close(out.last_hidden_state, expected.last_hidden_state)
+    close(out[1], expected.to_tuple()[1])
+    net.close()

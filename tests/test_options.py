@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from nimble_core.errors import InputError, NimbleError
+from nimble_core.options import Options
+
+
+def test_defaults() -> None:
+    options = Options()
+    assert (options.policy, options.outputs, options.on_new_shape, options.strict) == ("auto", "copy", "error", False)
+    assert options == Options()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fuse", "inductor"),
+        ("tune", "slow"),
+        ("tune", None),
+        ("outputs", "both"),
+        ("on_new_shape", "ignore"),
+        ("max_streams", 0),
+        ("max_streams", -1),
+        ("budget_s", -1.0),
+        ("budget_s", float("nan")),
+        ("memory_limit", -1),
+    ],
+)
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=name) as caught:
+        Options(**{name: value})
+    assert caught.value.fix
+    assert isinstance(caught.value, (NimbleError, ValueError))
+    with pytest.raises(InputError):
+        replace(Options(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_streams", None), ("max_streams", 1), ("budget_s", 0), ("memory_limit", 0), ("policy", len)],
+)
+def test_good_values(name: str, value: Any) -> None:
+    assert getattr(Options(**{name: value}), name) == value
+
+
+def test_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Options().strict = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_streams", "4"), ("budget_s", "1"), ("memory_limit", "1GB"), ("policy", 3)]
+)
+def test_a_value_of_the_wrong_type_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=name):
+        Options(**{name: value})

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+
+from nimble_core.errors import InputError
+from nimble_core.signature import Signature
+
+X = torch.zeros(2, 3)
+
+
+def refused(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    assert signature.bind(args, kwargs) is None
+    return signature.explain(args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((torch.zeros(2, 4), X), {"m": X}, ["args[0]", "float32[2, 3] on cpu", "float32[2, 4] on cpu"]),
+        ((X, torch.zeros(2)), {"m": X}, ["args[1]", "[2, 3]", "[2]"]),
+        ((X.double(), X), {"m": X}, ["args[0]", "expected float32", "given float64"]),
+        ((X, X.to("meta")), {"m": X}, ["args[1]", "on cpu", "on meta"]),
+        ((X,), {"m": X}, ["expected 2 positional", "given 1"]),
+        ((X, X, X), {"m": X}, ["expected 2 positional", "given 3"]),
+        ((X, X), {}, ["expected keyword 'm'"]),
+        ((X, X), {"m": X, "n": X}, ["keyword 'n' given"]),
+        ((X, X), {"n": X}, ["'m'", "'n'"]),
+        ((X, 3), {"m": X}, ["args[1]", "expected a tensor", "given 3"]),
+        ((X, None), {"m": X}, ["args[1]", "expected a tensor", "given None"]),
+        ((X, [X]), {"m": X}, ["args[1]", "expected a tensor", "given list"]),
+        ((X, X), {"m": {"a": X}}, ["kwargs['m']", "expected a tensor", "given dict"]),
+    ],
+)
+def test_flat_inputs_that_do_not_fit_are_explained(args: Any, kwargs: Any, words: list[str]) -> None:
+    text = refused(Signature((X.clone(), X.clone()), {"m": X.clone()}), args, kwargs)
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (({"a": X, "b": [X, 2]}, 5), ["args[1]", "expected 4", "given 5"]),
+        (({"a": X, "b": [X, 3]}, 4), ["args[0]['b'][1]", "expected 2", "given 3"]),
+        (({"a": X, "b": [X, 2, X]}, 4), ["args[0]['b']", "expected", "given"]),
+        (({"a": X, "b": (X, 2)}, 4), ["args[0]['b']", "expected list", "given tuple"]),
+        (({"a": X, "c": [X, 2]}, 4), ["args[0]", "expected keys ['a', 'b']", "given ['a', 'c']"]),
+        (({"a": X, "b": [torch.zeros(3), 2]}, 4), ["args[0]['b'][0]", "[2, 3]", "[3]"]),
+        ((X, 4), ["args[0]", "expected dict", "given a tensor"]),
+    ],
+)
+def test_nested_inputs_that_do_not_fit_are_explained(args: Any, words: list[str]) -> None:
+    signature = Signature(({"a": X.clone(), "b": [X.clone(), 2]}, 4), {})
+    text = refused(signature, args, {})
+    for word in words:
+        assert word in text
+    assert signature.bind(({"a": X, "b": [X, 2]}, 4), {}) is not None
+
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool])
+tensors = st.builds(lambda shape, dtype: torch.zeros(shape, dtype=dtype), shapes, dtypes)
+
+
+@given(st.lists(tensors, min_size=1, max_size=3), st.lists(tensors, min_size=1, max_size=3), st.booleans())
+def test_bind_takes_exactly_equal_shapes_and_dtypes(a: list[Any], b: list[Any], nested: bool) -> None:
+    def wrap(values: list[Any]) -> tuple[Any, ...]:
+        return (values,) if nested else tuple(values)
+
+    signature = Signature(wrap(a), {})
+    fits = [(x.shape, x.dtype) for x in a] == [(x.shape, x.dtype) for x in b]
+    bound = signature.bind(wrap(b), {})
+    assert (bound is not None) == fits
+    if bound is None:
+        assert "no difference" not in signature.explain(wrap(b), {})
+    else:
+        assert all(x is y for x, y in zip(bound, b, strict=True))
+
+
+def test_keywords_in_another_order() -> None:
+    a, b = torch.zeros(1), torch.zeros(1)
+    signature = Signature((), {"a": X, "b": X[0]})
+    bound = signature.bind((), {"b": X[1], "a": X})
+    assert bound is not None
+    assert bound[0] is X
+    flags = Signature((a,), {"flag": True, "b": b})
+    assert flags.bind((b,), {"b": a, "flag": True}) == [b, a]
+    assert "kwargs['flag']" in refused(flags, (a,), {"b": b, "flag": False})
+
+
+def test_a_tensor_given_twice_has_to_be_given_twice_again() -> None:
+    a, b = torch.zeros(1), torch.zeros(1)
+    signature = Signature((a, a), {})
+    assert signature.bind((b, b), {}) is not None
+    assert "args[1]: expected the same tensor as args[0]" in refused(signature, (a, b), {})
+    apart = Signature((a, b), {})
+    assert apart.bind((b, b), {}) is not None
+    nested = Signature(([a, a],), {"c": a})
+    assert nested.bind(([b, b],), {"c": b}) is not None
+    assert "kwargs['c']" in refused(nested, ([b, b],), {"c": a})
+
+
+@pytest.mark.parametrize("args", [(), (1, "a"), ([],), ({},)])
+def test_no_tensor_is_an_error(args: Any) -> None:
+    with pytest.raises(InputError, match="no tensor"):
+        Signature(args, {})
+
+
+def test_mixed_devices_are_an_error_with_both_paths() -> None:
+    with pytest.raises(InputError, match=r"args\[0\] is on cpu, kwargs\['y'\] on meta"):
+        Signature((X,), {"y": X.to("meta")})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [lambda: X.to_sparse(), lambda: X.to_mkldnn(), lambda: torch.eye(3).to_sparse_csr()])
+def test_inputs_that_are_not_dense_are_an_error(make: Any) -> None:
+    with pytest.raises(InputError, match=r"kwargs\['x'\].*dense"):
+        Signature((X,), {"x": make()})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_quantized_inputs_are_an_error() -> None:
+    with pytest.raises(InputError, match=r"args\[0\]"):
+        Signature((torch.quantize_per_tensor(X, 0.1, 0, torch.quint8),), {})
+
+
+def test_zero_dimensional_and_empty_tensors() -> None:
+    signature = Signature((torch.tensor(1.0), torch.zeros(0, 3)), {})
+    assert signature.bind((torch.tensor(2.0), torch.zeros(0, 3)), {}) is not None
+    assert signature.bind((torch.zeros(1), torch.zeros(0, 3)), {}) is None
+    assert signature.bind((torch.tensor(2.0), torch.zeros(3, 0)), {}) is None
+
+
+def test_a_hugging_face_encoding_is_taken_unpacked() -> None:
+    def encoding(length: int) -> BatchEncoding:
+        return BatchEncoding({"ids": torch.zeros(1, length, dtype=torch.long), "mask": torch.ones(1, length)})
+
+    unpacked = Signature((), dict(**encoding(4)))
+    assert unpacked.paths == ["kwargs['ids']", "kwargs['mask']"]
+    assert unpacked.bind((), dict(**encoding(4))) is not None
+    assert "kwargs['ids']" in refused(unpacked, (), dict(**encoding(5)))
+    with pytest.raises(InputError, match=r"args\[0\] is a BatchEncoding") as caught:
+        Signature((encoding(4),), {})
+    assert caught.value.where == "args[0].data['ids']"
+
+
+def test_as_text() -> None:
+    assert str(Signature((X,), {"m": X[0].long()})) == "args[0]: float32[2, 3] on cpu, kwargs['m']: int64[3] on cpu"
+
+
+def test_hidden_tensors_are_an_error_at_preparation_and_no_match_in_a_call() -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.x = X
+
+    with pytest.raises(InputError, match="Box"):
+        Signature((Box(),), {})
+    signature = Signature((X, [3]), {})
+    assert signature.bind((X, [Box()]), {}) is None

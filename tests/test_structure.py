@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPOutput
+
+from nimble_core.errors import InputError
+from nimble_core.structure import Constant, Leaf, Node, builder, flatten, leaf_paths, same_structure
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Plain:
+    a: Any
+    b: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    a: Any
+    b: Any = 3
+
+
+@dataclass
+class Derived:
+    a: Any
+    count: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.count = 7
+
+
+@dataclass
+class Late:
+    a: Any
+    made: Any = field(default=None, init=False)
+
+
+class Registered:
+    def __init__(self, tensors: list[torch.Tensor], name: str) -> None:
+        self.tensors, self.name = tensors, name
+
+
+_pytree.register_pytree_node(
+    Registered, lambda v: (v.tensors, v.name), lambda tensors, name: Registered(list(tensors), name)
+)
+
+
+class Box:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+constants = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just(torch.float16), st.just(slice(1))
+)
+leaves = st.one_of(constants, st.builds(lambda n: torch.full((2,), n), st.integers(0, 9)))
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.integers(), inner, max_size=2).map(OrderedDict),
+        st.builds(Plain, inner, inner),
+        st.builds(Frozen, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (Plain, Frozen)):
+        return equal(a.a, b.a) and equal(a.b, b.b)
+    return bool(a == b)
+
+
+@given(values)
+def test_what_was_taken_apart_is_put_together_again(value: Any) -> None:
+    tensors, structure = flatten(value)
+    built = builder(structure)(tensors)
+    assert equal(built, value)
+    again, second = flatten(built)
+    assert all(x is y for x, y in zip(tensors, again, strict=True))
+    assert same_structure(structure, second)
+    assert len(leaf_paths(structure)) == len(tensors)
+
+
+@given(values)
+def test_paths_lead_to_the_tensors(value: Any) -> None:
+    tensors, structure = flatten(value)
+    for tensor, path in zip(tensors, leaf_paths(structure, "value"), strict=True):
+        assert eval(path, {"value": value}) is tensor
+
+
+@given(values, values)
+def test_same_structure_is_symmetric_and_means_interchangeable(a: Any, b: Any) -> None:
+    tensors, first = flatten(a)
+    others, second = flatten(b)
+    assert same_structure(first, second) == same_structure(second, first)
+    if same_structure(first, second):
+        assert equal(builder(first)(others), b) or not tensors
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([1], [2]),
+        ([1], (1,)),
+        ([1], [1, 1]),
+        ([True], [1]),
+        ([1.0], [1]),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        (Plain(1), Frozen(1)),
+        ([None], [torch.ones(1)]),
+        ([torch.ones(1)], [[torch.ones(1)]]),
+        (Pair(1, 2), (1, 2)),
+        (Registered([torch.ones(1)], "a"), Registered([torch.ones(1)], "b")),
+    ],
+)
+def test_structures_that_differ(a: Any, b: Any) -> None:
+    assert not same_structure(flatten(a)[1], flatten(b)[1])
+    assert same_structure(flatten(a)[1], flatten(a)[1])
+
+
+def test_constants_whose_comparison_fails_equal_only_themselves() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise TypeError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    odd = Odd()
+    assert same_structure(Constant(odd), Constant(odd))
+    assert not same_structure(Constant(odd), Constant(Odd()))
+
+
+def test_nan_constant_equals_itself() -> None:
+    nan = float("nan")
+    assert same_structure(Constant(nan), Constant(nan))
+
+
+def test_fields_that_the_constructor_does_not_take() -> None:
+    _, structure = flatten(Derived(torch.ones(1)))
+    built = builder(structure)([torch.zeros(1)])
+    assert built.count == 7
+    assert torch.equal(built.a, torch.zeros(1))
+
+
+def test_a_tensor_in_a_field_that_the_constructor_does_not_take_is_not_lost() -> None:
+    value = Late(torch.ones(1))
+    value.made = torch.ones(2)
+    tensors, structure = flatten(value)
+    assert leaf_paths(structure, "value") == ["value.a", "value.made"]
+    assert torch.equal(builder(structure)(tensors).made, torch.ones(2))
+
+
+def test_a_registered_type() -> None:
+    value = [Registered([torch.ones(1), torch.zeros(2)], "name")]
+    tensors, structure = flatten(value)
+    assert len(tensors) == 2
+    (built,) = builder(structure)(tensors)
+    assert isinstance(built, Registered)
+    assert (built.tensors[1] is tensors[1], built.name) == (True, "name")
+
+
+def test_a_default_dict_keeps_its_factory() -> None:
+    value = defaultdict(list, a=torch.ones(1))
+    tensors, structure = flatten(value)
+    built = builder(structure)(tensors)
+    assert type(built) is defaultdict
+    assert built["missing"] == []
+    assert built["a"] is value["a"]
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        BaseModelOutputWithPooling(last_hidden_state=torch.ones(1, 2), pooler_output=torch.zeros(2)),
+        BaseModelOutputWithPooling(pooler_output=torch.zeros(2)),
+        BaseModelOutputWithPooling(torch.ones(1), None, (torch.ones(2), torch.ones(3)), None),
+        CLIPOutput(
+            logits_per_image=torch.ones(2),
+            text_model_output=BaseModelOutputWithPooling(last_hidden_state=torch.ones(1, 2)),
+        ),
+    ],
+)
+def test_hugging_face_outputs(original: Any) -> None:
+    tensors, structure = flatten(original)
+    built = builder(structure)(tensors)
+    assert type(built) is type(original)
+    assert list(built.keys()) == list(original.keys())
+    for key in original:
+        assert equal(built[key], original[key]) or type(built[key]) is type(original[key])
+        assert getattr(built, key) is built[key]
+    for name in original.__dataclass_fields__:
+        assert (getattr(built, name) is None) == (getattr(original, name) is None)
+    assert len(built.to_tuple()) == len(original.to_tuple())
+    assert flatten(built.to_tuple())[0] == flatten(original.to_tuple())[0] or all(
+        a is b for a, b in zip(flatten(built.to_tuple())[0], flatten(original.to_tuple())[0], strict=True)
+    )
+    assert flatten(built[0])[0][0] is flatten(original[0])[0][0]
+    built.extra_key = None  # as assignable as the original
+    assert len(built) == len(original)
+
+
+def test_hugging_face_paths() -> None:
+    value = BaseModelOutputWithPooling(torch.ones(1), None, (torch.ones(2), torch.ones(3)), None)
+    assert leaf_paths(flatten(value)[1], "out") == [
+        "out.last_hidden_state",
+        "out.hidden_states[0]",
+        "out.hidden_states[1]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Box(torch.ones(1)), "value.held"),
+        ([1, {"k": Box(torch.ones(1))}], "value[1]['k'].held"),
+        (Box([Box(torch.ones(1))]), "value.held[0].held"),
+        ({torch.float16: {frozenset([1]): Box({"x": torch.ones(1)})}}, "held"),
+        ({1, torch.ones(1)}, "value"),
+    ],
+)
+def test_hidden_tensors_are_refused_with_their_path(value: Any, path: str) -> None:
+    with pytest.raises(InputError) as caught:
+        flatten(value, what="value")
+    assert path in str(caught.value)
+    assert "register_pytree_node" in caught.value.fix
+
+
+def test_a_cache_object_is_refused_or_seen() -> None:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    try:
+        tensors, _ = flatten(cache, what="cache")
+    except InputError as error:
+        assert "DynamicCache" in str(error)
+    else:
+        assert len(tensors) == 2
+
+
+def test_objects_without_tensors_are_constants() -> None:
+    box = Box(3)
+    tensors, structure = flatten([box, torch.nn.Linear(1, 1), len])
+    assert tensors == []
+    assert builder(structure)([])[0] is box
+
+
+def test_small_shapes_of_structure() -> None:
+    x = torch.ones(1)
+    assert flatten(x) == ([x], Leaf(0))
+    assert flatten(None) == ([], Constant(None))
+    assert flatten(()) == ([], Node("tuple", tuple, (), ()))
+    assert builder(flatten(())[1])([]) == ()
+    assert builder(flatten((x, x))[1])([1, 2]) == (1, 2)
+    assert builder(flatten((1, x))[1])([2]) == (1, 2)
+
+
+def test_lists_are_made_anew_on_every_call() -> None:
+    _, structure = flatten({"a": [torch.ones(1)], "b": []})
+    build = builder(structure)
+    first, second = build([1]), build([2])
+    first["b"].append(3)
+    assert second == {"a": [2], "b": []}

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_reports import CASES, sample_report
+
+from nimble_core.measurement import summarize
+from nimble_viz.report import EqualityCheck
+from nimble_viz.views import verdict, view_data
+from nimble_viz.views.dag import components, dag, layered, nest, spread_row
+from nimble_viz.views.overhead import PARTS, overhead
+from nimble_viz.views.payload import pack, unpack
+from nimble_viz.views.summary import summary
+from nimble_viz.views.syncs import COUNTS, hint, host_syncs
+from nimble_viz.views.timeline import timelines
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def report(request: pytest.FixtureRequest):
+    return CASES[request.param]()
+
+
+def test_every_case_is_plain_json_and_keeps_its_calls(report):
+    data = json.loads(json.dumps(view_data(report), allow_nan=False))
+    strings = data["strings"]
+    assert unpack(data["calls"]["operator"], strings) == [call.operator for call in report.program.calls]
+    assert unpack(data["dag"]["columns"]["critical"], strings) == list(report.critical_path)
+    for plan, shown in zip(report.schedules, data["dag"]["plans"], strict=True):
+        assert unpack(shown["columns"]["stream"], strings) == list(plan.stream)
+        pairs = zip(*(unpack(shown["columns"][end], strings) for end in ("producer", "consumer")), strict=True)
+        assert tuple(pairs) == plan.syncs
+
+
+def test_ten_thousand_calls_stay_small():
+    data = view_data(CASES["ten thousand"]())
+    assert len(json.dumps(data, separators=(",", ":"))) < 400 * 10_000
+
+
+@given(st.one_of(st.lists(st.integers(-5, 10**9)), st.lists(st.text(max_size=4)), st.lists(st.just(7))))
+def test_pack_is_undone_by_unpack(column):
+    strings: dict[str, int] = {}
+    packed = json.loads(json.dumps(pack(column, strings)))
+    assert unpack(packed, list(strings)) == column
+
+
+# ---------------------------------------------------------------- verdict and summary
+
+
+def test_verdict_names_baseline_dtype_batch_and_device():
+    sentence = verdict(sample_report(60))
+    for word in (
+        "nimble replay is",
+        "x faster than eager",
+        "float16",
+        "batch 1",
+        "NVIDIA H200",
+        "of the critical path",
+    ):
+        assert word in sentence
+    assert "outputs equal eager's" in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_verdict_says_host_replay_without_a_gpu():
+    assert "host replay on Example CPU 8480C, no GPU" in verdict(sample_report(60, device="cpu"))
+
+
+def test_verdict_says_slower_unstable_interrupted_unequal_and_empty():
+    base = sample_report(60)
+    medians = {"eager": 100.0, "single": 100.0, "nimble": 200.0}
+    slow = replace(base, measurements=tuple(summarize(name, [ns] * 6) for name, ns in medians.items()))
+    assert "2.00x slower than eager" in verdict(slow)
+    even = replace(slow, measurements=tuple(replace(taken, median_ns=100.0) for taken in slow.measurements))
+    assert "as fast as eager" in verdict(even)
+    assert "unstable" in verdict(CASES["unstable"]())
+    assert "interrupted" in verdict(CASES["interrupted"]())
+    assert "outputs were not compared" in verdict(CASES["interrupted"]())
+    failed = replace(base, checks=(EqualityCheck("nimble", 0.5, 0.01, 0.7, False, "error above tolerance"),))
+    assert "equality with eager NOT shown for nimble replay" in verdict(failed)
+    assert "No comparison with eager" in verdict(CASES["empty"]())
+
+
+def test_distance_is_replay_over_critical_path():
+    report = sample_report(60)
+    row = next(row for row in summary(report)["speed"] if row["name"] == "nimble")
+    assert row["distance"] == f"{report.measurement('nimble').median_ns / report.critical_path_ns:.2f}x"
+    assert summary(report)["speed"][0]["distance"] == ""
+
+
+def test_warnings_are_gathered_once():
+    report = CASES["unstable"]()
+    texts = summary(replace(report, warnings=("twice", "twice")))["warnings"]
+    assert texts.count("twice") == 1
+    assert any("spread" in text for text in texts)
+
+
+def test_a_replay_below_its_limit_is_doubted():
+    report = sample_report(60)
+    assert not any("critical path" in text for text in summary(report)["warnings"])
+    beyond = replace(report, critical_path_ns=2 * report.measurement("nimble").median_ns)
+    assert "nimble replay took less than the critical path" in "\n".join(summary(beyond)["warnings"])
+
+
+# ---------------------------------------------------------------- overhead, timelines, syncs
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_overhead_parts_and_remainder_add_up_to_the_profiled_run(device):
+    view = overhead(sample_report(60, device=device))
+    parts = sum(view["totals"][part] for part in PARTS) + (view["totals"]["work"] if view["serial"] else 0)
+    assert parts + view["remainder_ns"] == pytest.approx(view["profiled_ns"], abs=5 * 60)
+    assert view["serial"] == (device == "cpu")
+
+
+def test_nothing_profiled_is_none():
+    report = CASES["nothing profiled"]()
+    assert overhead(report) is None
+    assert host_syncs(report) is None
+    assert timelines(report) == []
+
+
+def test_timelines_start_at_zero_eager_first_and_mark_distortion():
+    shown = timelines(sample_report(60))
+    assert [line["run"] for line in shown] == ["eager", "single", "nimble"]
+    assert all(min(line["columns"]["start"]) == 0 for line in shown)
+    assert shown[0]["distorted"]
+    assert not shown[2]["distorted"]
+    assert all(0 <= lane["idle"] < 1 for line in shown for lane in line["lanes"])
+
+
+def test_host_syncs_come_with_advice():
+    rows = host_syncs(sample_report(60))
+    assert rows[0]["source"] == "sample_net/modeling.py:44"
+    assert all(row["hint"] for row in rows)
+    assert "pinned" in hint("cudaMemcpyAsync (device to host)")
+    assert [key for key, _, _ in COUNTS] == ["full", "meg", "planned", "emitted"]
+
+
+# ---------------------------------------------------------------- layout
+
+
+@st.composite
+def dags(draw):
+    size = draw(st.integers(1, 30))
+    pairs = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)).filter(lambda pair: pair[0] < pair[1])
+    return size, sorted(draw(st.sets(pairs, max_size=60)))
+
+
+@given(dags())
+def test_layout_keeps_edges_downward_and_boxes_apart(drawn):
+    size, edges = drawn
+    row, position = layered(size, edges)
+    assert all(row[u] < row[v] for u, v in edges)
+    for line in set(row):
+        places = sorted(position[box] for box in range(size) if row[box] == line)
+        assert all(b - a >= 1 - 1e-9 for a, b in itertools.pairwise(places))
+    assert (row, position) == layered(size, edges)
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=20))
+def test_spread_row_keeps_the_mean_and_what_already_fits(wanted):
+    spread = spread_row(wanted)
+    assert sum(spread) == pytest.approx(sum(wanted), abs=1e-6)
+    apart = [10.0 * k for k in range(len(wanted))]
+    assert spread_row(apart) == apart
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "layer", "0", "1"]), max_size=4).map(".".join), max_size=40))
+def test_groups_are_nested_runs_of_one_module(modules):
+    boxes = nest(modules)
+    for group, (first, last) in enumerate(zip(boxes.first, boxes.last, strict=True)):
+        assert last > first
+        around = boxes.parent[boxes.calls + group]
+        if around >= 0:
+            assert around < boxes.calls + group
+            outer = around - boxes.calls
+            assert boxes.first[outer] <= first
+            assert last <= boxes.last[outer]
+            assert (boxes.first[outer], boxes.last[outer]) != (first, last)
+        step = boxes.name[group]
+        assert all(step in components(module) for module in modules[first : last + 1])
+
+
+def test_edges_between_boxes_point_down(report):
+    columns = dag(report)["columns"]
+    parent, row = columns["parent"], columns["row"]
+    for u, v in report.graph.meg[:2000]:
+        chain_u, chain_v = _chain(parent, u), _chain(parent, v)
+        while chain_u and chain_v and chain_u[-1] == chain_v[-1]:
+            chain_u.pop()
+            chain_v.pop()
+        assert row[chain_u[-1]] < row[chain_v[-1]]
+
+
+def _chain(parent, box):
+    chain = [box]
+    while parent[box] >= 0:
+        box = parent[box]
+        chain.append(box)
+    return chain
+
+
+def test_repeated_blocks_are_counted():
+    columns = dag(sample_report(14 * 4))["columns"]
+    blocks = [alike for name, alike in zip(columns["name"], columns["alike"], strict=True) if name.startswith("layer")]
+    assert blocks == [4, 4, 4, 4]
