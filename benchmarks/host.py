@@ -78,7 +78,8 @@ def main() -> int:
             f"{name:<24}{format_ns(medians['eager']):>12}{format_ns(medians['single']):>12}"
             f"{format_ns(medians['nimble']):>12}{format_ns(result['work_ns']['in sequence']):>12}"
             f"{best['value']:>11.3f}x{format_percent(result['share']['in sequence']):>12}"
-            f"{format_percent(result['removed']['in sequence']):>12}  {'' if result['met'] else 'MISSED'}",
+            f"{format_percent(result['removed']['in sequence']) if result['share_is_measurable'] else '-':>12}"
+            f"  {'' if result['met'] else 'MISSED'}",
             flush=True,
         )
     if given.out:

@@ -103,6 +103,7 @@ def interleave(
     rounds: int = 30,
     budget_s: float | None = None,
     on_round: Callable[[int, int], object] = lambda done, total: None,
+    on_interrupt: Callable[[], object] = lambda: None,
 ) -> dict[str, Measurement]:
     """Time every candidate in turn, round after round: A B C, A B C, and so on.
 
@@ -118,6 +119,7 @@ def interleave(
         rounds: samples wanted of each.
         budget_s: seconds to spend at most, None for no bound.
         on_round: told ``(rounds done, rounds wanted)`` after each round.
+        on_interrupt: told that a KeyboardInterrupt ended the measuring early.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for run in candidates.values():
@@ -140,4 +142,5 @@ def interleave(
     except KeyboardInterrupt:
         if done == 0:
             raise
+        on_interrupt()
     return {name: summarize(name, taken[:done], warmup) for name, taken in samples.items()}

@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         template = tuple(self._template(arg) for arg in args)
         named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
         if torch.Tag.inplace_view in func.tags:
-            return self._inplace_view(func, args, kwargs, template)
+            return self._inplace_view(func, args, kwargs, template, frame)
         # On the host a call that draws random numbers changes the generator: such calls keep their order. (On CUDA
         # each captured call has its own offset into the stream of numbers.) Attention without dropout draws none.
         seeded = torch.Tag.nondeterministic_seeded in func.tags
@@ -197,6 +197,7 @@ class _Recorder(TorchDispatchMode):
         )
         returned = flat_tensors(result)
         known = len(self._storages)
+        self._refuse_sparse(func, returned, frame)
         outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
         if self._reaches_device(func, tensors, returned, written, known):
             self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame, draws))
@@ -290,10 +291,9 @@ class _Recorder(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except torch.AcceleratorError as error:
-            module, file, line = _place(frame, self._modules)
             raise CaptureError(
                 f"{func} cannot be captured: {str(error).splitlines()[0]}",
-                where=str(Origin(str(func), module, file, line)),
+                where=str(self._origin(func, frame)),
                 fix="keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error
 
@@ -315,11 +315,6 @@ class _Recorder(TorchDispatchMode):
         return len(self._storages) - 1
 
     def _new_slot(self, tensor: torch.Tensor) -> int:
-        if tensor.layout is not torch.strided:
-            raise CaptureError(
-                f"a {tensor.layout} tensor appeared: only dense tensors can be re-issued",
-                fix="convert it with .to_dense() in the model, or leave that part out of the prepared module",
-            )
         slot = len(self._storage_of)
         self._storage_of.append(self._storage(tensor))
         self._ref_of.append(self._ref(tensor))
@@ -396,14 +391,17 @@ class _Recorder(TorchDispatchMode):
             self._written.add(storage)
             if not inputs_constant:
                 self._constant.discard(storage)
-        module, file, line = _place(frame, self._modules)
         return Call(
             index=len(self._calls),
             operator=str(func),
             arguments=_arguments(func, args, kwargs, self._storage),
             accesses=tuple(dict.fromkeys(accesses)),
-            origins=(Origin(str(func), module, file, line),),
+            origins=(self._origin(func, frame),),
         )
+
+    def _origin(self, func: Any, frame: FrameType) -> Origin:
+        module, file, line = _place(frame, self._modules)
+        return Origin(str(func), module, file, line)
 
     def _generator_accesses(self) -> list[Access]:
         if self._generator is None:
@@ -429,7 +427,9 @@ class _Recorder(TorchDispatchMode):
         fresh = [tensor for tensor in returned if self._storage(tensor) >= known]
         return any(tensor.numel() for tensor in fresh)
 
-    def _inplace_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...]) -> Any:
+    def _inplace_view(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...], frame: FrameType
+    ) -> Any:
         """``squeeze_`` and its like change a tensor's shape, not its memory: recorded as a new view of it."""
         tensor = args[0]
         nbytes = tensor.untyped_storage().nbytes()
@@ -437,6 +437,7 @@ class _Recorder(TorchDispatchMode):
         if tensor.untyped_storage().nbytes() != nbytes or _address(tensor) not in self._storage_ids:
             raise CaptureError(
                 f"{func} gave a tensor other memory: that cannot be re-issued",
+                where=str(self._origin(func, frame)),
                 fix="allocate the tensor with its final size",
             )
         slot = self._new_slot(tensor)
@@ -470,12 +471,20 @@ class _Recorder(TorchDispatchMode):
             return
         if all(tensor.device.type == "cpu" and self._storage(tensor) in self._constant for tensor in tensors):
             return  # a constant: the same on every run
-        module, file, line = _place(frame, self._modules)
         raise CaptureError(
             f"{func} {why}: the host would have to wait for the device, and a replay cannot",
-            where=str(Origin(str(func), module, file, line)),
+            where=str(self._origin(func, frame)),
             fix=fix,
         )
+
+    def _refuse_sparse(self, func: Any, returned: Sequence[torch.Tensor], frame: FrameType) -> None:
+        for tensor in returned:
+            if tensor.layout is not torch.strided:
+                raise CaptureError(
+                    f"{func} makes a {tensor.layout} tensor: only dense tensors can be re-issued",
+                    where=str(self._origin(func, frame)),
+                    fix="convert it with .to_dense() in the model, or leave that part out of the prepared module",
+                )
 
     def _notice_unseen(self, frame: FrameType | None) -> None:
         assert self.counter

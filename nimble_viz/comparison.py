@@ -6,7 +6,8 @@ eager on fresh ones; the eager run is profiled and the replays are watched, kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.algorithms.critical_path import critical_path
@@ -121,36 +122,41 @@ class _Comparison:
         self.compare_peak = 0
         self.warnings: list[str] = []
         self.interrupted = False
+        self._without_autograd: Callable[[], Any] = nullcontext
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     def measure(self, progress: Progress) -> None:
         """All steps, in the order that gives the reader the most if it is interrupted."""
-        from nimble_core.pipeline import state_kept
-
         self.compare_peak = self.device.memory_peak(lambda: self._steps(progress))
         if self.device.kind == "cuda":
             # A captured graph's pool is not among what torch counts as allocated, and all engines lived at once.
             self.compare_peak += sum(self.engine_bytes.values())
-        assert self.recorded is not None
-        with progress.step("eager memory"), state_kept(self.recorded):
+        with progress.step("eager memory"), self._kept():
             self.eager_peak = self.device.memory_peak(self._eager)
 
-    def _steps(self, progress: Progress) -> None:
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Runs inside, eager or replayed, leave attributes, tensors and random state as they were."""
         from nimble_core.pipeline import state_kept
+        from nimble_core.record import preserved
 
+        assert self.recorded is not None
+        with preserved(self.model), state_kept(self.recorded):
+            yield
+
+    def _steps(self, progress: Progress) -> None:
         self._record(progress)
         assert self.recorded is not None
         self.warnings += self.recorded.recording.program.notes
-        with state_kept(self.recorded):
+        with self._kept():
             try:
                 self._capture(progress)
             finally:
                 self.prepared = progress.steps
-            self._time(progress)
-            self._check(progress)
-            self._watch(progress)
-            self._profile(progress)
+            for take in (self._time, self._check, self._watch, self._profile):
+                with self._kept():
+                    take(progress)
             self.close()
 
     def _record(self, progress: Progress) -> None:
@@ -211,6 +217,7 @@ class _Comparison:
     def _time(self, progress: Progress) -> None:
         build = _builder(self.recorded)
         inputs = self.signature.tensors
+        self._choose_eager()
         candidates: dict[str, Callable[[], object]] = {"eager": self._eager}
         for name, one in self.plans.items():
             candidates[name] = lambda run=one.executable.run: build(run(inputs))
@@ -222,7 +229,13 @@ class _Comparison:
                 rounds=_TARGET_ROUNDS,
                 budget_s=self.options.budget_s,
                 on_round=progress.advance,
+                on_interrupt=self._interrupt,
             )
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def _interrupt(self) -> None:
+        self.interrupted = True
 
     def _check(self, progress: Progress) -> None:
         from nimble_core.record import other_values
@@ -231,8 +244,17 @@ class _Comparison:
             fresh = [other_values(self.signature.tensors, seed) for seed in (1, 2)]
             cases = [(inputs, self._eager_outputs(inputs)) for inputs in fresh]
             for name, one in self.plans.items():
-                self.checks.append(check_equality(name, one.executable.run, cases))
+                self.checks.append(check_equality(name, self._from_same_state(one.executable), cases))
         self.warnings += [f"{check.name}: {check.reason}" for check in self.checks if not check.passed]
+
+    def _from_same_state(self, executable: Executable) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Every run starts from the buffers and random numbers that eager started from."""
+
+        def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            with self._kept():
+                return executable.run(inputs)
+
+        return run
 
     def _watch(self, progress: Progress) -> None:
         if self.recorded is None or self.recorded.whole:
@@ -276,20 +298,31 @@ class _Comparison:
     # -- eager -------------------------------------------------------------------------------------------------
 
     def _eager(self) -> Any:
+        with self._without_autograd():
+            return self.model(*self.args, **self.kwargs)
+
+    def _choose_eager(self) -> None:
+        """Eager runs in inference mode, the fastest there is, unless the model cannot."""
         import torch
 
-        with torch.inference_mode():
-            return self.model(*self.args, **self.kwargs)
+        self._without_autograd = torch.inference_mode
+        try:
+            with self._kept():
+                self._eager()
+        except RuntimeError as error:
+            self._without_autograd = torch.no_grad
+            self.warnings.append(f"eager runs under no_grad: inference_mode fails with {str(error).splitlines()[0]}")
 
     def _eager_outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
         from nimble_core.structure import builder, flatten
 
-        args, kwargs = builder(self.signature.structure)(inputs)
-        with torch.no_grad():
+        # Clones: a model that writes its inputs must not spoil the case for the replays.
+        args, kwargs = builder(self.signature.structure)([tensor.clone() for tensor in inputs])
+        with self._kept(), torch.no_grad():
             outputs, _ = flatten(self.model(*args, **kwargs), what="output")
-        return [output.clone() for output in outputs]
+            return [output.detach().clone() for output in outputs]
 
     # -- report ------------------------------------------------------------------------------------------------
 
@@ -299,6 +332,7 @@ class _Comparison:
 
         assert self.recorded is not None
         graph = self.recorded.graph
+        measured = self.costs is not None and self.costs.source != "uniform"
         costs = self.costs or uniform_costs(graph.size)
         length, path = critical_path(predecessors(graph, meg=True), costs.ns)
         medians = {name: taken.median_ns for name, taken in self.measurements.items() if name != "eager"}
@@ -312,7 +346,7 @@ class _Comparison:
             graph=graph,
             costs=costs,
             critical_path=tuple(path),
-            critical_path_ns=float(length),
+            critical_path_ns=float(length) if measured else 0.0,
             schedules=tuple(self.schedules.values()),
             measurements=tuple(self.measurements.values()),
             checks=tuple(self.checks),

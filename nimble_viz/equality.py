@@ -28,15 +28,17 @@ VOID_BELOW = 10.0
 def relative_error(out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
     """Worst over the tensors of ``‖out - reference‖ / ‖reference‖`` in float64; inf if one is not finite.
 
-    Integer and boolean tensors count the share of elements that differ.
+    Integer and boolean tensors count the share of elements that differ. Another number or shape of tensors is inf.
     """
+    if [a.shape for a in out] != [b.shape for b in reference]:
+        return math.inf
     worst = 0.0
     for a, b in zip(out, reference, strict=True):
         if not (b.is_floating_point() or b.is_complex()):
             error = float((a != b).double().mean()) if b.numel() else 0.0
         else:
             wide = "complex128" if b.is_complex() else "float64"
-            a, b = a.to(getattr(_torch(), wide)), b.to(getattr(_torch(), wide))
+            a, b = a.detach().to(getattr(_torch(), wide)), b.detach().to(getattr(_torch(), wide))
             norm = float(b.norm())
             error = float((a - b).norm()) / norm if norm else float((a - b).norm())
         if not math.isfinite(error):
@@ -82,7 +84,9 @@ def check_equality(
     finite = all(bool(_torch().isfinite(tensor).all()) for outputs in references for tensor in outputs)
     if not finite:
         reason = "void: eager's own outputs are not finite"
-    elif effect < VOID_BELOW * tolerance:
+    elif not any(tensor.numel() for tensor in references[0]):
+        reason = "void: there are no outputs to compare"
+    elif effect < VOID_BELOW * tolerance or not effect:
         moved = f"eager's outputs move by only {effect:.1e} between inputs"
         reason = f"void: {moved}, too little for tolerance {tolerance:.0e}"
     elif error > tolerance:

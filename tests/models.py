@@ -173,8 +173,8 @@ def deep() -> Made:
 @case
 def convolutions() -> Made:
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(), nn.Linear(16, 5),
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5),
     )  # fmt: skip
     return model.eval(), (_x(2, 3, 8, 8),), {}
 

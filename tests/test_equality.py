@@ -116,6 +116,13 @@ def test_integer_outputs() -> None:
     assert not check_equality("n", lambda i: [(i[0] * 10).long() + 1], cases).passed
 
 
+def test_integers_that_never_change_make_the_check_void() -> None:
+    same = [torch.tensor([1, 2])]
+    check = check_equality("n", lambda inputs: same, [([A], same), ([B], same)])
+    assert not check.passed
+    assert "void" in check.reason
+
+
 def test_no_outputs_is_void() -> None:
     assert not check_equality("n", lambda inputs: [], [([A], []), ([B], [])]).passed
 

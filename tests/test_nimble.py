@@ -260,7 +260,7 @@ def test_training_and_evaluation_have_their_own_engines() -> None:
     net.train()
     assert model.training
     assert net.training
-    with pytest.raises(InputError, match="training mode.*prepared in evaluation"):
+    with pytest.raises(InputError, match=r"training mode.*prepared in evaluation"):
         net(x)
     net.prepare(x)
     assert len(net.engines) == 2
@@ -460,7 +460,7 @@ def test_an_error_leaves_earlier_engines_usable(model: nn.Module, error: type[Ex
 
 def test_a_branch_that_torch_does_not_show() -> None:
     net = Nimble(Branches(), QUICK)
-    with pytest.raises(NotStaticError, match="relu.*tanh"):
+    with pytest.raises(NotStaticError, match=r"relu.*tanh"):
         net.prepare(torch.linspace(2, 0, 60))
 
 

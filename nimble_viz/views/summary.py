@@ -189,16 +189,18 @@ def _promises(concurrency: bool, syncs: bool) -> str:
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     calls = len(report.program.calls)
+    measured = report.critical_path_ns > 0
+    path = f"{format_count(len(report.critical_path))} calls"
     facts = [
         ("Calls that reach the device", format_count(calls)),
         ("Host steps dropped (views, empty, no-op copies)", format_count(report.program.host_steps)),
         ("Hazard edges, full DAG", format_count(len(report.graph.edges))),
         ("Edges of the minimum equivalent graph (MEG)", format_count(len(report.graph.meg))),
-        ("Sum of isolated calls", format_ns(report.costs.total_ns)),
-        ("Critical path", f"{format_ns(report.critical_path_ns)} over {format_count(len(report.critical_path))} calls"),
+        ("Sum of isolated calls", format_ns(report.costs.total_ns) if measured else "not measured"),
+        ("Critical path", f"{format_ns(report.critical_path_ns)} over {path}" if measured else path),
         ("Costs from", report.costs.source),
     ]
-    if report.critical_path_ns:
+    if measured:
         facts.insert(6, ("Concurrency there is", format_ratio(report.costs.total_ns / report.critical_path_ns)))
     return facts
 

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import Norms, Wide, make
+
+from nimble_core.devices.fake import FakeDevice
+from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
+from nimble_core.options import Options
+from nimble_core.pipeline import (
+    Plan,
+    Stopwatch,
+    capture,
+    check_inputs,
+    choose,
+    device_for,
+    observe,
+    plan,
+    record_static,
+    state_kept,
+)
+
+
+def recorded(model: Any, *args: Any, device: FakeDevice | None = None, strict: bool = False, **kwargs: Any) -> Any:
+    signature = check_inputs(model, args, kwargs)
+    return record_static(device or FakeDevice(), model, signature, args, kwargs, strict=strict, step=Stopwatch())
+
+
+def test_a_stopwatch_adds_up_what_has_one_name() -> None:
+    watch = Stopwatch()
+    with watch("a"):
+        pass
+    first = watch.seconds["a"]
+    with pytest.raises(KeyError), watch("a"):
+        raise KeyError
+    with watch("b"):
+        pass
+    assert list(watch.seconds) == ["a", "b"]
+    assert watch.seconds["a"] > first > 0
+
+
+def test_devices_by_their_inputs() -> None:
+    assert device_for(torch.device("cpu")).kind == "cpu"
+    with pytest.raises(InputError, match="only cuda and cpu"):
+        device_for(torch.device("meta"))
+
+
+def test_inputs_are_checked() -> None:
+    x = torch.randn(2, 16)
+    assert check_inputs(Wide(), (x,), {}).paths == ["args[0]"]
+    with pytest.raises(InputError, match="Wide itself"):
+        check_inputs(Wide, (x,), {})
+    with pytest.raises(InputError, match=r"parameter branches.0.weight is on meta, args\[0\] on cpu"):
+        check_inputs(Wide().to("meta"), (x,), {})
+
+
+def test_the_steps_of_recording() -> None:
+    watch = Stopwatch()
+    model, x = Wide(), torch.randn(2, 16)
+    found = record_static(FakeDevice(), model, check_inputs(model, (x,), {}), (x,), {}, strict=True, step=watch)
+    assert list(watch.seconds) == ["record", "record again", "hazards"]
+    assert found.graph.size == len(found.recording.program.calls)
+    assert not found.whole
+
+
+def test_a_branch_on_python_random_numbers_is_not_static() -> None:
+    state = random.getstate()
+    with pytest.raises(NotStaticError):
+        recorded(lambda x: x * random.random(), torch.randn(3))
+    assert random.getstate() == state
+
+
+def test_values_made_out_of_sight() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.detach().numpy() * 2)
+
+    found = recorded(forward, torch.randn(3))
+    assert found.whole
+    assert "aten.add" in found.recording.unseen_where
+    with pytest.raises(CaptureError, match="no call that was seen") as caught:
+        recorded(forward, torch.randn(3), strict=True)
+    assert "aten.add" in caught.value.where
+
+    class Cuda(FakeDevice):
+        kind = "cuda"
+
+    with pytest.raises(NotStaticError, match="outside of torch"):
+        recorded(forward, torch.randn(3), device=Cuda())
+
+
+def test_replays_leave_state_inputs_and_random_numbers() -> None:
+    model, device = Norms().train(), FakeDevice()
+    x = torch.randn(2, 3, 4, 4)
+    found = recorded(model, x, device=device)
+    one = capture(device, found, plan(found, "single", None, 1))
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    def run() -> None:
+        with state_kept(found):
+            one.executable.run([x])
+            torch.rand(3)
+            assert not torch.equal(model.norm.running_mean, kept["norm.running_mean"])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    model, args, _ = make("writes_input")
+    found = recorded(model, *args, device=device)
+    before = [arg.clone() for arg in args]
+    with state_kept(found):
+        capture(device, found, plan(found, "single", None, 1)).executable.run(list(args))
+        assert not torch.equal(args[0], before[0])
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
+
+
+def test_a_schedule_that_races_is_not_captured() -> None:
+    device = FakeDevice()
+    found = recorded(Wide(), torch.randn(2, 16), device=device)
+    good = plan(found, "nimble", None, None)
+    assert good.syncs
+    with pytest.raises(ScheduleError):
+        capture(device, found, replace(good, syncs=good.syncs[1:]))
+
+
+def test_a_limit_on_memory_closes_the_engine() -> None:
+    closed: list[int] = []
+
+    class Watched(FakeDevice):
+        def capture(self, recording: Any, schedule: Any, inputs: Any) -> Any:
+            made = super().capture(recording, schedule, inputs)
+            made.nbytes = 2048
+            made.close = lambda: closed.append(1)  # type: ignore[method-assign]
+            return made
+
+    device = Watched()
+    found = recorded(Wide(), torch.randn(2, 16), device=device)
+    with pytest.raises(DeviceError, match=r"2.00 KiB, more than memory_limit=1.00 KiB"):
+        capture(device, found, plan(found, "single", None, 1), memory_limit=1024)
+    assert closed == [1]
+    capture(device, found, plan(found, "single", None, 1), memory_limit=2048)
+
+
+def test_costs_are_what_the_device_saw() -> None:
+    device = FakeDevice(lambda call: 10.0 * (call.index + 1))
+    found = recorded(Wide(2), torch.randn(2, 16), device=device)
+    seen = observe(device, found, capture(device, found, plan(found, "single", None, 1)).executable)
+    assert seen.costs.ns == tuple(10.0 * (index + 1) for index in range(found.graph.size))
+
+
+@pytest.mark.parametrize(("cost", "sync", "chosen"), [(1000.0, 0.0, "nimble"), (10.0, 10_000.0, "single")])
+def test_the_faster_plan_is_chosen(cost: float, sync: float, chosen: str) -> None:
+    device = FakeDevice(cost, sync_cost_ns=sync)
+    found = recorded(Wide(), torch.randn(2, 16), device=device)
+    plans = [
+        capture(device, found, plan(found, policy, None, cap)) for policy, cap in (("single", 1), ("nimble", None))
+    ]
+    best, taken = choose(device, plans, Options(tune="fast"))
+    assert best.schedule.policy == chosen
+    assert set(taken) == {"single", "nimble"}
+    assert choose(device, plans, Options(tune="off")) == (plans[-1], {})
+    assert choose(device, plans[:1], Options()) == (plans[0], {})
+
+
+def test_a_tie_goes_to_fewer_streams() -> None:
+    device = FakeDevice()
+
+    class Same:
+        def __init__(self, policy: str, streams: int) -> None:
+            self.schedule = replace(plan(FOUND, "single", None, 1), policy=policy)
+            self.streams = streams
+
+        def replay(self) -> None:
+            device.advance(1000.0)
+
+    many = replace(plan(FOUND, "nimble", None, None), policy="many")
+    one = replace(plan(FOUND, "single", None, 1), policy="one")
+    plans = [Plan(many, Same("many", 4)), Plan(one, Same("one", 1))]  # type: ignore[arg-type]
+    best, _ = choose(device, plans, Options())
+    assert best.schedule.policy == "one"
+
+
+FOUND = recorded(Wide(), torch.randn(2, 16))
+
+
+def test_unknown_policies_name_the_choices() -> None:
+    with pytest.raises(InputError, match="nonsense") as caught:
+        plan(FOUND, "nonsense", None, None)
+    assert "single" in caught.value.fix
