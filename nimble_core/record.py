@@ -12,10 +12,12 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from operator import is_
 from types import FrameType
 from typing import Any, Protocol
 
@@ -131,7 +133,7 @@ class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
     def __init__(self, model: Callable[..., Any], signature: Signature, counter: NodeCounter | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
@@ -528,64 +530,74 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
 @contextmanager
 def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[str]]]:
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
-    before = {path: _attributes(module) for path, module in modules.items()}
-    contents = {path: _contents(module) for path, module in modules.items()}
+    before = {path: _containers(module) for path, module in modules.items()}
 
     def changed() -> list[str]:
         names = []
-        for path, module in modules.items():
-            now, old = _attributes(module), before[path]
-            differ = [key for key in now.keys() | old.keys() if now.get(key, before) is not old.get(key, before)]
-            touched = [(None, key) for key, (held, copy) in contents[path].items() if not _same_items(held, copy)]
-            names += [f"{path}.{key}".lstrip(".") for _, key in sorted({*differ, *touched}, key=str)]
+        for path, containers in before.items():
+            found: set[str] = set()
+            for name, (held, copy) in containers.items():
+                if _same_items(held, copy):
+                    continue
+                if not name or name in _TABLES:
+                    found |= {
+                        key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)
+                    }
+                elif not name.startswith("_"):  # private ones are no news: hooks that a library installs by itself
+                    found.add(name)
+            names += [f"{path}.{name}".lstrip(".") for name in sorted(found)]
         return names
 
     try:
         yield changed
     finally:
-        for path, module in modules.items():
-            for (table, key), value in before[path].items():
-                _table(module, table)[key] = value
-            for table, key in _attributes(module).keys() - before[path].keys():
-                del _table(module, table)[key]
-            for held, copy in contents[path].values():
+        for containers in before.values():
+            for held, copy in containers.values():
                 if not _same_items(held, copy):
-                    held.clear()
-                    (held.extend if isinstance(held, list) else held.update)(copy)
+                    _put_back(held, copy)
 
 
-def _table(module: torch.nn.Module, name: str | None) -> dict[str, Any]:
-    return module.__dict__ if name is None else module.__dict__[name]
-
-
-def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
-    tables = ("_parameters", "_buffers", "_modules")
-    found: dict[tuple[str | None, str], Any] = {
-        (None, key): value for key, value in module.__dict__.items() if key not in tables
-    }
-    for table in tables:
-        found |= {(table, key): value for key, value in module.__dict__[table].items()}
+def _containers(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The module's attributes, under the name "", and the containers among them: each with a copy of what it holds."""
+    attributes = module.__dict__
+    found: dict[str, tuple[Any, Any]] = {"": (attributes, attributes.copy())}
+    for name, value in attributes.items():
+        if type(value) in (list, dict, set, OrderedDict, defaultdict):
+            found[name] = (value, value.copy())
     return found
 
 
-def _contents(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Lists, dicts and sets among the attributes, each with a copy of what it holds."""
-    return {
-        key: (value, value.copy())
-        for key, value in module.__dict__.items()
-        if not key.startswith("_") and isinstance(value, (list, dict, set))
-    }
+def _put_back(held: Any, copy: Any) -> None:
+    if isinstance(held, list):
+        held[:] = copy
+    elif isinstance(held, dict):
+        for key in held.keys() - copy.keys():
+            del held[key]
+        held.update(copy)
+        if list(held) != list(copy):  # something was deleted: back in its old place
+            held.clear()
+            held.update(copy)
+    else:
+        held.clear()
+        held.update(copy)
 
 
 def _same_items(held: Any, copy: Any) -> bool:
+    if len(held) != len(copy):
+        return False
+    if not held:
+        return True
     if isinstance(held, set):
         return bool(held == copy)
-    if isinstance(held, dict):
-        held, copy = ([part for item in items.items() for part in item] for items in (held, copy))
-    return len(held) == len(copy) and all(a is b for a, b in zip(held, copy, strict=True))
+    if isinstance(held, dict) and not all(map(is_, held.values(), copy.values())):
+        return False
+    return all(map(is_, held, copy))
 
 
 class _Guard:
@@ -649,7 +661,7 @@ class _WriteGuard(TorchDispatchMode):
     """Lets a model run, telling the guard of every tensor it is about to write that existed before."""
 
     def __init__(self, guard: _Guard) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.guard = guard
         self.made: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
 

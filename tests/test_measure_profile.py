@@ -67,9 +67,14 @@ def test_the_harness_own_wait_is_left_out() -> None:
 
 def test_lost_device_events_are_reported() -> None:
     trace = trace_from_events(iteration(0, 100, lost=True), device="cuda")
-    assert trace.warnings == ("1 of 2 launches have no device event: the profiler lost them",)
+    assert trace.warnings == ("1 of 1 kernel launches have no device event: the profiler lost them",)
     uneven = trace_from_events([*iteration(0, 100), *iteration(500, 90, 11, lost=True)], device="cuda")
     assert any("2, 1" in warning for warning in uneven.warnings)
+
+
+def test_an_empty_memset_is_not_lost() -> None:
+    empty = host("cudaMemsetAsync", 21, 22, correlation=99)
+    assert trace_from_events([*iteration(0, 100), empty], device="cuda").warnings == ()
 
 
 def test_no_device_event_at_all_is_reported() -> None:

@@ -477,6 +477,42 @@ def test_a_run_leaves_model_inputs_and_random_state_as_they_were(way: str, error
     assert recorded(Deep(), torch.randn(1, 8)).program.calls
 
 
+@pytest.mark.parametrize("way", ["record", "warm-up"])
+def test_hooks_that_a_library_installs_at_its_first_call_are_not_installed_twice(way: str) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.seen: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "_installed"):
+                self.inner.register_forward_hook(lambda *_: self.seen.append(1))
+                self._installed = True
+            self.seen.clear()
+            return self.inner(x) * (len(self.seen) or 1)
+
+    model, x = Lazy(), torch.ones(1, 2)
+    for _ in range(3):
+        _ = recorded(model, x) if way == "record" else run_preserved(model, (x,), {})
+    assert not model.inner._forward_hooks
+    model(x)
+    assert len(model.inner._forward_hooks) == 1
+    assert model.seen == [1]
+
+
+def test_hidden_states_of_hugging_face_models_are_not_doubled() -> None:
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=8
+    )
+    model, x = ViTModel(config).eval(), torch.randn(1, 3, 8, 8)
+    run_preserved(model, (x,), {"output_hidden_states": True})
+    recording = recorded(model, x, output_hidden_states=True)
+    assert len(recording.outputs) == len(flatten(model(x, output_hidden_states=True))[0]) == 5
+
+
 def test_what_a_forward_changed_is_in_the_notes() -> None:
     (note,) = recorded(Busy().train(), torch.randn(4, 3)).program.notes
     for name in ("history", "table", "number", "gone", "fresh", "count", "absent"):

@@ -339,7 +339,7 @@ def _doubts(device: str, chosen: int, slices: list[_Slice]) -> Iterator[str]:
     launches = [event for event in runtime if is_launch(event.name) and "Mem" not in event.name]
     lost = sum(event.correlation not in seen for event in launches)
     if lost:
-        yield f"{lost} of {len(launches)} launches have no device event: the profiler lost them"
+        yield f"{lost} of {len(launches)} kernel launches have no device event: the profiler lost them"
 
 
 def _floor(host: list[RawEvent], calibrations: list[RawEvent]) -> float:
