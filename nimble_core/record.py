@@ -434,8 +434,11 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """``squeeze_`` and its like change a tensor's shape, not its memory: recorded as a new view of it."""
         tensor = args[0]
-        nbytes = tensor.untyped_storage().nbytes()
+        nbytes, home = tensor.untyped_storage().nbytes(), _address(tensor)
         result = func(*args, **kwargs)
+        if _address(tensor) != home and _address(tensor) in self._names:
+            self._give(tensor)  # set_ onto the model's own weights, as cuDNN's recurrent layers do
+            return result
         if tensor.untyped_storage().nbytes() != nbytes or _address(tensor) not in self._storage_ids:
             raise CaptureError(
                 f"{func} gave a tensor other memory: that cannot be re-issued",
@@ -454,7 +457,8 @@ class _Recorder(TorchDispatchMode):
     def _refuse_dynamic(
         self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> None:
-        if torch.Tag.data_dependent_output in func.tags:
+        checks = self.device.type != "cpu" and func._schema.name == "aten::_linalg_check_errors"
+        if torch.Tag.data_dependent_output in func.tags or checks:
             why, fix = (
                 "gives the host a value computed on the device",
                 "compute it on the device, or pass it as an input",
@@ -697,7 +701,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.T
     (offsets, positions) stay as they are where another input changes. Strides stay, and tensors that share memory do
     so again.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     kept = [_ascending(tensor) for tensor in tensors]
     sharing: dict[tuple[int, torch.dtype], list[int]] = {}
     for position, tensor in enumerate(tensors):
@@ -724,10 +728,12 @@ def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torc
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             core = core.narrow(dimension, 0, 1)
-    order = torch.arange(core.numel()) if keep else torch.randperm(core.numel(), generator=generator)
+    count = core.numel()
+    host = torch.device("cpu")  # whatever the default device is
+    order = torch.arange(count, device=host) if keep else torch.randperm(count, generator=generator, device=host)
     other = core.reshape(-1)[order.to(core.device)].reshape(core.shape)
     if core.is_floating_point() or core.is_complex():
-        scale = torch.rand(core.shape, generator=generator).to(core.device) + 0.5
+        scale = torch.rand(core.shape, generator=generator, device=host).to(core.device) + 0.5
         other = (other * scale).to(core.dtype)
     made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
     return made.expand(tensor.shape)

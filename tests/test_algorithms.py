@@ -18,6 +18,7 @@ import nimble_core.algorithms
 from nimble_core.algorithms.chains import chains_of, fold_chains
 from nimble_core.algorithms.critical_path import critical_path, earliest_times
 from nimble_core.algorithms.matching import maximum_matching
+from nimble_core.algorithms.order import list_order
 from nimble_core.algorithms.reachability import ancestors, unconnected
 from nimble_core.algorithms.reduction import transitive_reduction
 from nimble_core.algorithms.width import level_width, width
@@ -139,3 +140,26 @@ def test_width_is_the_largest_antichain(graph: CallGraph) -> None:
     exact = width(predecessors(graph))
     assert exact == max(map(len, networkx.antichains(graph.to_networkx())), default=0)
     assert level_width(predecessors(graph)) <= exact
+
+
+@given(dags(), st.data())
+def test_list_order_is_topological_and_never_leaves_a_stream_idle_for_nothing(
+    graph: CallGraph, data: st.DataObject
+) -> None:
+    ns = data.draw(costs_for(graph)).ns
+    stream = data.draw(st.lists(st.integers(0, 3), min_size=graph.size, max_size=graph.size))
+    order = list_order(predecessors(graph), stream, ns)
+    assert sorted(order) == list(range(graph.size))
+    place = {call: at for at, call in enumerate(order)}
+    assert all(place[u] < place[v] for u, v in graph.edges)
+    start, end = [0.0] * graph.size, [0.0] * graph.size
+    free: dict[int, float] = {}
+    for call in order:
+        start[call] = max([free.get(stream[call], 0.0), *(end[u] for u in predecessors(graph)[call])])
+        end[call] = free[stream[call]] = start[call] + ns[call]
+    for call in range(graph.size):
+        could = max((end[u] for u in predecessors(graph)[call]), default=0.0)
+        # From when it could run until it did, its stream was busy with others.
+        beside = (c for c in range(graph.size) if stream[c] == stream[call] and c != call)
+        busy = sum(max(min(end[c], start[call]) - max(start[c], could), 0.0) for c in beside)
+        assert busy == start[call] - could

@@ -131,3 +131,25 @@ def test_a_function_without_a_cap_is_a_policy_too() -> None:
 
     graph = graph_from_edges(2, [(0, 1)])
     assert resolve_policy(mine)(graph, uniform_costs(2), max_streams=1).policy == "mine"
+
+
+@given(dags(), st.data())
+def test_any_issue_order_gives_a_checked_plan_whose_waits_are_all_needed(graph: CallGraph, data: st.DataObject) -> None:
+    order: list[int] = []
+    while len(order) < graph.size:
+        ready = [v for v in range(graph.size) if v not in order and all(u in order for u, w in graph.edges if w == v)]
+        order.append(data.draw(st.sampled_from(ready)))
+    chosen = data.draw(st.lists(st.integers(0, 2), min_size=graph.size, max_size=graph.size))
+    numbers = {lane: index for index, lane in enumerate(dict.fromkeys(chosen))}
+    plan = check_schedule(graph, plan_streams(graph, [numbers[c] for c in chosen], policy="drawn", order=order))
+    lanes = stream_neighbours(plan.stream, plan.order)
+    whole = closure(graph.size, [*graph.meg, *lanes])
+    assert closure(graph.size, [*plan.syncs, *lanes]) <= whole
+    for sync in plan.syncs:
+        rest = [other for other in plan.syncs if other != sync]
+        assert sync not in closure(graph.size, [*rest, *lanes])
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="each of 2 calls once"):
+        plan_streams(graph_from_edges(2, []), [0, 1], policy="mine", order=[0, 0])

@@ -41,8 +41,9 @@ def plan_streams(
     *,
     policy: str,
     matched: int | None = None,
+    order: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule that runs each call on its given stream, issued in program order, with the fewest waits.
+    """The schedule that runs each call on its given stream with the fewest waits.
 
     The waits are the cross-stream edges of the transitive reduction of the hazards and the order within streams
     together: each of them is needed, and no other is.
@@ -51,11 +52,12 @@ def plan_streams(
         graph: the hazards.
         stream: stream of each call, 0-based, no gaps.
         policy: name to be written into the schedule.
+        order: call indices as they are issued, topological; program order if None.
         matched: size of the maximum matching that the streams were made from. With it, a plan that adds no order
             promises maximum concurrency and minimum syncs.
 
     Raises:
-        InputError: ``stream`` does not give one stream per call.
+        InputError: ``stream`` does not give one stream per call, or ``order`` not each call once.
 
     >>> from nimble_core.graph import graph_from_edges
     >>> plan_streams(graph_from_edges(3, [(0, 1), (0, 2)]), [0, 0, 1], policy="mine").syncs
@@ -63,11 +65,19 @@ def plan_streams(
     """
     if len(stream) != graph.size:
         raise InputError(f"{len(stream)} streams were given for {graph.size} calls", fix="one stream per call")
-    order = range(graph.size)
+    order = range(graph.size) if order is None else order
+    if sorted(order) != list(range(graph.size)):
+        raise InputError(f"the order does not hold each of {graph.size} calls once", fix="call indices, each once")
     added = unconnected(predecessor_lists(graph.size, graph.meg), stream_neighbours(stream, order))
     needed: Sequence[tuple[int, int]] = graph.meg
     if added:
-        needed = transitive_reduction(predecessor_lists(graph.size, [*graph.meg, *added]))
+        # Edges must lead from lower to higher numbers: places in the issue order are such numbers, calls may not be.
+        place = [0] * graph.size
+        for at, call in enumerate(order):
+            place[call] = at
+        pairs = [(place[u], place[v]) for u, v in (*graph.meg, *added)]
+        reduced = transitive_reduction(predecessor_lists(graph.size, pairs))
+        needed = sorted((order[u], order[v]) for u, v in reduced)
     syncs = tuple((u, v) for u, v in needed if stream[u] != stream[v])
     counts = SyncCounts(
         full=sum(stream[u] != stream[v] for u, v in graph.edges),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nimble_core.algorithms.chains import chains_of, fold_chains
 from nimble_core.algorithms.matching import maximum_matching
+from nimble_core.algorithms.order import list_order
 from nimble_core.costs import Costs
 from nimble_core.errors import InputError
 from nimble_core.graph import CallGraph, predecessors, successors
@@ -19,8 +20,8 @@ def nimble(graph: CallGraph, costs: Costs, *, max_streams: int | None = None) ->
     Minimum equivalent graph → bipartite graph → maximum matching → chains, one stream each; then chains that the graph
     orders anyway are folded onto one stream. Uncapped, independent calls never share a stream and
     ``len(syncs) == |E'| - |M|``, the minimum. Where ``max_streams`` binds, a chain joins the stream that is least
-    loaded by ``costs``; the order which that adds is listed, the promises are dropped, and the waits are the fewest
-    for these streams.
+    loaded by ``costs``, and each stream issues the call with the longest path behind it first; the order which that
+    adds is listed, the promises are dropped, and the waits are the fewest for these streams.
 
     Args:
         graph: the hazards.
@@ -51,4 +52,10 @@ def nimble(graph: CallGraph, costs: Costs, *, max_streams: int | None = None) ->
     partner = maximum_matching(successors(graph, meg=True))
     chains = chains_of(partner)
     stream = fold_chains(before, chains, cap=max_streams, ns=costs.ns)
-    return plan_streams(graph, stream, policy="nimble", matched=graph.size - len(chains))
+    matched = graph.size - len(chains)
+    plan = plan_streams(graph, stream, policy="nimble", matched=matched)
+    if not plan.added_order:
+        return plan
+    # Unrelated calls share a stream: in program order it would wait at one while others behind it could run.
+    order = list_order(before, stream, costs.ns)
+    return plan_streams(graph, stream, policy="nimble", matched=matched, order=order)
