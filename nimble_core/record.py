@@ -44,6 +44,9 @@ _SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
 }
 
+# Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
+_COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
 _UNINITIALISED = ("aten::empty", "aten::new_empty")
 _TORCH_ROOT = torch.__path__[0]
 _CORE_ROOT = __file__.rpartition("/")[0]
@@ -84,7 +87,7 @@ def record(
     recorder = _Recorder(model, signature, counter)
     with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
-        with _announced() as asked, recorder:
+        with _announced() as asked, _tensors_lifted_first(), recorder:
             result = model(*args, **kwargs)
         outputs, structure = flatten(result, what="output")
         recording = recorder.finish(outputs, structure)
@@ -127,6 +130,20 @@ def _announced() -> Iterator[list[str]]:
         yield asked
     finally:
         torch.cuda.is_current_stream_capturing = real
+
+
+@contextmanager
+def _tensors_lifted_first() -> Iterator[None]:
+    """Let ``torch.tensor(..., device=...)`` make a host tensor and then copy it where the recorder sees the copy.
+
+    By itself it copies out of sight of dispatch modes, which a capture does not allow.
+    """
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 class _Recorder(TorchDispatchMode):
@@ -179,6 +196,9 @@ class _Recorder(TorchDispatchMode):
         self._refuse_dynamic(func, tensors, args, kwargs, frame)
         if self.counter and self._is_host_work(func, tensors, args, kwargs):
             return self._run_on_host(func, args, kwargs)
+        if self.counter and func._schema.name in _COPIES_HOST_ARGUMENTS:
+            args = tuple(self._on_device(arg) for arg in args)
+            tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
         if self.counter:
             self._notice_unseen(frame)
         written = [tensor for tensor in _written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
@@ -514,6 +534,18 @@ class _Recorder(TorchDispatchMode):
             return all(tensor.device.type == "cpu" for tensor in tensors)
         device = kwargs.get("device")
         return device is None or torch.device(device).type == "cpu"
+
+    def _on_device(self, arg: Any) -> Any:
+        """``arg`` with host tensors, which are constants, copied to the device now."""
+        if isinstance(arg, (list, tuple)):
+            return [self._on_device(item) for item in arg]
+        if not isinstance(arg, torch.Tensor) or arg.device.type != "cpu":
+            return arg
+        assert self.counter
+        with self.counter.outside():
+            copied = arg.to(self.device)
+        self._constant.add(self._storage_of[self._give(copied, "constant")])
+        return copied
 
     def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it now: its result is a constant, kept if a later call reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -74,8 +75,29 @@ def test_the_graph_holds_exactly_the_planned_syncs(wide: Wide) -> None:
     assert multi.schedule.streams == 6
     assert counts.emitted == counts.planned == multi.schedule.meg_edges - multi.schedule.matched > 0
     assert single.executable.counts.emitted == 0
+    assert crossing(multi.executable) == set(multi.schedule.syncs)
     assert None not in multi.executable.owner
     assert set(multi.executable.owner) == set(range(len(recorded.recording.program.calls)))
+
+
+def crossing(executable: Any) -> set[tuple[int, int]]:
+    """Pairs of calls on different streams that an edge of the captured graph joins."""
+    owner, stream = executable.owner, executable.schedule.stream
+    pairs = {(owner[tail], owner[head]) for tail, head in executable.raw.edges}
+    return {(u, v) for u, v in pairs if stream[u] != stream[v]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cap", [1, 2, 4])
+def test_capped_and_prioritised_plans_are_captured_as_planned(wide: Wide, cap: int) -> None:
+    device, recorded, _, multi, _ = plans(wide, inputs(), max_streams=cap)
+    urgent = dataclasses.replace(multi.schedule, priority=tuple(call % 3 for call in multi.schedule.order))
+    prioritised = capture(device, recorded, urgent)
+    x = inputs()
+    for one in (multi, prioritised):
+        assert one.schedule.streams == cap
+        assert crossing(one.executable) == set(one.schedule.syncs)
+        assert torch.equal(one.executable.run([x])[0], wide(x))
 
 
 def test_more_than_32_streams_stay_distinct() -> None:
