@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nimble_core.errors import InputError
+from nimble_core.policies import resolve_policy
 
 __all__ = ["Options"]
 
@@ -59,8 +60,8 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, kind) and not (value is None and name != "budget_s"):
                 raise InputError(f"Options({name}={value!r}) is not a number", fix="see help(Options)")
-        if not (isinstance(self.policy, str) or callable(self.policy)):
-            raise InputError(f"Options(policy={self.policy!r}) is neither a name nor callable", fix="see help(Options)")
+        if self.policy != "auto":
+            resolve_policy(self.policy)
         if self.max_streams is not None and self.max_streams < 1:
             raise InputError(f"Options(max_streams={self.max_streams}) is less than 1", fix="at least 1, or None")
         if not self.budget_s >= 0:

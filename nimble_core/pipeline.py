@@ -217,6 +217,10 @@ def observe(device: Device, recorded: Recorded, executable: Executable, *, secon
     return device.observe(executable, recorded.recording, int(min(max(seconds / once_s, 3), 11)))
 
 
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def choose(device: Device, plans: Sequence[Plan], options: Options) -> tuple[Plan, Mapping[str, Measurement]]:
     """The fastest plan by measured replays; ties within 1% go to fewer streams."""
     if len(plans) == 1 or options.tune == "off":
@@ -228,6 +232,7 @@ def choose(device: Device, plans: Sequence[Plan], options: Options) -> tuple[Pla
         synchronize=device.synchronize,
         rounds=rounds,
         budget_s=options.budget_s,
+        on_interrupt=_interrupt,
     )
     fastest = min(one.median_ns for one in taken.values())
     close = [one for one in plans if taken[one.schedule.policy].median_ns <= fastest * 1.01]

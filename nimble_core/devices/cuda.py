@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -226,12 +227,13 @@ class CudaDevice:
                         stream.wait_event(fork)
                     yield streams, CaptureProbe(streams[0].cuda_stream)
                     _join(streams)
-                    graph.capture_end()
+                    _end(graph)
                 except BaseException:
                     with suppress(Exception):
                         _join(streams)
                     with suppress(Exception):
-                        graph.capture_end()
+                        _end(graph)
+                    _settle_generator(caller)
                     raise
             finally:
                 torch.cuda.set_stream(caller)
@@ -372,6 +374,26 @@ class _Counter:
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(tensor, requires_grad=False)
     return made.copy_(tensor.detach())
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        # A recording that was refused at its first call leaves an empty graph, which is thrown away.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
+
+
+def _settle_generator(stream: torch.cuda.Stream) -> None:
+    """Let random numbers be drawn again after a capture that CUDA invalidated.
+
+    Such a capture never tells the generator that it ended ("Offset increment outside graph capture" is what the next
+    ``torch.randn`` would say); an empty one that ends well does.
+    """
+    torch.cuda.set_stream(torch.cuda.Stream(stream.device))
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with suppress(Exception):
+        graph.capture_begin(capture_error_mode="thread_local")
+        _end(graph)
 
 
 def _join(streams: Sequence[torch.cuda.Stream]) -> None:

@@ -35,7 +35,7 @@ def resolve_policy(policy: str | Callable[..., Any]) -> Policy:
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise InputError(f"there is no policy {policy!r}", fix=f"one of {', '.join(POLICIES)}, or a function")
+            raise InputError(f"there is no policy {policy!r}", fix=f"auto, {', '.join(POLICIES)}, or a function")
         return POLICIES[policy]
     if not callable(policy):
         raise InputError(f"{policy!r} is not a policy", fix=f"one of {', '.join(POLICIES)}, or a function")

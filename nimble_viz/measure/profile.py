@@ -214,7 +214,7 @@ def profile_eager(
     if torch._C._autograd._profiler_enabled():  # a second one would end the first and lose what it holds
         raise DeviceError("another profiler is running in this process", fix="leave its context first")
     synchronize()
-    profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False)
+    profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False, acc_events=True)
     with _quiet_kineto():
         profiler.start()
         try:

@@ -360,65 +360,181 @@ const NimbleViewer = (() => {
     }
 
     // ---------------------------------------------------------------- DAG
-    const W = 164, H = 38, GROUP_H = 50, GAP_X = 18, GAP_Y = 34, PAD = 12, HEAD = 26;
+    const W = 164, H = 38, GROUP_H = 50, GAP_X = 18, GAP_LANE = 13, TRACK = 9, GAP_Y = 34, PAD = 12, HEAD = 26;
     const groups = graph.first.length;
     const children = new Map();
     graph.parent.forEach((parent, box) => { const list = children.get(parent); if (list) list.push(box); else children.set(parent, [box]); });
     const isGroup = (box) => box >= size;
-    const spread = (wanted, widths) => {
-      const offsets = [0], blocks = [];
-      for (let at = 1; at < widths.length; at++) offsets.push(offsets[at - 1] + (widths[at - 1] + widths[at]) / 2 + GAP_X);
-      wanted.forEach((place, at) => {
-        let mean = place - offsets[at], members = 1;
-        while (blocks.length && blocks[blocks.length - 1][0] > mean) { const [other, n] = blocks.pop(); mean = (mean * members + other * n) / (members + n); members += n; }
-        blocks.push([mean, members]);
+    // Boxes are numbered calls, groups, then lane places: places in a row that edges hold free.
+    const boxes = size + groups, nodes = boxes + graph.lane_places.length;
+    const rowOf = [...graph.row], holder = [...graph.parent], wish = [...graph.position, ...graph.lane_places], lanes = new Map();
+    const laneKey = (around, call) => (around + 1) * size + call;
+    graph.lane_source.forEach((call, lane) => {
+      lanes.set(laneKey(graph.lane_within[lane], call), [graph.lane_first[lane], rowOf.length]);
+      for (let k = 0; k < graph.lane_rows[lane]; k++) { rowOf.push(graph.lane_first[lane] + k); holder.push(graph.lane_within[lane]); }
+    });
+    const laneAt = (around, call, row) => { const lane = lanes.get(laneKey(around, call)); return lane && row >= lane[0] && rowOf[lane[1] + row - lane[0]] === row && holder[lane[1] + row - lane[0]] === around ? lane[1] + row - lane[0] : -1; };
+    /** Members of each group, row by row, in order from left to right. */
+    const rowsOf = new Map();
+    rowOf.forEach((row, node) => { let rows = rowsOf.get(holder[node]); if (!rows) rowsOf.set(holder[node], (rows = [])); (rows[row] ??= []).push(node); });
+    for (const rows of rowsOf.values()) for (const row of rows) row.sort((p, q) => wish[p] - wish[q] || p - q);
+    const depth = new Int32Array(boxes);
+    for (let box = size; box < boxes; box++) depth[box] = graph.parent[box] < 0 ? 0 : depth[graph.parent[box]] + 1;
+    for (let box = 0; box < size; box++) depth[box] = graph.parent[box] < 0 ? 0 : depth[graph.parent[box]] + 1;
+    /** What pulls on what inside each group: [upper node, lower node, producer, consumer]. */
+    const linksOf = new Map();
+    {
+      const seen = new Set();
+      const link = (around, p, q, u, v) => {
+        const key = p * nodes + q;
+        if (p >= size && q >= size && p < boxes && q < boxes ? false : seen.has(key)) return;
+        seen.add(key);
+        const list = linksOf.get(around); if (list) list.push([p, q, u, v]); else linksOf.set(around, [[p, q, u, v]]);
+      };
+      const through = (around, u, v, from, to, upper, lower) => {
+        let last = upper;
+        for (let row = from; row < to; row++) { const node = laneAt(around, u, row); if (last >= 0 && node >= 0) link(around, last, node, u, v); last = node; if (node < 0) return; }
+        if (last >= 0 && lower >= 0) link(around, last, lower, u, v);
+      };
+      graph.from.forEach((u, edge) => {
+        if (!graph.minimum[edge]) return;
+        const v = u + graph.reach[edge];
+        let p = u, q = v;
+        while (graph.parent[p] !== graph.parent[q]) {
+          if (depth[p] >= depth[q]) { const around = graph.parent[p]; through(around, u, v, rowOf[p] + 1, rowsOf.get(around).length, p, -1); p = around; }
+          else { const around = graph.parent[q]; through(around, u, v, 0, rowOf[q], -1, q); q = around; }
+        }
+        through(graph.parent[p], u, v, rowOf[p] + 1, rowOf[q], p, q);
       });
-      const places = [];
-      for (const [mean, members] of blocks) for (let k = 0; k < members; k++) places.push(mean + offsets[places.length]);
+    }
+    /** Middles in order, far enough apart, nearest to what is wanted: weighted least squares by pooling neighbours. */
+    const spread = (wanted, widths, weights) => {
+      const offsets = [0], blocks = [], places = [];
+      for (let at = 1; at < widths.length; at++) offsets.push(offsets[at - 1] + (widths[at - 1] + widths[at]) / 2 + (widths[at - 1] && widths[at] ? GAP_X : widths[at - 1] || widths[at] ? GAP_LANE : TRACK));
+      wanted.forEach((place, at) => {
+        let mean = place - offsets[at], weight = weights[at], members = 1;
+        while (blocks.length && blocks[blocks.length - 1][0] > mean) { const [other, w, n] = blocks.pop(); mean = (mean * weight + other * w) / (weight + w); weight += w; members += n; }
+        blocks.push([mean, weight, members]);
+      });
+      for (const [mean, , members] of blocks) for (let k = 0; k < members; k++) places.push(mean + offsets[places.length]);
       return places;
     };
-    /** Boxes of known rows put beside and below each other, innermost groups first. */
+    /** Boxes of known rows and order put beside and below each other, innermost groups first. */
     function arrange(open) {
-      const wide = new Float64Array(size + groups), tall = new Float64Array(size + groups), x = new Float64Array(size + groups), y = new Float64Array(size + groups);
-      const visible = new Uint8Array(size + groups);
+      const wide = new Float64Array(nodes), tall = new Float64Array(nodes), x = new Float64Array(nodes), y = new Float64Array(nodes);
+      const visible = new Uint8Array(boxes), shift = new Float64Array(boxes), bands = new Map();
+      const child = (around, call) => { let box = call; while (graph.parent[box] !== around) box = graph.parent[box]; return box; };
+      /** How far right of a box's middle its edges leave it at the bottom, and enter it at the top. */
+      const leave = (box, u) => {
+        if (box >= boxes || !isGroup(box) || !open.has(box)) return 0;
+        const rows = rowsOf.get(box), member = child(box, u);
+        const node = rowOf[member] === rows.length - 1 ? member : laneAt(box, u, rows.length - 1);
+        return node < 0 ? 0 : x[node] + wide[node] / 2 + leave(node, u) + shift[box] - wide[box] / 2;
+      };
+      const enter = (box, u, v) => {
+        if (box >= boxes || !isGroup(box) || !open.has(box)) return 0;
+        const member = child(box, v), node = rowOf[member] === 0 ? member : laneAt(box, u, 0);
+        return node < 0 ? 0 : x[node] + wide[node] / 2 + enter(node, u, v) + shift[box] - wide[box] / 2;
+      };
       const inner = (around, top) => {
-        const rows = new Map();
-        for (const box of children.get(around) || []) {
-          if (!isGroup(box)) { wide[box] = W; tall[box] = H; } else if (!open.has(box)) { wide[box] = W + 62; tall[box] = GROUP_H; }
-          const row = rows.get(graph.row[box]); if (row) row.push(box); else rows.set(graph.row[box], [box]);
+        const rows = rowsOf.get(around) || [], middle = new Map(), near = new Map(), tops = [], bottoms = [];
+        for (const row of rows) {
+          for (const box of row) {
+            if (box >= boxes) continue;
+            if (!isGroup(box)) { wide[box] = W; tall[box] = H; } else if (!open.has(box)) { wide[box] = W + 62; tall[box] = GROUP_H; }
+          }
+          spread(row.map((box) => (wish[box] / 100) * (W + GAP_X)), row.map((box) => wide[box]), row.map(() => 1)).forEach((place, at) => middle.set(row[at], place));
+        }
+        const pull = (node, other, by, weight, side) => { let list = near.get(node); if (!list) near.set(node, (list = [[], []])); list[side].push([other, by, weight]); };
+        for (const [p, q, u, v] of linksOf.get(around) || []) {
+          const out = leave(p, u), into = enter(q, u, v), weight = p >= boxes && q >= boxes ? 6 : 1;
+          pull(q, p, out - into, weight, 0); pull(p, q, into - out, weight, 1);
+        }
+        for (let sweep = 0; sweep < 8; sweep++) {
+          const down = sweep % 2 === 0;
+          for (let at = 0; at < rows.length; at++) {
+            const row = rows[down ? at : rows.length - 1 - at], weights = [];
+            const wanted = row.map((node) => {
+              const list = near.get(node), sides = list ? (sweep > 5 ? [...list[0], ...list[1]] : list[down ? 0 : 1]) : [];
+              let sum = 0, weight = 0;
+              for (const [other, by, w] of sides) { sum += (middle.get(other) + by) * w; weight += w; }
+              weights.push(weight || 0.05);
+              return weight ? sum / weight : middle.get(node);
+            });
+            spread(wanted, row.map((node) => wide[node]), weights).forEach((place, k) => middle.set(row[k], place));
+          }
         }
         let down = top, left = Infinity, right = -Infinity;
-        for (const row of [...rows.keys()].sort((a, b) => a - b)) {
-          const line = rows.get(row).sort((a, b) => graph.position[a] - graph.position[b] || a - b);
-          const centres = spread(line.map((box) => (graph.position[box] / 100) * (W + GAP_X)), line.map((box) => wide[box]));
-          const high = line.reduce((most, box) => Math.max(most, tall[box]), 0);
-          line.forEach((box, at) => { x[box] = centres[at] - wide[box] / 2; y[box] = down; left = Math.min(left, x[box]); right = Math.max(right, x[box] + wide[box]); });
-          down += high + GAP_Y;
+        for (const row of rows) {
+          const high = row.reduce((most, box) => Math.max(most, tall[box]), 0);
+          for (const box of row) { x[box] = middle.get(box) - wide[box] / 2; y[box] = down; left = Math.min(left, x[box]); right = Math.max(right, x[box] + wide[box]); }
+          tops.push(down); bottoms.push(down + high); down += high + GAP_Y;
         }
-        return { left, right, bottom: down - GAP_Y };
+        bands.set(around, [tops, bottoms]);
+        return rows.length ? { left, right, bottom: down - GAP_Y } : { left: 0, right: 0, bottom: top };
       };
-      const shift = new Float64Array(size + groups);
-      for (let box = size + groups - 1; box >= size; box--) {
+      for (let box = boxes - 1; box >= size; box--) {
         if (!open.has(box)) continue;
         const inside = inner(box, HEAD);
         wide[box] = Math.max(inside.right - inside.left, W) + 2 * PAD; tall[box] = inside.bottom + PAD;
         shift[box] = PAD - inside.left + Math.max(0, W - (inside.right - inside.left)) / 2;
       }
       const frame = inner(-1, 0), stand = new Int32Array(size), list = [];
-      for (let box = size; box < size + groups; box++) place(box);
-      for (let box = 0; box < size; box++) place(box);
-      function place(box) {
-        const parent = graph.parent[box];
+      const place = (box) => {
+        const parent = holder[box];
         if (parent >= 0) { if (!visible[parent] || !open.has(parent)) return; x[box] += x[parent] + shift[parent]; y[box] += y[parent]; }
+        if (box >= boxes) return;
         visible[box] = 1; list.push(box);
         if (isGroup(box)) { if (!open.has(box)) stand.fill(box, graph.first[box - size], graph.last[box - size] + 1); } else stand[box] = box;
+      };
+      for (let box = size; box < nodes; box++) place(box);
+      for (let box = 0; box < size; box++) place(box);
+      return { x, y, wide, tall, list, stand, visible, bands, left: frame.left, width: Math.max(1, frame.right - frame.left), height: Math.max(1, frame.bottom) };
+    }
+    /** The way of the edge u → v between two visible boxes, as upright stretches [x, top, bottom, …]; none crosses a box. */
+    function route(place, u, v, a, b, budget) {
+      const { x, y, wide, tall, bands } = place, way = [], last = (group) => rowsOf.get(group).length - 1;
+      const middle = (box) => x[box] + wide[box] / 2, base = (group) => (group < 0 ? 0 : y[group]);
+      const bandTop = (group, row) => base(group) + bands.get(group)[0][row], bandBottom = (group, row) => base(group) + bands.get(group)[1][row];
+      let begin = null;
+      const step = (at, top, bottom) => { way.push(at, begin ?? top, bottom); begin = null; };
+      const free = (row, wanted) => {
+        let low = 0, high = row.length;
+        while (low < high) { const half = (low + high) >> 1; if (x[row[half]] + wide[row[half]] + TRACK / 2 < wanted) low = half + 1; else high = half; }
+        const box = row[low];
+        if (box === undefined || x[box] - TRACK / 2 > wanted || !wide[box]) return wanted;
+        const left = x[box] - TRACK, right = x[box] + wide[box] + TRACK;
+        return wanted - left < right - wanted ? left : right;
+      };
+      const pass = (group, from, to) => {
+        const begun = way[way.length - 3], span = to - from + 1;
+        for (let row = from; row < to; row++) {
+          const lane = laneAt(group, u, row);
+          if (lane < 0 && --budget.left < 0) return;
+          step(lane >= 0 ? x[lane] : free(rowsOf.get(group)[row], begun + ((middle(b) - begun) * (row - from + 1)) / span), bandTop(group, row), bandBottom(group, row));
+        }
+      };
+      let p = a, q = b;
+      const above = new Set(), inward = [];
+      for (let box = a; box >= 0; box = graph.parent[box]) above.add(graph.parent[box]);
+      while (!above.has(graph.parent[q])) { inward.push(q); q = graph.parent[q]; }
+      const meet = graph.parent[q];
+      way.push(middle(a), y[a] + tall[a], bandBottom(graph.parent[a], rowOf[a]));
+      while (graph.parent[p] !== meet) {
+        const group = graph.parent[p];
+        pass(group, rowOf[p] + 1, last(group) + 1);
+        way[way.length - 1] = bandBottom(graph.parent[group], rowOf[group]);
+        p = group;
       }
-      return { x, y, wide, tall, list, stand, visible, left: frame.left, width: Math.max(1, frame.right - frame.left), height: Math.max(1, frame.bottom) };
+      pass(meet, rowOf[p] + 1, rowOf[q]);
+      for (let at = inward.length - 1; at >= 0; at--) { begin ??= y[q]; pass(q, 0, rowOf[inward[at]]); q = inward[at]; }
+      step(middle(b), y[b], y[b]);
+      return way;
     }
     let dag = null;
     function buildDag(node) {
       if (!size) { node.append(el("div", { class: "nv-empty" }, "The model made no call that reaches the device: there is no graph to draw.")); return; }
-      const open = new Set(), view = { x: 0, y: 0, scale: 1, transitive: false, critical: false, syncs: true };
+      const open = new Set(), view = { x: 0, y: 0, scale: 1, transitive: false, critical: false, syncs: true, edge: null };
       let level = [...(children.get(-1) || [])].filter(isGroup), budget = 400 - (children.get(-1) || []).length;
       while (level.length) {
         const more = level.reduce((sum, box) => sum + children.get(box).length, 0);
@@ -444,7 +560,7 @@ const NimbleViewer = (() => {
           const a = place.stand[u], b = place.stand[v];
           if (a === b) return;
           const key = a * total + b, edge = seen.get(key);
-          if (!edge) seen.set(key, { a, b, kind, n: 1, critical: false }); else { edge.n++; edge.kind = Math.max(edge.kind, kind); }
+          if (!edge) seen.set(key, { a, b, u, v, kind, n: 1, critical: false }); else { edge.n++; if (kind > edge.kind) Object.assign(edge, { kind, u, v }); }
         };
         graph.from.forEach((u, at) => { if (graph.minimum[at]) add(u, u + graph.reach[at], 1); else if (view.transitive) add(u, u + graph.reach[at], 0); });
         const now = plan();
@@ -454,11 +570,12 @@ const NimbleViewer = (() => {
           if (edge) edge.critical = true;
         }
         edges = [...seen.values()].sort((p, q) => p.kind - q.kind);
+        const budget = { left: 200000 };
         for (const edge of edges) {
-          const { x, y, wide, tall } = place;
-          edge.x0 = x[edge.a] + wide[edge.a] / 2; edge.y0 = y[edge.a] + tall[edge.a]; edge.x1 = x[edge.b] + wide[edge.b] / 2; edge.y1 = y[edge.b];
-          const far = edge.y1 - edge.y0 > GROUP_H + 2 * GAP_Y && Math.abs(edge.x1 - edge.x0) < W;
-          edge.bow = far ? Math.min(40 + wide[edge.a] / 2 + (edge.y1 - edge.y0) * 0.02, 260) : 0;
+          const way = (edge.way = route(place, edge.u, edge.v, edge.a, edge.b, budget));
+          edge.x0 = edge.x1 = way[0];
+          for (let at = 3; at < way.length; at += 3) { edge.x0 = Math.min(edge.x0, way[at]); edge.x1 = Math.max(edge.x1, way[at]); }
+          edge.y0 = way[1]; edge.y1 = way[way.length - 1];
         }
         fillLegend();
         board.request();
@@ -525,21 +642,20 @@ const NimbleViewer = (() => {
         }
         const stroke = (edge, colour, thick, dash) => {
           context.strokeStyle = colour; context.lineWidth = thick; context.setLineDash(dash);
-          context.beginPath(); context.moveTo(edge.x0, edge.y0);
-          const dy = edge.y1 - edge.y0, bend = Math.min(Math.max(dy / 2, 12), 90);
-          context.bezierCurveTo(edge.x0 + edge.bow, edge.y0 + bend, edge.x1 + edge.bow, edge.y1 - bend, edge.x1, edge.y1);
-          context.stroke();
-          if (s > 0.25) { context.setLineDash([]); context.fillStyle = colour; context.beginPath(); const a = 3.2 + thick; context.moveTo(edge.x1, edge.y1); context.lineTo(edge.x1 - a * 0.62, edge.y1 - a * 1.3); context.lineTo(edge.x1 + a * 0.62, edge.y1 - a * 1.3); context.fill(); }
+          trace(context, edge.way); context.stroke();
+          if (s > 0.25) { context.setLineDash([]); context.fillStyle = colour; context.beginPath(); const a = 3.2 + thick, x = edge.way[edge.way.length - 3]; context.moveTo(x, edge.y1); context.lineTo(x - a * 0.62, edge.y1 - a * 1.3); context.lineTo(x + a * 0.62, edge.y1 - a * 1.3); context.fill(); }
         };
         const floor = 0.5 / s, sync = theme.value("sync"), plainEdge = theme.value("edge"), faint = theme.value("transitive"), strong = theme.value("critical");
+        const marked = [];
         for (const edge of edges) {
-          if (edge.y1 < y0 || edge.y0 > y1 || Math.max(edge.x0, edge.x1) + edge.bow < x0 || Math.min(edge.x0, edge.x1) > x1) continue;
-          const chosen = state.call >= 0 && (edge.a === place.stand[state.call] || edge.b === place.stand[state.call]);
+          if (edge.y1 < y0 || edge.y0 > y1 || edge.x1 < x0 || edge.x0 > x1) continue;
+          if (edge === view.edge || (state.call >= 0 && (edge.a === place.stand[state.call] || edge.b === place.stand[state.call]))) { marked.push(edge); continue; }
           if (view.critical && edge.critical) stroke(edge, strong, Math.max(5, floor), []);
-          if (edge.kind === 2) stroke(edge, chosen ? picked : sync, Math.max(2.4, floor), [7, 4]);
+          if (edge.kind === 2) stroke(edge, sync, Math.max(2, floor), [7, 4]);
           else if (edge.kind === 0) stroke(edge, faint, Math.max(1.2, floor), [2, 3]);
-          else if (!(view.critical && edge.critical)) stroke(edge, chosen ? picked : plainEdge, Math.max(chosen ? 2 : 1.2, floor), []);
+          else if (!(view.critical && edge.critical)) stroke(edge, plainEdge, Math.max(1.2, floor), []);
         }
+        for (const edge of marked) stroke(edge, picked, Math.max(edge.kind === 2 ? 3 : 2.2, 1.6 / s), edge.kind === 2 ? [7, 4] : edge.kind ? [] : [2, 3]);
         context.setLineDash([]);
         for (const box of place.list) {
           if ((isGroup(box) && open.has(box)) || !seen(box)) continue;
@@ -623,7 +739,17 @@ const NimbleViewer = (() => {
       dag = {
         point: (call) => { reveal(call); board.paint(); const frame = board.canvas.getBoundingClientRect(); return { x: frame.left + (place.x[call] + W / 2) * view.scale + view.x, y: frame.top + (place.y[call] + H / 2) * view.scale + view.y }; },
         visible: () => place.list.length,
+        drawn: () => ({ boxes: place.list.filter((box) => !isGroup(box) || !open.has(box)).map((box) => [box, place.x[box], place.y[box], place.wide[box], place.tall[box]]), edges: edges.map(({ a, b, kind, way }) => ({ a, b, kind, way })) }),
       };
+    }
+    /** Upright stretches joined by curves that stay between two rows. */
+    function trace(context, way) {
+      context.beginPath(); context.moveTo(way[0], way[1]); context.lineTo(way[0], way[2]);
+      for (let at = 3; at < way.length; at += 3) {
+        const from = way[at - 3], high = way[at - 1], to = way[at], low = way[at + 1], half = (high + low) / 2;
+        if (Math.abs(from - to) < 0.5) context.lineTo(to, low); else context.bezierCurveTo(from, half, to, half, to, low);
+        if (way[at + 2] > low) context.lineTo(to, way[at + 2]);
+      }
     }
     function rounded(context, x, y, wide, tall, radius) { context.beginPath(); context.roundRect(x, y, wide, tall, radius); }
 
@@ -863,7 +989,7 @@ const NimbleViewer = (() => {
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();
     show("summary");
-    return { select, show, selected: () => state.call, dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
+    return { select, show, selected: () => state.call, dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
   }
   return { mount };
 })();

@@ -2,22 +2,26 @@
 
 A box is a call or a group of calls. Groups are runs of neighbouring calls of one module, so contracting any of them
 leaves a DAG (all edges point from lower to higher index), and each group is laid out once, whatever is folded
-elsewhere: the viewer only places boxes of known rows and positions beside and below each other.
+elsewhere: the viewer only places boxes of known rows and order beside and below each other.
+
+An edge that passes rows of a group runs through a lane there, a chain of places one row each, kept free of boxes.
+All edges from one call share their lanes, so what one call is read by looks like one line that branches.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nimble_viz.report import Report
 from nimble_viz.views.summary import label_run
 
-__all__ = ["Boxes", "components", "dag", "layered", "nest", "spread_row"]
+__all__ = ["Boxes", "Lane", "Layout", "components", "dag", "lay_out", "layers", "nest", "order", "spread_row"]
 
 _SWEEPS = 4
+_LANE_WIDTH = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,37 @@ class Boxes:
     name: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Places that the edges from one call hold free in neighbouring rows of one group.
+
+    Args:
+        source: the call that the edges come from.
+        within: the group that the rows belong to, -1 for the outermost rows.
+        first: the first of the rows.
+        places: position in each row.
+    """
+
+    source: int
+    within: int
+    first: int
+    places: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Row and position of each box in the group around it, and the lanes between the boxes."""
+
+    row: tuple[int, ...]
+    position: tuple[float, ...]
+    lanes: tuple[Lane, ...]
+
+
 def dag(report: Report) -> dict[str, Any]:
     """Boxes with their rows and positions, edges, critical path and plans, as columns."""
     graph, calls = report.graph, report.program.calls
     boxes = nest([call.module for call in calls])
-    row, position = _place(boxes, graph.meg)
+    layout = lay_out(boxes, graph.meg)
     labels = [call.label for call in calls]
     shapes = [tuple(labels[first : last + 1]) for first, last in zip(boxes.first, boxes.last, strict=True)]
     alike = Counter(shapes)
@@ -51,8 +81,13 @@ def dag(report: Report) -> dict[str, Any]:
     return {
         "columns": {
             "parent": boxes.parent,
-            "row": row,
-            "position": [round(100 * value) for value in position],
+            "row": layout.row,
+            "position": [round(100 * value) for value in layout.position],
+            "lane_source": [lane.source for lane in layout.lanes],
+            "lane_within": [lane.within for lane in layout.lanes],
+            "lane_first": [lane.first for lane in layout.lanes],
+            "lane_rows": [len(lane.places) for lane in layout.lanes],
+            "lane_places": [round(100 * place) for lane in layout.lanes for place in lane.places],
             "first": boxes.first,
             "last": boxes.last,
             "name": boxes.name,
@@ -140,91 +175,178 @@ def nest(modules: Sequence[str]) -> Boxes:
     return Boxes(size, tuple(parent), tuple(first), tuple(last), tuple(name))
 
 
-def layered(size: int, edges: Sequence[tuple[int, int]]) -> tuple[list[int], list[float]]:
-    """Rows and positions of a DAG of unit boxes: neighbours in a row are at least 1 apart.
-
-    Rows are longest paths from the sources. Positions follow the method of Sugiyama, Tagawa and Toda (1981):
-    sweeps down and up pull each box towards the mean of its neighbours, its row is put in that order, and the row
-    is spread as little as needed (least squares). Ties keep the order of the indices.
+def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = ()) -> list[int]:
+    """Row of each box: the longest path from the sources; a source then sinks to just above its first reader.
 
     Args:
         size: number of boxes.
         edges: ``(u, v)`` with u < v.
+        fed: boxes that also read from outside; they do not sink.
 
     Returns:
-        ``(row, position)`` of each box. O((boxes + edges) · log boxes).
+        The rows, 0 on top. O(boxes + edges · log edges).
 
-    >>> layered(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-    ([0, 1, 1, 2], [0.0, -0.5, 0.5, 0.0])
+    >>> layers(5, [(0, 1), (1, 2), (2, 4), (3, 4)])
+    [0, 1, 2, 2, 3]
     """
-    before: list[list[int]] = [[] for _ in range(size)]
-    after: list[list[int]] = [[] for _ in range(size)]
     row = [0] * size
+    last = [-1] * size
+    source = [box not in fed for box in range(size)]
     for u, v in sorted(edges):
+        row[v] = max(row[v], row[u] + 1)
+        source[v] = False
+    for u, v in edges:
+        last[u] = row[v] - 1 if last[u] < 0 else min(last[u], row[v] - 1)
+    return [last[box] if source[box] and last[box] >= 0 else row[box] for box in range(size)]
+
+
+def order(row: Sequence[int], links: Sequence[tuple[int, int]], width: Sequence[float]) -> list[float]:
+    """Positions of boxes in their rows: neighbours are at least half of both their widths apart.
+
+    By the method of Sugiyama, Tagawa and Toda (1981): sweeps down and up pull each box towards the mean of its
+    neighbours, its row is put in that order, and the row is spread as little as needed (least squares). Ties keep
+    the order of the indices.
+
+    Args:
+        row: row of each box.
+        links: ``(u, v)`` with row[u] < row[v].
+        width: width of each box.
+
+    Returns:
+        The middle of each box. O((boxes + links) · log boxes).
+
+    >>> order([0, 1, 1, 2], [(0, 1), (0, 2), (1, 3), (2, 3)], [1.0] * 4)
+    [0.0, -0.5, 0.5, 0.0]
+    """
+    before: list[list[int]] = [[] for _ in row]
+    after: list[list[int]] = [[] for _ in row]
+    for u, v in sorted(links):
         before[v].append(u)
         after[u].append(v)
-        row[v] = max(row[v], row[u] + 1)
     rows: list[list[int]] = [[] for _ in range(max(row, default=-1) + 1)]
-    for box in range(size):
-        rows[row[box]].append(box)
-    position = [0.0] * size
+    for box, line in enumerate(row):
+        rows[line].append(box)
+    position = [0.0] * len(row)
     for members in rows:
-        for slot, box in enumerate(members):
-            position[box] = slot - (len(members) - 1) / 2
+        for box, place in zip(members, spread_row([0.0] * len(members), [width[box] for box in members]), strict=True):
+            position[box] = place
     for sweep in range(_SWEEPS):
-        near, line = (before, rows) if sweep % 2 == 0 else (after, list(reversed(rows)))
-        for members in line:
+        near, lines = (before, rows) if sweep % 2 == 0 else (after, list(reversed(rows)))
+        for members in lines:
             wanted = {
                 box: sum(position[other] for other in near[box]) / len(near[box]) if near[box] else position[box]
                 for box in members
             }
             members.sort(key=lambda box: (wanted[box], position[box], box))
-            for box, place in zip(members, spread_row([wanted[box] for box in members]), strict=True):
+            places = spread_row([wanted[box] for box in members], [width[box] for box in members])
+            for box, place in zip(members, places, strict=True):
                 position[box] = place
-    return row, position
+    return position
 
 
-def spread_row(wanted: Sequence[float]) -> list[float]:
-    """Places at least 1 apart, in order, nearest to ``wanted`` in least squares (pooling adjacent violators).
+def spread_row(wanted: Sequence[float], width: Sequence[float]) -> list[float]:
+    """Places in order, nearest to ``wanted`` in least squares, so that boxes of these widths do not overlap.
 
-    >>> spread_row([0.0, 0.0, 5.0])
+    Pooling of adjacent violators, O(boxes).
+
+    >>> spread_row([0.0, 0.0, 5.0], [1.0, 1.0, 1.0])
     [-0.5, 0.5, 5.0]
     """
     blocks: list[tuple[float, int]] = []
+    offsets: list[float] = []
     for slot, place in enumerate(wanted):
-        mean, count = place - slot, 1
+        offsets.append(offsets[-1] + (width[slot - 1] + width[slot]) / 2 if slot else 0.0)
+        mean, count = place - offsets[slot], 1
         while blocks and blocks[-1][0] > mean:
             other, members = blocks.pop()
             mean, count = (mean * count + other * members) / (count + members), count + members
         blocks.append((mean, count))
     spread = [mean for mean, count in blocks for _ in range(count)]
-    return [place + slot for slot, place in enumerate(spread)]
+    return [place + offset for place, offset in zip(spread, offsets, strict=True)]
 
 
-def _place(boxes: Boxes, meg: Sequence[tuple[int, int]]) -> tuple[list[int], list[float]]:
-    """Row and position of each box within the box around it."""
-    parent = boxes.parent
+def lay_out(boxes: Boxes, edges: Sequence[tuple[int, int]]) -> Layout:
+    """Rows, positions and lanes of each group by itself.
+
+    Args:
+        boxes: calls and groups.
+        edges: ``(producer, consumer)`` with producer < consumer.
+
+    Returns:
+        The layout. The shortest lanes come first until there are twice as many places as calls, and 4,000 more;
+        what is longer gets none. O((calls + edges) · (depth + log calls)).
+    """
+    parent, total = boxes.parent, len(boxes.parent)
     start = [*range(boxes.calls), *boxes.first]
     inside: dict[int, list[int]] = {}
-    for box in sorted(range(len(parent)), key=lambda box: start[box]):
+    for box in sorted(range(total), key=lambda box: start[box]):
         inside.setdefault(parent[box], []).append(box)
-    depth = [0] * len(parent)
-    for box in [*range(boxes.calls, len(parent)), *range(boxes.calls)]:
+    depth = [0] * total
+    for box in [*range(boxes.calls, total), *range(boxes.calls)]:
         depth[box] = depth[parent[box]] + 1 if parent[box] >= 0 else 0
+
     between: dict[int, set[tuple[int, int]]] = {}
-    for producer, consumer in meg:
+    holds: dict[tuple[int, int], int] = {}
+    leaves: set[tuple[int, int]] = set()
+    fed: set[int] = set()
+    targets: dict[tuple[int, int], set[int]] = {}
+    for producer, consumer in edges:
         u, v = producer, consumer
         while parent[u] != parent[v]:
             if depth[u] >= depth[v]:
+                holds[parent[u], producer] = u
+                leaves.add((parent[u], producer))
                 u = parent[u]
             else:
+                targets.setdefault((parent[v], producer), set()).add(v)
+                fed.add(v)
                 v = parent[v]
+        holds[parent[u], producer] = u
+        targets.setdefault((parent[u], producer), set()).add(v)
         between.setdefault(parent[u], set()).add((u, v))
-    row, position = [0] * len(parent), [0.0] * len(parent)
+
+    row, height = [0] * total, dict[int, int]()
     for around, members in inside.items():
         local = {box: index for index, box in enumerate(members)}
-        edges = [(local[u], local[v]) for u, v in between.get(around, ())]
-        rows, places = layered(len(members), edges)
-        for box, line, place in zip(members, rows, places, strict=True):
-            row[box], position[box] = line, place
-    return row, position
+        pairs = [(local[u], local[v]) for u, v in between.get(around, ())]
+        lines = layers(len(members), pairs, {local[box] for box in members if box in fed})
+        for box, line in zip(members, lines, strict=True):
+            row[box] = line
+        height[around] = max(lines) + 1
+
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for key in targets.keys() | leaves:
+        begin = row[holds[key]] + 1 if key in holds else 0
+        end = height[key[0]] if key in leaves else max(row[box] for box in targets[key])
+        spans[key] = (begin, end)
+    budget, chosen = 2 * boxes.calls + 4_000, dict[int, list[tuple[int, int, int]]]()
+    for key in sorted(spans, key=lambda key: (spans[key][1] - spans[key][0], key)):
+        begin, end = spans[key]
+        budget -= end - begin
+        if budget < 0:
+            break
+        if begin < end:
+            chosen.setdefault(key[0], []).append((key[1], begin, end))
+
+    position, lanes = [0.0] * total, list[Lane]()
+    for around, members in inside.items():
+        local = {box: index for index, box in enumerate(members)}
+        lines, width = [row[box] for box in members], [1.0] * len(members)
+        links = {(local[u], local[v]) for u, v in between.get(around, ()) if row[v] == row[u] + 1}
+        placed = []
+        for source, begin, end in sorted(chosen.get(around, ())):
+            key, node = (around, source), len(lines)
+            lines.extend(range(begin, end))
+            width.extend([_LANE_WIDTH] * (end - begin))
+            links.update((at, at + 1) for at in range(node, node + end - begin - 1))
+            if key in holds:
+                links.add((local[holds[key]], node))
+            for box in targets.get(key, ()):
+                if begin < row[box]:
+                    links.add((node + row[box] - 1 - begin, local[box]))
+            placed.append((source, begin, node, node + end - begin))
+        places = order(lines, sorted(links), width)
+        for box, place in zip(members, places, strict=False):
+            position[box] = place
+        lanes.extend(Lane(source, around, begin, tuple(places[node:stop])) for source, begin, node, stop in placed)
+    return Layout(tuple(row), tuple(position), tuple(lanes))
