@@ -20,7 +20,14 @@ from nimble_core.graph import CallGraph, build_graph
 from nimble_core.measurement import Measurement, interleave
 from nimble_core.options import Options
 from nimble_core.policies import resolve_policy
-from nimble_core.record import changed_constant, check_static, other_values, random_state_kept, require_callable
+from nimble_core.record import (
+    announced,
+    changed_constant,
+    check_static,
+    other_values,
+    random_state_kept,
+    require_callable,
+)
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
@@ -44,6 +51,7 @@ __all__ = [
     "state_kept",
 ]
 
+_OBSERVED_CALLS = 6_000
 _OTHER_SEED = 20_001
 
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -131,12 +139,12 @@ def record_static(
         CaptureError: a call that cannot be captured; under ``strict`` also launches that were not seen.
     """
     with step("record"):
-        recording = device.record(model, signature, args, kwargs)
+        recording, capturing = _record_as_eager(device, model, signature, args, kwargs)
     with step("record again"):
         build = builder(signature.structure)
         again_args, again_kwargs = build(other_values(signature.tensors))
         again = Signature(again_args, again_kwargs)
-        with random_state_kept(signature.device):
+        with random_state_kept(signature.device), announced(capturing):
             random.seed(_OTHER_SEED)  # a branch on Python's random numbers shows as well
             second = device.record(model, again, again_args, again_kwargs)
         check_static(recording.program, second.program)
@@ -150,6 +158,25 @@ def record_static(
     with step("hazards"):
         graph = build_graph(recording.program)
     return Recorded(model, signature, recording, graph)
+
+
+def _record_as_eager(
+    device: Device, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Recording, bool]:
+    """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures.
+
+    Also whether the model was told that it is being captured.
+    """
+    try:
+        with announced(False):
+            return device.record(model, signature, args, kwargs), False
+    except CaptureError as error:
+        refused = error
+    with announced(True):
+        recording = device.record(model, signature, args, kwargs)
+    note = f"a replay takes the branch that the model keeps for captures: in eager {refused.what} ({refused.where})"
+    program = replace(recording.program, notes=(*recording.program.notes, note))
+    return replace(recording, program=program), True
 
 
 def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Recording:
@@ -207,14 +234,15 @@ def plan(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int 
 
 
 def observe(device: Device, recorded: Recorded, executable: Executable, *, seconds: float = 1.0) -> Observation:
-    """Watch replays for about ``seconds``: 3 to 11 of them."""
+    """Watch replays for about ``seconds``: 3 to 11 of them, fewer of a large model, whose records take time to read."""
     executable.replay()
     device.synchronize()
     start = device.clock_ns()
     executable.replay()
     device.synchronize()
     once_s = max(device.clock_ns() - start, 1) / 1e9
-    return device.observe(executable, recorded.recording, int(min(max(seconds / once_s, 3), 11)))
+    replays = min(11, seconds / once_s, _OBSERVED_CALLS / max(recorded.graph.size, 1))
+    return device.observe(executable, recorded.recording, max(int(replays), 3))
 
 
 def _interrupt() -> None:

@@ -32,7 +32,7 @@ from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
-__all__ = ["NodeCounter", "changed_constant", "check_static", "other_values", "preserved", "record"]
+__all__ = ["NodeCounter", "announced", "changed_constant", "check_static", "other_values", "preserved", "record"]
 
 # Operators that write tensors their schema does not mark: (operator, arguments written, argument that says whether).
 _SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -87,7 +87,7 @@ def record(
     recorder = _Recorder(model, signature, counter)
     with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
-        with _announced() as asked, _tensors_lifted_first(), recorder:
+        with _tensors_lifted_first(), recorder:
             result = model(*args, **kwargs)
         outputs, structure = flatten(result, what="output")
         recording = recorder.finish(outputs, structure)
@@ -95,39 +95,20 @@ def record(
     notes = []
     if changed:
         notes.append("the forward changed attributes, which were put back: " + ", ".join(changed))
-    if asked:
-        notes.append(
-            "the model asked whether it is being captured, and may take another branch in a replay than in eager "
-            f"({asked[0]})"
-        )
     return replace(recording, program=replace(recording.program, notes=tuple(notes)))
 
 
 @contextmanager
-def _announced() -> Iterator[list[str]]:
-    """Say "capturing" to libraries that ask, on this thread, as a CUDA capture does by itself.
+def announced(capturing: bool) -> Iterator[None]:
+    """Tell libraries that ask on this thread whether a capture is under way, whatever is true.
 
-    They then take the branch that a replay can repeat (Hugging Face masks read values back otherwise), the same one
-    on the host as on CUDA. Yields the places, outside torch, that asked.
+    Hugging Face's masks do: in a capture they are built in full, where eager looks at their values and often needs
+    none. Told that there is none, a model takes eager's branch, which a recording can keep unless it reads values back.
     """
     real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
-    asked: list[str] = []
-
-    def capturing() -> bool:
-        if threading.get_ident() != thread:
-            return real()
-        # The one who asked is a helper of a library; the caller of its caller decides what to do about it.
-        frame: FrameType | None = sys._getframe(1)
-        for _ in range(2):
-            frame = frame.f_back if frame and frame.f_back else frame
-        file, line = _outside_torch(frame, ("", 0))
-        if file and "logging" not in file:
-            asked.append(f"{file}:{line}")
-        return True
-
-    torch.cuda.is_current_stream_capturing = capturing
+    torch.cuda.is_current_stream_capturing = lambda: capturing if threading.get_ident() == thread else real()
     try:
-        yield asked
+        yield
     finally:
         torch.cuda.is_current_stream_capturing = real
 

@@ -154,6 +154,31 @@ def test_costs_are_what_the_device_saw() -> None:
     assert seen.costs.ns == tuple(10.0 * (index + 1) for index in range(found.graph.size))
 
 
+def masked(x: torch.Tensor) -> torch.Tensor:
+    """As Hugging Face's masks do: a look at the values in eager, none in a capture."""
+    if not torch.cuda.is_current_stream_capturing() and (x > 0).all():
+        return x + 1
+    return torch.where(x > 0, x, -x) + 1
+
+
+def unmasked(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.cuda.is_current_stream_capturing() else x + 1
+
+
+def test_eagers_branch_is_recorded_where_it_can_be() -> None:
+    program = recorded(unmasked, torch.ones(3)).recording.program
+    assert [call.label for call in program.calls] == ["add"]
+    assert program.notes == ()
+
+
+def test_else_the_branch_that_the_model_keeps_for_captures() -> None:
+    program = recorded(masked, torch.ones(3)).recording.program
+    assert "where" in [call.label for call in program.calls]
+    (note,) = program.notes
+    assert "_local_scalar_dense" in note
+    assert "test_pipeline.py" in note
+
+
 @pytest.mark.parametrize(("cost", "sync", "chosen"), [(1000.0, 0.0, "nimble"), (10.0, 10_000.0, "single")])
 def test_the_faster_plan_is_chosen(cost: float, sync: float, chosen: str) -> None:
     device = FakeDevice(cost, sync_cost_ns=sync)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from nimble_core.errors import CaptureError, NimbleError, NotStaticError
 from nimble_core.graph import CallGraph, build_graph, successors
 from nimble_core.program import Program
-from nimble_core.record import changed_constant, check_static, other_values, record, run_preserved
+from nimble_core.record import announced, changed_constant, check_static, other_values, record, run_preserved
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
 from nimble_core.structure import builder, flatten
@@ -520,20 +520,21 @@ def test_what_a_forward_changed_is_in_the_notes() -> None:
     assert recorded(Deep(), torch.randn(1, 8)).program.notes == ()
 
 
-def test_capturing_is_announced_on_this_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_capture_is_announced_or_denied_on_this_thread_only(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: not capturing)
     seen: list[bool] = []
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def ask() -> None:
         seen.append(torch.cuda.is_current_stream_capturing())
-        thread = threading.Thread(target=lambda: seen.append(torch.cuda.is_current_stream_capturing()))
+
+    with announced(capturing):
+        ask()
+        thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-        return x + 1
-
-    recorded(forward, torch.ones(2))
-    assert seen == [True, False]
+    ask()
+    assert seen == [capturing, not capturing, not capturing]
 
 
 def test_garbage_collection_is_on_again() -> None:

@@ -367,17 +367,20 @@ const NimbleViewer = (() => {
     const isGroup = (box) => box >= size;
     // Boxes are numbered calls, groups, then lane places: places in a row that edges hold free.
     const boxes = size + groups, nodes = boxes + graph.lane_places.length;
-    const rowOf = [...graph.row], holder = [...graph.parent], wish = [...graph.position, ...graph.lane_places], lanes = new Map();
+    const rowOf = [...graph.row], keeper = [...graph.parent], hope = [...graph.position, ...graph.lane_places], lanes = new Map();
     const laneKey = (around, call) => (around + 1) * size + call;
+    const lanesOf = new Map();
     graph.lane_source.forEach((call, lane) => {
-      lanes.set(laneKey(graph.lane_within[lane], call), [graph.lane_first[lane], rowOf.length]);
-      for (let k = 0; k < graph.lane_rows[lane]; k++) { rowOf.push(graph.lane_first[lane] + k); holder.push(graph.lane_within[lane]); }
+      const around = graph.lane_within[lane], all = Array.from({ length: graph.lane_rows[lane] }, (_, k) => rowOf.length + k);
+      const list = lanesOf.get(around); if (list) list.push(all); else lanesOf.set(around, [all]);
+      lanes.set(laneKey(around, call), [graph.lane_first[lane], rowOf.length]);
+      for (let k = 0; k < graph.lane_rows[lane]; k++) { rowOf.push(graph.lane_first[lane] + k); keeper.push(around); }
     });
-    const laneAt = (around, call, row) => { const lane = lanes.get(laneKey(around, call)); return lane && row >= lane[0] && rowOf[lane[1] + row - lane[0]] === row && holder[lane[1] + row - lane[0]] === around ? lane[1] + row - lane[0] : -1; };
+    const laneAt = (around, call, row) => { const lane = lanes.get(laneKey(around, call)); return lane && row >= lane[0] && rowOf[lane[1] + row - lane[0]] === row && keeper[lane[1] + row - lane[0]] === around ? lane[1] + row - lane[0] : -1; };
     /** Members of each group, row by row, in order from left to right. */
     const rowsOf = new Map();
-    rowOf.forEach((row, node) => { let rows = rowsOf.get(holder[node]); if (!rows) rowsOf.set(holder[node], (rows = [])); (rows[row] ??= []).push(node); });
-    for (const rows of rowsOf.values()) for (const row of rows) row.sort((p, q) => wish[p] - wish[q] || p - q);
+    rowOf.forEach((row, node) => { let rows = rowsOf.get(keeper[node]); if (!rows) rowsOf.set(keeper[node], (rows = [])); (rows[row] ??= []).push(node); });
+    for (const rows of rowsOf.values()) for (const row of rows) row.sort((p, q) => hope[p] - hope[q] || p - q);
     const depth = new Int32Array(boxes);
     for (let box = size; box < boxes; box++) depth[box] = graph.parent[box] < 0 ? 0 : depth[graph.parent[box]] + 1;
     for (let box = 0; box < size; box++) depth[box] = graph.parent[box] < 0 ? 0 : depth[graph.parent[box]] + 1;
@@ -386,8 +389,8 @@ const NimbleViewer = (() => {
     {
       const seen = new Set();
       const link = (around, p, q, u, v) => {
-        const key = p * nodes + q;
-        if (p >= size && q >= size && p < boxes && q < boxes ? false : seen.has(key)) return;
+        const key = p * nodes + q, ports = [p, q].some((node) => node >= size && node < boxes);
+        if (!ports && seen.has(key)) return;
         seen.add(key);
         const list = linksOf.get(around); if (list) list.push([p, q, u, v]); else linksOf.set(around, [[p, q, u, v]]);
       };
@@ -443,18 +446,21 @@ const NimbleViewer = (() => {
             if (box >= boxes) continue;
             if (!isGroup(box)) { wide[box] = W; tall[box] = H; } else if (!open.has(box)) { wide[box] = W + 62; tall[box] = GROUP_H; }
           }
-          spread(row.map((box) => (wish[box] / 100) * (W + GAP_X)), row.map((box) => wide[box]), row.map(() => 1)).forEach((place, at) => middle.set(row[at], place));
+          spread(row.map((box) => (hope[box] / 100) * (W + GAP_X)), row.map((box) => wide[box]), row.map(() => 1)).forEach((place, at) => middle.set(row[at], place));
         }
         const pull = (node, other, by, weight, side) => { let list = near.get(node); if (!list) near.set(node, (list = [[], []])); list[side].push([other, by, weight]); };
         for (const [p, q, u, v] of linksOf.get(around) || []) {
           const out = leave(p, u), into = enter(q, u, v), weight = p >= boxes && q >= boxes ? 6 : 1;
           pull(q, p, out - into, weight, 0); pull(p, q, into - out, weight, 1);
         }
-        for (let sweep = 0; sweep < 8; sweep++) {
+        const straight = new Map();
+        for (let sweep = 0; sweep < 10; sweep++) {
           const down = sweep % 2 === 0;
+          if (sweep > 5) for (const lane of lanesOf.get(around) || []) { const mean = lane.reduce((sum, node) => sum + middle.get(node), 0) / lane.length; for (const node of lane) straight.set(node, mean); }
           for (let at = 0; at < rows.length; at++) {
             const row = rows[down ? at : rows.length - 1 - at], weights = [];
             const wanted = row.map((node) => {
+              if (straight.has(node)) { weights.push(4); return straight.get(node); }
               const list = near.get(node), sides = list ? (sweep > 5 ? [...list[0], ...list[1]] : list[down ? 0 : 1]) : [];
               let sum = 0, weight = 0;
               for (const [other, by, w] of sides) { sum += (middle.get(other) + by) * w; weight += w; }
@@ -481,7 +487,7 @@ const NimbleViewer = (() => {
       }
       const frame = inner(-1, 0), stand = new Int32Array(size), list = [];
       const place = (box) => {
-        const parent = holder[box];
+        const parent = keeper[box];
         if (parent >= 0) { if (!visible[parent] || !open.has(parent)) return; x[box] += x[parent] + shift[parent]; y[box] += y[parent]; }
         if (box >= boxes) return;
         visible[box] = 1; list.push(box);
