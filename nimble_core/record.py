@@ -293,7 +293,10 @@ class _Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         try:
             return func(*args, **kwargs)
-        except torch.AcceleratorError as error:
+        except RuntimeError as error:
+            # CUDA's own refusal, or torch's word that it would be refused; an error of the model itself passes.
+            if not self.counter or not (isinstance(error, torch.AcceleratorError) or "graph capture" in str(error)):
+                raise
             raise CaptureError(
                 f"{func} cannot be captured: {str(error).splitlines()[0]}",
                 where=str(self._origin(func, frame)),

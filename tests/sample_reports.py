@@ -26,7 +26,7 @@ from nimble_viz.report import (
     Report,
 )
 
-__all__ = ["CASES", "HOSTILE", "sample_report"]
+__all__ = ["CASES", "HOSTILE", "sample_report", "tangled_report"]
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\u2028\"'<!--"
 """A name that tries everything to leave its place in a page."""
@@ -140,6 +140,47 @@ def sample_report(
         chosen="nimble" if width > 1 else "single",
         warnings=() if complete else ("interrupted while measuring; what follows was measured before that",),
         complete=complete,
+    )
+
+
+def tangled_report(seed: int, calls: int = 60) -> Report:
+    """A report whose graph and modules are drawn at random: long edges, edges into and out of nested modules."""
+    report, draw = sample_report(calls), _lcg(seed)
+    for _ in range(8):  # the first draws of neighbouring seeds are alike
+        next(draw)
+    span = 3 + int(next(draw) * calls)
+    edges = sorted(
+        {
+            (max(0, v - 1 - int(next(draw) ** 2 * span)), v)
+            for v in range(1, calls)
+            for _ in range(int(next(draw) * 3.5))
+        }
+    )
+    reach = [1 << v for v in range(calls)]
+    for u, v in sorted(edges, key=lambda edge: edge[1]):
+        reach[v] |= reach[u]
+    after: list[list[int]] = [[] for _ in range(calls)]
+    for u, v in edges:
+        after[u].append(v)
+    meg = [(u, v) for u, v in edges if not any(w < v and reach[v] >> w & 1 for w in after[u])]
+    modules = []
+    for _ in range(calls):
+        previous = modules[-1] if modules else []
+        kept = previous[: int(next(draw) * (len(previous) + 1.6))]
+        modules.append([*kept, *(f"m{int(next(draw) * 4)}" for _ in range(int(next(draw) * 3)))][:4])
+    shown = tuple(
+        replace(call, origins=(replace(call.origins[0], module=".".join(module)),))
+        for call, module in zip(report.program.calls, modules, strict=True)
+    )
+    streams = tuple(int(next(draw) * 3) for _ in range(calls))
+    syncs = tuple((u, v) for u, v in edges if streams[u] != streams[v])
+    single, nimble = report.schedules
+    return replace(
+        report,
+        program=replace(report.program, calls=shown),
+        graph=CallGraph(calls, tuple(edges), ("RAW",) * len(edges), tuple(meg)),
+        schedules=(single, replace(nimble, stream=streams, syncs=syncs)),
+        critical_path=(0,),
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sample_reports import CASES, sample_report
+from sample_reports import CASES, sample_report, tangled_report
 
 from nimble_viz.export.html import fragment, page
 
@@ -137,6 +138,71 @@ def test_folding_and_opening_modules(opened):
     assert shown.page.evaluate("nimbleViewer.dagBoxes()") <= folded
 
 
+_CROSSED = """
+() => {
+  const { boxes, edges } = nimbleViewer.dagDrawn(), hits = [];
+  for (const { a, b, way } of edges) {
+    const points = [];
+    for (let k = 0; k < way.length; k += 3) {
+      const [x, top, bottom, next, low] = way.slice(k, k + 5);
+      if (bottom < top - 1e-6 || low < bottom - 1e-6) hits.push([a, b, "upward"]);
+      for (let t = 0; t <= 1; t += 1 / Math.max(2, (bottom - top) / 8)) points.push([x, top + t * (bottom - top)]);
+      for (let t = 0; t <= 1 && next !== undefined; t += 0.02) {
+        points.push([x + t * t * (3 - 2 * t) * (next - x), bottom + (1.5 * t * (1 - t) + t ** 3) * (low - bottom)]);
+      }
+    }
+    for (const [box, left, top, width, height] of boxes) {
+      const inside = ([x, y]) => x > left + 0.5 && x < left + width - 0.5 && y > top + 0.5 && y < top + height - 0.5;
+      if (box !== a && box !== b && points.some(inside)) hits.push([a, b, box]);
+    }
+  }
+  return [edges.length, hits];
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_edge_runs_behind_a_box(opened, seed):
+    shown = opened(page(tangled_report(seed)))
+    shown.page.click("#nv-tab-dag")
+    for act in ("text=Fold all", "text=Open all", "text=Transitive edges"):
+        shown.page.click(act)
+        drawn, crossed = shown.page.evaluate(_CROSSED)
+        assert drawn > 0
+        assert crossed == []
+    assert shown.troubles == []
+
+
+def test_boxes_and_the_map_do_not_hide_each_other(opened):
+    shown = opened(page(CASES["thousand"]()))
+    shown.page.click("#nv-tab-dag")
+    assert shown.page.is_visible(".nv-map")
+    shown.page.click("text=Open all")
+    boxes = shown.page.evaluate("nimbleViewer.dagDrawn().boxes")
+    by_row: dict[float, list[tuple[float, float]]] = {}
+    for _, left, top, width, _height in boxes:
+        by_row.setdefault(round(top, 3), []).append((left, left + width))
+    for spans in by_row.values():
+        spans.sort()
+        assert all(right <= left for (_, right), (left, _) in itertools.pairwise(spans))
+    shown.page.click("text=Fit")
+    shown.page.wait_for_selector(".nv-map", state="hidden")
+
+
+def test_the_timeline_zooms_to_the_replays_and_back(opened):
+    report = sample_report(60)
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-timeline")
+    _, whole = shown.page.evaluate("nimbleViewer.timelineRange()")
+    shown.page.click("text=Replays")
+    low, high = shown.page.evaluate("nimbleViewer.timelineRange()")
+    longest = max(line.length_ns for line in report.timelines if line.run != "eager")
+    assert low == 0
+    assert high == pytest.approx(1.02 * longest)
+    shown.page.click("#nv-pane-timeline >> text=Fit")
+    assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] == pytest.approx(whole)
+
+
 def test_themes_follow_the_system_and_the_button(opened):
     shown = opened(page(sample_report(10)), dark=True)
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -161,7 +227,7 @@ def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
     shown = opened(f"<!doctype html><title>t</title>{fragment(sample_report(60))}")
     frame = shown.page.frame_locator("iframe")
     frame.locator("#nv-tab-dag").click()
-    assert frame.locator("#nv-pane-dag canvas").is_visible()
+    assert frame.locator("#nv-pane-dag canvas[role=img]").is_visible()
     assert shown.troubles == []
     assert shown.page.inner_text("summary") == "Summary as text"
 

@@ -26,8 +26,10 @@ const NimbleViewer = (() => {
     }
     return `${ns.toFixed(0)} ns`;
   };
-  const micro = (ns, digits = 0) => `${(ns / 1000).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} µs`;
-  const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
+  const fixed = (value, digits) => value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  /** Points of time and lengths of runs: microseconds below 10 ms, milliseconds above. */
+  const clock = (ns, digits = 1) => (Math.abs(ns) < 1e7 ? `${fixed(ns / 1e3, digits)} µs` : `${fixed(ns / 1e6, digits + 1)} ms`);
+  const percent = (share) => share > 0.995 && share < 1 ? ">99%" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
   const lower = (array, value) => {
     let low = 0, high = array.length;
     while (low < high) { const middle = (low + high) >> 1; if (array[middle] < value) low = middle + 1; else high = middle; }
@@ -171,7 +173,7 @@ const NimbleViewer = (() => {
       }
       for (const run of runs) {
         const spans = spansOf(run).get(call);
-        if (spans) rows.push([run.run, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${micro(run.start[span], 1)} + ${time(run.length[span])}`))]);
+        if (spans) rows.push([run.run, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${clock(run.start[span], 1)} + ${time(run.length[span])}`))]);
       }
       const links = (list) => (list.length ? [list.slice(0, 8).map((other) => el("div", null, callLink(other))), list.length > 8 && `and ${list.length - 8} more`] : "none");
       rows.push(["Waits for", links(before[call])], ["Needed by", links(after[call])]);
@@ -272,7 +274,7 @@ const NimbleViewer = (() => {
       node.append(el("div", { class: "nv-grid" },
         card("Speed", true,
           el("p", null, `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over critical path: how far a replay is from the longest path of isolated calls, which no schedule can beat.`),
-          facts.speed.length ? table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over critical path", 1], ["Samples", 1]], speed) : el("p", null, "Nothing was measured.")),
+          facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over critical path", 1], ["Samples", 1]], speed)) : el("p", null, "Nothing was measured.")),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
         card("Same outputs as eager?", false, facts.checks.length
           ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect))))]
@@ -373,10 +375,10 @@ const NimbleViewer = (() => {
     graph.lane_source.forEach((call, lane) => {
       const around = graph.lane_within[lane], all = Array.from({ length: graph.lane_rows[lane] }, (_, k) => rowOf.length + k);
       const list = lanesOf.get(around); if (list) list.push(all); else lanesOf.set(around, [all]);
-      lanes.set(laneKey(around, call), [graph.lane_first[lane], rowOf.length]);
+      lanes.set(laneKey(around, call), [graph.lane_first[lane], rowOf.length, graph.lane_rows[lane]]);
       for (let k = 0; k < graph.lane_rows[lane]; k++) { rowOf.push(graph.lane_first[lane] + k); keeper.push(around); }
     });
-    const laneAt = (around, call, row) => { const lane = lanes.get(laneKey(around, call)); return lane && row >= lane[0] && rowOf[lane[1] + row - lane[0]] === row && keeper[lane[1] + row - lane[0]] === around ? lane[1] + row - lane[0] : -1; };
+    const laneAt = (around, call, row) => { const lane = lanes.get(laneKey(around, call)); return lane && row >= lane[0] && row < lane[0] + lane[2] ? lane[1] + row - lane[0] : -1; };
     /** Members of each group, row by row, in order from left to right. */
     const rowsOf = new Map();
     rowOf.forEach((row, node) => { let rows = rowsOf.get(keeper[node]); if (!rows) rowsOf.set(keeper[node], (rows = [])); (rows[row] ??= []).push(node); });
@@ -449,14 +451,23 @@ const NimbleViewer = (() => {
           spread(row.map((box) => (hope[box] / 100) * (W + GAP_X)), row.map((box) => wide[box]), row.map(() => 1)).forEach((place, at) => middle.set(row[at], place));
         }
         const pull = (node, other, by, weight, side) => { let list = near.get(node); if (!list) near.set(node, (list = [[], []])); list[side].push([other, by, weight]); };
+        // Lanes, and boxes that only follow each other, are kept upright: runs of [node, offset], never far from their mean.
+        const runs = (lanesOf.get(around) || []).map((lane) => lane.map((node) => [node, 0])), below = new Map(), above = new Map(), straight = new Map();
         for (const [p, q, u, v] of linksOf.get(around) || []) {
           const out = leave(p, u), into = enter(q, u, v), weight = p >= boxes && q >= boxes ? 6 : 1;
           pull(q, p, out - into, weight, 0); pull(p, q, into - out, weight, 1);
+          if (p < boxes && q < boxes) { below.set(p, below.has(p) ? null : [q, out - into]); above.set(q, above.has(q) ? null : p); }
         }
-        const straight = new Map();
+        const next = (box) => { const link = below.get(box); return link && above.get(link[0]) === box ? link : null; };
+        for (const row of rows) for (const box of row) {
+          if (!next(box) || (above.get(box) != null && next(above.get(box)))) continue;
+          const run = [[box, 0]];
+          for (let link = next(box); link; link = next(link[0])) run.push([link[0], clamp(run[run.length - 1][1] + link[1], -W, W)]);
+          runs.push(run);
+        }
         for (let sweep = 0; sweep < 10; sweep++) {
           const down = sweep % 2 === 0;
-          if (sweep > 5) for (const lane of lanesOf.get(around) || []) { const mean = lane.reduce((sum, node) => sum + middle.get(node), 0) / lane.length; for (const node of lane) straight.set(node, mean); }
+          if (sweep > 5) for (const run of runs) { const mean = run.reduce((sum, [node, by]) => sum + middle.get(node) - by, 0) / run.length; for (const [node, by] of run) straight.set(node, mean + by); }
           for (let at = 0; at < rows.length; at++) {
             const row = rows[down ? at : rows.length - 1 - at], weights = [];
             const wanted = row.map((node) => {
@@ -513,11 +524,11 @@ const NimbleViewer = (() => {
         return wanted - left < right - wanted ? left : right;
       };
       const pass = (group, from, to) => {
-        const begun = way[way.length - 3], span = to - from + 1;
+        const begun = way[way.length - 3], span = to - from + 1, low = group < 0 ? -Infinity : x[group] + 3, high = group < 0 ? Infinity : x[group] + wide[group] - 3;
         for (let row = from; row < to; row++) {
           const lane = laneAt(group, u, row);
           if (lane < 0 && --budget.left < 0) return;
-          step(lane >= 0 ? x[lane] : free(rowsOf.get(group)[row], begun + ((middle(b) - begun) * (row - from + 1)) / span), bandTop(group, row), bandBottom(group, row));
+          step(lane >= 0 ? x[lane] : free(rowsOf.get(group)[row], clamp(begun + ((middle(b) - begun) * (row - from + 1)) / span, low, high)), bandTop(group, row), bandBottom(group, row));
         }
       };
       let p = a, q = b;
@@ -553,14 +564,42 @@ const NimbleViewer = (() => {
       const status = el("span", { class: "nv-push", role: "status" });
       const stage = el("div", { class: "nv-stage" }), legend = el("div", { class: "nv-legend" });
       const board = surface(stage, `Graph of ${count(size)} calls, coloured and numbered by stream. Arrow keys walk the graph, plus and minus zoom, 0 fits.`, draw);
+      const map = el("canvas", { class: "nv-map", "aria-hidden": "true", hidden: true });
+      stage.append(map);
+      let sketch = null;
+      /** The whole graph in a corner, with the part in view framed; narrow graphs are drawn wider than true. */
+      function drawMap(width, height) {
+        const w = place.width, h = place.height, frame = Math.min(height - 24, 300), k = Math.min(130 / w, frame / h), ky = k, kx = Math.max(k, Math.min(34 / w, 1));
+        map.hidden = width < 500 || height < 160 || (w * view.scale <= width && h * view.scale <= height);
+        if (map.hidden) return;
+        const mw = Math.ceil(w * kx) + 8, mh = Math.ceil(Math.max(h * ky, 8)) + 8, ratio = Math.min(devicePixelRatio || 1, 3);
+        if (!sketch || sketch.key !== `${mw} ${mh} ${ratio}`) {
+          sketch = el("canvas", { width: mw * ratio, height: mh * ratio }); sketch.key = `${mw} ${mh} ${ratio}`;
+          const paint = sketch.getContext("2d"); paint.scale(ratio, ratio); paint.fillStyle = theme.value("surface"); paint.fillRect(0, 0, mw, mh);
+          for (const box of place.list) {
+            const opened = isGroup(box) && open.has(box);
+            paint.fillStyle = opened ? theme.value("sunken") : theme.stream(streamOf(isGroup(box) ? graph.first[box - size] : box));
+            paint.fillRect(4 + (place.x[box] - place.left) * kx, 4 + place.y[box] * ky, Math.max(place.wide[box] * kx, 1), Math.max(place.tall[box] * ky - (opened ? 0 : 0.4), 0.6));
+          }
+        }
+        map.style.width = `${mw}px`; map.style.height = `${mh}px`; map.width = mw * ratio; map.height = mh * ratio;
+        const paint = map.getContext("2d"); paint.drawImage(sketch, 0, 0); paint.scale(ratio, ratio);
+        const s = view.scale, x = clamp(4 + (-view.x / s - place.left) * kx, 1, mw - 5), y = clamp(4 + (-view.y / s) * ky, 1, mh - 5);
+        const right = clamp(4 + ((width - view.x) / s - place.left) * kx, x + 4, mw - 1), bottom = clamp(4 + ((height - view.y) / s) * ky, y + 4, mh - 1);
+        paint.fillStyle = theme.value("select"); paint.globalAlpha = 0.12; paint.fillRect(x, y, right - x, bottom - y); paint.globalAlpha = 1;
+        paint.strokeStyle = theme.value("select"); paint.lineWidth = 1.5; paint.strokeRect(x, y, right - x, bottom - y);
+        map.go = (px, py) => { view.x = width / 2 - ((px - 4) / kx + place.left) * s; view.y = height / 2 - ((py - 4) / ky) * s; board.request(); };
+      }
+      map.addEventListener("pointerdown", (event) => { map.setPointerCapture(event.pointerId); map.go(event.offsetX, event.offsetY); });
+      map.addEventListener("pointermove", (event) => { if (event.buttons) map.go(event.offsetX, event.offsetY); });
       function relayout() {
         place = arrange(open);
         const folded = place.list.filter((box) => isGroup(box) && !open.has(box));
-        const alike = folded.filter((box) => graph.alike[box - size] > 1).length;
-        status.textContent = folded.length ? `${count(folded.length)} modules folded (${count(alike)} repeat one another); click one to open it` : `all ${count(size)} calls shown`;
+        status.textContent = folded.length ? `${count(folded.length)} modules folded; click one to open it` : `all ${count(size)} calls shown`;
         reconnect();
       }
       function reconnect() {
+        sketch = view.edge = null;
         const seen = new Map(), total = size + groups;
         const add = (u, v, kind) => {
           const a = place.stand[u], b = place.stand[v];
@@ -589,15 +628,26 @@ const NimbleViewer = (() => {
       function fillLegend() {
         const streams = plan() ? plan().streams : 0;
         legend.replaceChildren(
-          ...Array.from({ length: Math.min(streams, 12) }, (_, stream) => el("span", null, streamChip(stream), `stream ${stream}`)), streams > 12 ? el("span", null, `and ${streams - 12} more (colours repeat with a pattern)`) : "",
+          el("span", null, streams === 1 ? "stream" : "streams", Array.from({ length: Math.min(streams, 12) }, (_, stream) => streamChip(stream)), streams > 12 && `and ${streams - 12} more`),
           el("span", null, el("i", { class: "nv-edge" }), "must wait (MEG)"), el("span", null, el("i", { class: "nv-edge nv-sync" }), `synchronisation across streams (${count(plan() ? plan().producer.length : 0)})`),
-          view.transitive ? el("span", null, el("i", { class: "nv-edge nv-trans" }), "transitive, implied by others") : "", view.critical ? el("span", null, el("i", { class: "nv-edge nv-crit" }), "critical path") : "");
+          view.transitive ? el("span", null, el("i", { class: "nv-edge nv-trans" }), "transitive, implied by others") : "", view.critical ? el("span", null, el("i", { class: "nv-edge nv-crit" }), "critical path") : "", status);
       }
+      /** Everything at once; or, from the top, as much as can still be read. */
       function fit(all) {
         const wide = board.canvas.clientWidth || 800, tall = board.canvas.clientHeight || 500;
-        const both = Math.min((wide - 40) / place.width, (tall - 40) / place.height, 1.25);
-        view.scale = all ? both : Math.max(both, Math.min(0.8, Math.max(0.3, (wide - 40) / place.width)));
-        view.x = (wide - place.width * view.scale) / 2 - place.left * view.scale;
+        let left = place.left, right = place.left + place.width, edge = 0;
+        view.scale = Math.min((wide - 40) / place.width, (tall - 40) / place.height, 1.25);
+        if (!all && view.scale < 0.9) {
+          edge = wide < 500 ? 0 : 84; // where the map of the whole lies
+          const tops = place.list.filter((box) => !isGroup(box) || !open.has(box)).sort((p, q) => place.y[p] - place.y[q]), whole = view.scale;
+          for (view.scale = 0.9; ; view.scale /= 1.06) {
+            left = Infinity; right = -Infinity;
+            for (const box of tops) { if (place.y[box] > tall / view.scale) break; left = Math.min(left, place.x[box]); right = Math.max(right, place.x[box] + place.wide[box]); }
+            if (view.scale < Math.max(whole, 0.45)) { left = place.x[tops[0]]; right = left + place.wide[tops[0]]; break; }
+            if ((right - left) * view.scale < wide - 40 - edge) break;
+          }
+        }
+        view.x = (wide - edge) / 2 - ((left + right) / 2) * view.scale;
         view.y = place.height * view.scale < tall - 40 ? (tall - place.height * view.scale) / 2 : 20;
         board.request();
       }
@@ -629,6 +679,25 @@ const NimbleViewer = (() => {
         }
         return -1;
       }
+      /** The edge within a few pixels of a point: synchronisations before plain edges. */
+      function edgeAt(px, py) {
+        const x = (px - view.x) / view.scale, y = (py - view.y) / view.scale, slack = 5 / view.scale;
+        for (let at = edges.length - 1; at >= 0; at--) {
+          const { x0, x1, y0, y1, way } = edges[at];
+          if (y < y0 - slack || y > y1 + slack || x < x0 - slack || x > x1 + slack) continue;
+          for (let k = 0; k < way.length; k += 3) {
+            if (y >= way[k + 1] && y <= way[k + 2] && Math.abs(x - way[k]) < slack) return edges[at];
+            const t = k + 3 < way.length ? (y - way[k + 2]) / (way[k + 4] - way[k + 2]) : -1;
+            if (t >= 0 && t <= 1 && Math.abs(way[k] - way[k + 3]) > 0.5) {
+              let low = 0, high = 1;
+              for (let step = 0; step < 12; step++) { const m = (low + high) / 2; if (1.5 * m * (1 - m) + m ** 3 < t) low = m; else high = m; }
+              const on = way[k] + (way[k + 3] - way[k]) * low * low * (3 - 2 * low), slope = Math.abs(way[k + 3] - way[k]) / Math.max(way[k + 4] - way[k + 2], 1);
+              if (Math.abs(x - on) < slack * Math.max(1, slope)) return edges[at];
+            }
+          }
+        }
+        return null;
+      }
       const cut = (context, text, room) => {
         if (context.measureText(text).width <= room) return text;
         let low = 0, high = text.length;
@@ -639,6 +708,7 @@ const NimbleViewer = (() => {
         const { x, y, wide, tall } = place, s = view.scale;
         const x0 = -view.x / s, y0 = -view.y / s, x1 = (width - view.x) / s, y1 = (height - view.y) / s;
         const sans = theme.value("sans"), text = theme.value("text"), soft = theme.value("soft"), surfaceColour = theme.value("surface"), line = theme.value("line-strong"), picked = theme.value("select");
+        drawMap(width, height);
         context.translate(view.x, view.y); context.scale(s, s);
         const seen = (box) => x[box] < x1 && x[box] + wide[box] > x0 && y[box] < y1 && y[box] + tall[box] > y0;
         for (const box of place.list) if (isGroup(box) && open.has(box) && seen(box)) {
@@ -712,7 +782,10 @@ const NimbleViewer = (() => {
         hover: (event, x, y) => {
           const box = hit(x, y);
           board.canvas.classList.toggle("nv-point", box >= 0);
-          if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, describe(box));
+          const edge = box < 0 || (isGroup(box) && open.has(box)) ? edgeAt(x, y) : null;
+          if (edge !== view.edge) { view.edge = edge; board.request(); }
+          if (edge) showTip(event, [["implied by other edges", "must wait", "synchronisation across streams"][edge.kind], `from ${edge.u} ${nameOf(edge.u)}, stream ${streamOf(edge.u)}`, `to ${edge.v} ${nameOf(edge.v)}, stream ${streamOf(edge.v)}`, edge.n > 1 && `${count(edge.n)} edges between these boxes`]);
+          else if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, describe(box));
           else { const at = box - size; showTip(event, [graph.name[at], `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `${graph.alike[at]} modules make these very calls`, open.has(box) ? "click to fold" : "click to open"]); }
         },
       });
@@ -736,7 +809,7 @@ const NimbleViewer = (() => {
       node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), search("Search the graph", (call) => { select(call, "search"); reveal(call); }),
         check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); }),
         groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })],
-        tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true)), status), legend, stage);
+        tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true))), legend, stage);
       relayout(); fit();
       if (state.call >= 0) reveal(state.call);
       onSelect.push((from) => { if (state.call >= 0 && from !== "dag" && !node.hidden) reveal(state.call); board.request(); });
@@ -765,20 +838,20 @@ const NimbleViewer = (() => {
       const drawn = runs.filter((run) => run.call.length);
       if (!drawn.length) { node.append(el("div", { class: "nv-empty" }, runs.length ? "The timelines hold no spans: nothing ran on the device." : "No timeline was taken: neither eager nor a replay was traced.")); return; }
       const longest = Math.max(...drawn.map((run) => Math.max(run.length_ns, run.unprofiled_ns)));
-      const view = { from: 0, to: longest * 1.02, syncs: true, hidden: new Set() };
+      const view = { from: 0, to: longest * 1.02, syncs: true }, replays = drawn.filter((run) => run.run !== "eager");
       const gutter = () => (node.clientWidth < 620 ? 84 : 168);
       const boards = [], body = el("div", { class: "nv-lanes" }), axisBox = el("div", { class: "nv-axis" });
       const refresh = () => { for (const board of boards) board.request(); };
       const step = (span, room) => { const rough = span / Math.max(room / 100, 1), ten = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 5, 10].map((k) => k * ten).find((value) => value >= rough); };
-      const axis = surface(axisBox, "Time axis in microseconds", (context, width, height) => {
-        const left = gutter(), room = width - left - 8, gap = step(view.to - view.from, room), digits = gap < 1000 ? Math.min(3, Math.ceil(-Math.log10(gap / 1000))) : 0;
+      const axis = surface(axisBox, "Time axis", (context, width, height) => {
+        const left = gutter(), room = width - left - 8, gap = step(view.to - view.from, room), [unit, scale] = view.to > 1e7 ? ["ms", 1e6] : ["µs", 1e3], digits = clamp(Math.ceil(-Math.log10(gap / scale) - 1e-9), 0, 6);
         context.font = `11px ${theme.value("sans")}`; context.fillStyle = theme.value("soft"); context.textBaseline = "middle"; context.textAlign = "left";
         if (left > 100) context.fillText("one axis for all", 10, height / 2);
         context.textAlign = "center"; context.strokeStyle = theme.value("line-strong"); context.lineWidth = 1;
         for (let tick = Math.ceil(view.from / gap) * gap; tick <= view.to; tick += gap) {
           const at = left + ((tick - view.from) / (view.to - view.from)) * room;
           context.beginPath(); context.moveTo(at, height - 5); context.lineTo(at, height); context.stroke();
-          if (at > left - 2 && at < width - 30) context.fillText(micro(tick, digits), at, height / 2 - 1);
+          if (at > left - 2 && at < width - 30) context.fillText(`${fixed(tick / scale, digits)} ${unit}`, at, height / 2 - 1);
         }
       }, 26);
       boards.push(axis);
@@ -790,7 +863,7 @@ const NimbleViewer = (() => {
         const owner = plans.find((entry) => entry.policy === run.run);
         const streamLane = (lane) => run.lanes[lane].kind === "stream" || run.lanes[lane].kind === "worker";
         const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
-          el("span", null, `${run.source} (${run.clock}) · ${micro(run.length_ns, 1)} from first start to last end · `, run.profiled_ns ? `${micro(run.profiled_ns, 1)} profiled` : "profiled length unknown", " · ", run.unprofiled_ns ? `${micro(run.unprofiled_ns, 1)} unprofiled` : "unprofiled length unknown"),
+          el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled` : "unprofiled length unknown"),
           run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ profiled is ${run.factor.toFixed(2)}x of unprofiled`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
         const toX = (ns, width) => gutter() + ((ns - view.from) / (view.to - view.from)) * (width - gutter() - 8);
         const height = top * 2 + run.lanes.length * tall;
@@ -848,7 +921,7 @@ const NimbleViewer = (() => {
               const p = a[a.length - 1], c = b[0], end = run.start[p] + run.length[p], start = run.start[c];
               if (Math.max(end, start) >= view.from && Math.min(end, start) <= view.to) lines.push([u, v, p, c, end, start]);
             });
-            const reach = Math.min(toX(run.length_ns, wideness), wideness) - Math.max(toX(0, wideness), left), crowded = lines.length > Math.max(reach, 1);
+            const reach = Math.min(toX(run.length_ns, wideness), wideness) - Math.max(toX(0, wideness), left), crowded = 6 * lines.length > Math.max(reach, 1);
             paint.setLineDash([4, 3]);
             for (const [u, v, p, c, end, start] of lines) {
               const chosen = u === state.call || v === state.call;
@@ -888,7 +961,7 @@ const NimbleViewer = (() => {
             const span = hit(x, y);
             if (span < 0) { showTip(); return; }
             const call = run.call[span];
-            showTip(event, [run.name[span], `${micro(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}`, ...(call >= 0 ? [`call ${call}: ${nameOf(call)}`, sourceOf(call)] : ["belongs to no call"])]);
+            showTip(event, [run.name[span], `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}`, ...(call >= 0 ? [`call ${call}: ${nameOf(call)}`, sourceOf(call)] : ["belongs to no call"])]);
           },
         });
         canvas.addEventListener("wheel", (event) => {
@@ -922,7 +995,7 @@ const NimbleViewer = (() => {
       node.append(
         el("div", { class: "nv-tools" }, search("Search the timeline", (call) => { select(call, "search"); goTo(); }),
           drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
-          el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), tool("To selection", "Zoom to the selected call in the last run", goTo),
+          el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), replays.length > 0 && replays.length < drawn.length && tool("Replays", "Zoom to the replays", () => setRange(0, 1.02 * Math.max(...replays.map((run) => run.length_ns)))), tool("To selection", "Zoom to the selected call in the last run", goTo),
           el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
         el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
         axisBox, body);
