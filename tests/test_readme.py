@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -110,3 +111,27 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_a_missing_command_would_be_noticed() -> None:
     assert commands("```sh\nmake nothing   # a comment\n```\n") == ["make nothing"]
     assert "nothing" not in make_targets()
+
+
+def test_the_results_are_those_of_the_committed_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "cuda-h200.json").read_text(encoding="utf-8"))["models"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for cells in (line.split("|") for line in readme.splitlines())
+        if len(cells) == 10 and "float" in cells[1]
+    }
+    assert rows.keys() == found.keys()
+    for name, model in found.items():
+        times, ratios = model["times"], model["ratios"]
+        assert rows[name] == [
+            f"{times['eager']['median us']:.0f}",
+            f"{times['single replay']['median us']:.0f}",
+            f"{times['multi replay']['median us']:.0f}",
+            f"{ratios['multi over single, replay']['value']:.2f}x",
+            f"{ratios['multi over eager, call']['value']:.2f}x",
+            f"{model['streams']}, {model['syncs']['planned']}",
+            f"{model['distance to critical path']:.2f}x",
+        ]
+        assert model["syncs"]["planned"] == model["syncs"]["emitted"]
+        assert all(check["passed"] for check in model["equality"])

@@ -173,6 +173,17 @@ def test_no_edge_runs_behind_a_box(opened, seed):
     assert shown.troubles == []
 
 
+def test_an_edge_says_what_it_is(opened):
+    shown = opened(page(CASES["narrow"]()))
+    shown.page.click("#nv-tab-dag")
+    upper, lower, upper = (shown.page.evaluate(f"nimbleViewer.dagPoint({call})") for call in (1, 2, 1))
+    shown.page.mouse.move(upper["x"], (upper["y"] + lower["y"]) / 2)
+    text = shown.page.inner_text(".nv-tip")
+    assert "must wait" in text
+    assert "from 1 addmm" in text
+    assert "to 2 gelu" in text
+
+
 def test_boxes_and_the_map_do_not_hide_each_other(opened):
     shown = opened(page(CASES["thousand"]()))
     shown.page.click("#nv-tab-dag")

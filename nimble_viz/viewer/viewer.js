@@ -644,7 +644,7 @@ const NimbleViewer = (() => {
             left = Infinity; right = -Infinity;
             for (const box of tops) { if (place.y[box] > tall / view.scale) break; left = Math.min(left, place.x[box]); right = Math.max(right, place.x[box] + place.wide[box]); }
             if (view.scale < Math.max(whole, 0.45)) { left = place.x[tops[0]]; right = left + place.wide[tops[0]]; break; }
-            if ((right - left) * view.scale < wide - 40 - edge) break;
+            if ((right - left + 4 * PAD) * view.scale < wide - 40 - edge) break;
           }
         }
         view.x = (wide - edge) / 2 - ((left + right) / 2) * view.scale;
@@ -688,7 +688,7 @@ const NimbleViewer = (() => {
           for (let k = 0; k < way.length; k += 3) {
             if (y >= way[k + 1] && y <= way[k + 2] && Math.abs(x - way[k]) < slack) return edges[at];
             const t = k + 3 < way.length ? (y - way[k + 2]) / (way[k + 4] - way[k + 2]) : -1;
-            if (t >= 0 && t <= 1 && Math.abs(way[k] - way[k + 3]) > 0.5) {
+            if (t >= 0 && t <= 1) {
               let low = 0, high = 1;
               for (let step = 0; step < 12; step++) { const m = (low + high) / 2; if (1.5 * m * (1 - m) + m ** 3 < t) low = m; else high = m; }
               const on = way[k] + (way[k + 3] - way[k]) * low * low * (3 - 2 * low), slope = Math.abs(way[k + 3] - way[k]) / Math.max(way[k + 4] - way[k + 2], 1);
@@ -717,7 +717,7 @@ const NimbleViewer = (() => {
           if (s > 0.3) { context.fillStyle = soft; context.font = `11.5px ${sans}`; context.textBaseline = "middle"; context.fillText(cut(context, `− ${graph.name[box - size]}`, wide[box] - 16), x[box] + 9, y[box] + HEAD / 2 + 1); }
         }
         const stroke = (edge, colour, thick, dash) => {
-          context.strokeStyle = colour; context.lineWidth = thick; context.setLineDash(dash);
+          context.strokeStyle = colour; context.lineWidth = thick; context.setLineDash(s > 0.15 ? dash : []);
           trace(context, edge.way); context.stroke();
           if (s > 0.25) { context.setLineDash([]); context.fillStyle = colour; context.beginPath(); const a = 3.2 + thick, x = edge.way[edge.way.length - 3]; context.moveTo(x, edge.y1); context.lineTo(x - a * 0.62, edge.y1 - a * 1.3); context.lineTo(x + a * 0.62, edge.y1 - a * 1.3); context.fill(); }
         };
