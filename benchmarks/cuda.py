@@ -37,7 +37,7 @@ from nimble_core.pipeline import (
     record_static,
     state_kept,
 )
-from nimble_core.record import other_values
+from nimble_core.static import other_values
 from nimble_core.structure import builder, flatten
 from nimble_viz.equality import check_equality
 

@@ -20,16 +20,11 @@ from nimble_core.graph import CallGraph, build_graph
 from nimble_core.measurement import Measurement, interleave
 from nimble_core.options import Options
 from nimble_core.policies import resolve_policy
-from nimble_core.record import (
-    announced,
-    changed_constant,
-    check_static,
-    other_values,
-    random_state_kept,
-    require_callable,
-)
+from nimble_core.preserve import random_state_kept
+from nimble_core.record import announced
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
+from nimble_core.static import changed_constant, check_static, other_values
 from nimble_core.structure import builder
 from nimble_core.units import format_bytes
 
@@ -107,6 +102,16 @@ def device_for(device: torch.device) -> Device:
 
         return HostDevice()
     raise InputError(f"inputs are on {device}: only cuda and cpu are supported", fix="move model and inputs")
+
+
+def require_callable(model: object) -> None:
+    """Raise InputError unless ``model`` is a module or another callable (a class does not count)."""
+    if not callable(model) or isinstance(model, type):
+        raise InputError(
+            f"expected a torch.nn.Module or a function, given {type(model).__name__}"
+            + (f" {model.__name__} itself" if isinstance(model, type) else ""),
+            fix="pass an instance: model = Model(); prepare or compare that",
+        )
 
 
 def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:

@@ -9,15 +9,11 @@ Whatever the run changed (parameters, buffers, inputs, attributes, random state)
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
-from operator import is_
 from types import FrameType
 from typing import Any, Protocol
 
@@ -26,30 +22,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nimble_core.errors import CaptureError, InputError, NotStaticError
+from nimble_core.errors import CaptureError
+from nimble_core.operators import (
+    argument_texts,
+    copies_to_host,
+    owned_tensors,
+    shape_depends_on_data,
+    storage_address,
+    view_form,
+    written_tensors,
+)
+from nimble_core.origins import module_paths, place_of
+from nimble_core.preserve import preserved
 from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, slots_in
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
-__all__ = ["NodeCounter", "announced", "changed_constant", "check_static", "other_values", "preserved", "record"]
-
-# Operators that write tensors their schema does not mark: (operator, arguments written, argument that says whether).
-_SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::batch_norm_update_stats": (("running_mean", "running_var"), ""),
-    "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
-    "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
-}
+__all__ = ["NodeCounter", "announced", "record"]
 
 # Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
+
 _UNINITIALISED = ("aten::empty", "aten::new_empty")
-_TORCH_ROOT = torch.__path__[0]
-_CORE_ROOT = __file__.rpartition("/")[0]
 
 
 class NodeCounter(Protocol):
@@ -135,7 +131,7 @@ class _Recorder(TorchDispatchMode):
         self.counter = counter
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
-        self._modules = _module_paths(model)
+        self._modules = module_paths(model)
         self._storages: list[Storage] = []
         self._storage_ids: dict[int, int] = {}
         self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
@@ -157,8 +153,8 @@ class _Recorder(TorchDispatchMode):
         self._unseen = 0
         self._unseen_where = ""
         self._names: dict[int, tuple[Role, str]] = {}
-        for role, name, tensor in _owned_tensors(model):
-            self._names.setdefault(_address(tensor), (role, name))
+        for role, name, tensor in owned_tensors(model):
+            self._names.setdefault(storage_address(tensor), (role, name))
         self.inputs = tuple(
             self._give(tensor, "input", path) for tensor, path in zip(signature.tensors, signature.paths, strict=True)
         )
@@ -182,7 +178,7 @@ class _Recorder(TorchDispatchMode):
             tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
         if self.counter:
             self._notice_unseen(frame)
-        written = [tensor for tensor in _written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
+        written = [tensor for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
         for tensor in written:
             self.before_write(tensor)
             self._keep_first_value(tensor)
@@ -306,7 +302,7 @@ class _Recorder(TorchDispatchMode):
     # -- tensors -----------------------------------------------------------------------------------------------
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        address = _address(tensor)
+        address = storage_address(tensor)
         index = self._storage_ids.get(address)
         if index is None:
             storage = tensor.untyped_storage()
@@ -333,7 +329,7 @@ class _Recorder(TorchDispatchMode):
         return self._give(tensor) if slot is None else int(slot)
 
     def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
-        known = _address(tensor) in self._storage_ids
+        known = storage_address(tensor) in self._storage_ids
         slot = self._new_slot(tensor)
         storage = self._storage_of[slot]
         if role and not known:
@@ -400,13 +396,13 @@ class _Recorder(TorchDispatchMode):
         return Call(
             index=len(self._calls),
             operator=str(func),
-            arguments=_arguments(func, args, kwargs, self._storage),
+            arguments=argument_texts(func, args, kwargs, self._storage),
             accesses=tuple(dict.fromkeys(accesses)),
             origins=(self._origin(func, frame),),
         )
 
     def _origin(self, func: Any, frame: FrameType) -> Origin:
-        module, file, line = _place(frame, self._modules)
+        module, file, line = place_of(frame, self._modules)
         return Origin(str(func), module, file, line)
 
     def _generator_accesses(self) -> list[Access]:
@@ -438,19 +434,19 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """``squeeze_`` and its like change a tensor's shape, not its memory: recorded as a new view of it."""
         tensor = args[0]
-        nbytes, home = tensor.untyped_storage().nbytes(), _address(tensor)
+        nbytes, home = tensor.untyped_storage().nbytes(), storage_address(tensor)
         result = func(*args, **kwargs)
-        if _address(tensor) != home and _address(tensor) in self._names:
+        if storage_address(tensor) != home and storage_address(tensor) in self._names:
             self._give(tensor)  # set_ onto the model's own weights, as cuDNN's recurrent layers do
             return result
-        if tensor.untyped_storage().nbytes() != nbytes or _address(tensor) not in self._storage_ids:
+        if tensor.untyped_storage().nbytes() != nbytes or storage_address(tensor) not in self._storage_ids:
             raise CaptureError(
                 f"{func} gave a tensor other memory: that cannot be re-issued",
                 where=str(self._origin(func, frame)),
                 fix="allocate the tensor with its final size",
             )
         slot = self._new_slot(tensor)
-        view = _view_form(func)
+        view = view_form(func)
         if view is None:
             view, template = torch.ops.aten.as_strided.default, (template[0], tuple(tensor.shape), tensor.stride())
         self._step(view, template, (), (slot,), None)
@@ -467,12 +463,12 @@ class _Recorder(TorchDispatchMode):
                 "gives the host a value computed on the device",
                 "compute it on the device, or pass it as an input",
             )
-        elif _shape_depends_on_data(func, args, kwargs):
+        elif shape_depends_on_data(func, args, kwargs):
             why, fix = (
                 "has an output whose shape depends on data",
                 "use a form with a fixed shape (torch.where, a mask, a size argument)",
             )
-        elif self.device.type != "cpu" and _copies_to_host(func, tensors, args, kwargs):
+        elif self.device.type != "cpu" and copies_to_host(func, tensors, args, kwargs):
             why, fix = (
                 "copies from the device to the host",
                 "keep the tensor on the device, or copy it outside the model",
@@ -503,7 +499,7 @@ class _Recorder(TorchDispatchMode):
             self._unseen += now - self._nodes
             if not self._unseen_where:
                 before = str(self._calls[-1]) if self._calls else "the first call"
-                module, file, line = _place(frame, self._modules) if frame else ("", "", 0)
+                module, file, line = place_of(frame, self._modules) if frame else ("", "", 0)
                 here = f", before {file}:{line} in {module or 'the model'}" if file else ", before the end"
                 self._unseen_where = f"after {before}{here}"
             self._nodes = now
@@ -548,435 +544,3 @@ class _Recorder(TorchDispatchMode):
                 if storage >= known:
                     self._fresh[storage] = tensor
         return result
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-@contextmanager
-def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[str]]]:
-    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
-    before = {path: _containers(module) for path, module in modules.items()}
-
-    def changed() -> list[str]:
-        names = []
-        for path, containers in before.items():
-            found: set[str] = set()
-            for name, (held, copy) in containers.items():
-                if _same_items(held, copy):
-                    continue
-                if not name or name in _TABLES:
-                    found |= {
-                        key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)
-                    }
-                elif not name.startswith("_"):  # private ones are no news: hooks that a library installs by itself
-                    found.add(name)
-            names += [f"{path}.{name}".lstrip(".") for name in sorted(found)]
-        return names
-
-    try:
-        yield changed
-    finally:
-        for containers in before.values():
-            for held, copy in containers.values():
-                if not _same_items(held, copy):
-                    _put_back(held, copy)
-
-
-def _containers(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The module's attributes, under the name "", and the containers among them: each with a copy of what it holds."""
-    attributes = module.__dict__
-    found: dict[str, tuple[Any, Any]] = {"": (attributes, attributes.copy())}
-    for name, value in attributes.items():
-        if type(value) in (list, dict, set, OrderedDict, defaultdict):
-            found[name] = (value, value.copy())
-    return found
-
-
-def _put_back(held: Any, copy: Any) -> None:
-    if isinstance(held, list):
-        held[:] = copy
-    elif isinstance(held, dict):
-        for key in held.keys() - copy.keys():
-            del held[key]
-        held.update(copy)
-        if list(held) != list(copy):  # something was deleted: back in its old place
-            held.clear()
-            held.update(copy)
-    else:
-        held.clear()
-        held.update(copy)
-
-
-def _same_items(held: Any, copy: Any) -> bool:
-    if len(held) != len(copy):
-        return False
-    if not held:
-        return True
-    if isinstance(held, set):
-        return bool(held == copy)
-    if isinstance(held, dict) and not all(map(is_, held.values(), copy.values())):
-        return False
-    return all(map(is_, held, copy))
-
-
-class _Guard:
-    """Keeps what a live run is about to overwrite."""
-
-    def __init__(self, live: bool, changed: Callable[[], list[str]]) -> None:
-        self.live = live
-        self.changed_attributes = changed
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._fresh: set[int] = set()
-
-    def before_write(self, tensor: torch.Tensor) -> None:
-        """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
-        if self.live:
-            self._saved.append((tensor.detach(), tensor.detach().clone()))
-
-    def restore(self) -> None:
-        """Undo the writes, last first."""
-        with torch.no_grad():
-            for tensor, value in reversed(self._saved):
-                tensor.copy_(value)
-
-
-@contextmanager
-def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[_Guard]:
-    """Put back, at the end or after an error, what runs of ``model`` inside change.
-
-    Attributes, random state, and the tensors reported to the guard's ``before_write``.
-
-    Args:
-        model: module or function.
-        live: whether the runs execute (False under a capture).
-    """
-    with ExitStack() as stack:
-        stack.enter_context(random_state_kept(torch.device("cpu")))
-        changed = stack.enter_context(_attribute_guard(model))
-        guard = _Guard(live, changed)
-        stack.callback(guard.restore)
-        yield guard
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Put the random state of Python, numpy (if loaded), torch's host generator and ``device`` back at the end."""
-    python, host = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy else None
-    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy:
-            numpy.random.set_state(array)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu, device)
-
-
-class _WriteGuard(TorchDispatchMode):
-    """Lets a model run, telling the guard of every tensor it is about to write that existed before."""
-
-    def __init__(self, guard: _Guard) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.guard = guard
-        self.made: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _written_tensors(func, args, kwargs):
-            if _has_memory(tensor) and _address(tensor) not in self.made:
-                self.guard.before_write(tensor)
-        result = func(*args, **kwargs)
-        given = {_address(t) for t in flat_tensors([*args, *kwargs.values()]) if _has_memory(t)}
-        for tensor in flat_tensors(result):
-            if _has_memory(tensor) and _address(tensor) not in given:
-                self.made.setdefault(_address(tensor), StorageWeakRef(tensor.untyped_storage()))
-        return result
-
-
-def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were."""
-    with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard):
-        return model(*args, **kwargs)
-
-
-def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
-    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
-
-    Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
-    (offsets, positions) stay as they are where another input changes. Strides stay, and tensors that share memory do
-    so again.
-    """
-    generator = torch.Generator("cpu").manual_seed(seed)
-    kept = [_ascending(tensor) for tensor in tensors]
-    sharing: dict[tuple[int, torch.dtype], list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        sharing.setdefault((_address(tensor), tensor.dtype), []).append(position)
-    made = list(tensors)
-    for positions in sharing.values():
-        shared = [tensors[position].detach() for position in positions]
-        keep = not all(kept) and all(kept[position] for position in positions)
-        if len({(one.storage_offset(), one.shape, one.stride()) for one in shared}) == 1:
-            others = [_other(shared[0], keep, generator)] * len(shared)
-        else:
-            low = min(one.storage_offset() for one in shared)
-            high = max(one.storage_offset() + _reach(one) for one in shared)
-            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, generator)
-            others = [base.as_strided(one.shape, one.stride(), one.storage_offset() - low) for one in shared]
-        for position, other in zip(positions, others, strict=True):
-            made[position] = other
-    return made
-
-
-def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torch.Tensor:
-    # An expanded dimension is one element seen many times: it stays so.
-    core = tensor
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            core = core.narrow(dimension, 0, 1)
-    count = core.numel()
-    host = torch.device("cpu")  # whatever the default device is
-    order = torch.arange(count, device=host) if keep else torch.randperm(count, generator=generator, device=host)
-    other = core.reshape(-1)[order.to(core.device)].reshape(core.shape)
-    if core.is_floating_point() or core.is_complex():
-        scale = torch.rand(core.shape, generator=generator, device=host).to(core.device) + 0.5
-        other = (other * scale).to(core.dtype)
-    made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
-    return made.expand(tensor.shape)
-
-
-def _ascending(tensor: torch.Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        return False
-    flat = tensor.detach().reshape(-1)
-    return bool((flat[1:] >= flat[:-1]).all())
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, both included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def check_static(first: Program, second: Program) -> None:
-    """Compare two recordings of one model on different input values.
-
-    Raises:
-        NotStaticError: naming the first call that differs, with its module path and source line.
-    """
-    for a, b in zip(first.calls, second.calls, strict=False):
-        if a.operator == b.operator and a.arguments == b.arguments and _shapes(a) == _shapes(b):
-            continue
-        if a.operator != b.operator:
-            how = f"{a.operator} in one run, {b.operator} in the other"
-        else:
-            changed = [f"{x[0]}={x[1]} / {y[1]}" for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
-            how = f"{a.operator} with other arguments ({', '.join(changed)[:200] or 'shapes'})"
-        raise NotStaticError(
-            f"the model is not static: on other input values call {a.index} is {how}",
-            where=str(a),
-            fix="remove the branch on data or random state, or prepare only the static part",
-        )
-    if len(first.calls) != len(second.calls):
-        longer = max(first.calls, second.calls, key=len)
-        extra = longer[min(len(first.calls), len(second.calls))]
-        raise NotStaticError(
-            f"the model is not static: {len(first.calls)} calls in one run, {len(second.calls)} on other input values",
-            where=str(extra),
-            fix="remove the branch on data or random state, or prepare only the static part",
-        )
-
-
-def changed_constant(first: Recording, second: Recording) -> str:
-    """Where the first constant is used that is another value in another recording; empty if there is none.
-
-    A constant is a tensor that no seen call made. One that changes with the inputs was computed out of sight: in
-    numpy, in Python numbers, in a compiled region.
-    """
-    for slot, tensor in first.given.items():
-        storage = first.storage_of[slot]
-        other = second.given.get(slot)
-        if first.program.storages[storage].role != "constant" or other is None:
-            continue
-        if _address(tensor) != _address(other) and not _identical(tensor, other):
-            users = [call for call in first.program.calls if any(a.ref.storage == storage for a in call.accesses)]
-            return str(users[0]) if users else "an output"
-    return ""
-
-
-def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
-
-
-def _shapes(call: Call) -> list[tuple[Any, ...]]:
-    return [(access.ref.sizes, access.ref.strides, access.ref.dtype, access.write) for access in call.accesses]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError) as error:
-        raise CaptureError(
-            f"a {type(tensor).__name__} with layout {tensor.layout} has no memory of its own",
-            fix="use dense tensors in the prepared module",
-        ) from error
-
-
-def _owned_tensors(model: Callable[..., Any]) -> Iterator[tuple[Role, str, torch.Tensor]]:
-    if isinstance(model, torch.nn.Module):
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            yield "parameter", name, parameter
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            yield "buffer", name, buffer
-
-
-def _module_paths(model: Callable[..., Any]) -> dict[int, str]:
-    if not isinstance(model, torch.nn.Module):
-        return {}
-    return {id(module): name for name, module in model.named_modules()}
-
-
-def _place(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:
-    """``(module path, file, line)`` of the code that issued a call.
-
-    The module is the innermost one running, the line the innermost one outside torch.
-    """
-    file, line, fallback = "", 0, ("", 0)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not file and not name.startswith((_TORCH_ROOT, _CORE_ROOT)):
-            file, line = _short(name), frame.f_lineno
-        if frame.f_code.co_name == "_call_impl" and name.startswith(_TORCH_ROOT):
-            path = modules.get(id(frame.f_locals.get("self")))
-            if path is not None:
-                if file:
-                    return path, file, line
-                return path, *_outside_torch(frame, fallback)
-        frame = frame.f_back
-    return "", file, line
-
-
-@cache
-def _short(file: str) -> str:
-    """``file`` relative to the import path it lies on: reports travel, absolute paths do not."""
-    roots = sorted((root.rstrip("/") + "/" for root in sys.path if root), key=len, reverse=True)
-    return next((file[len(root) :] for root in roots if file.startswith(root)), file.rpartition("/")[2])
-
-
-def _outside_torch(frame: FrameType | None, fallback: tuple[str, int]) -> tuple[str, int]:
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((_TORCH_ROOT, _CORE_ROOT)):
-            return _short(frame.f_code.co_filename), frame.f_lineno
-        frame = frame.f_back
-    return fallback
-
-
-@cache
-def _write_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the arguments that the schema, or the table of silent operators, marks as written."""
-    schema = func._schema
-    positions, names = [], []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            positions.append(position)
-            names.append(argument.name)
-    return tuple(positions), tuple(names)
-
-
-@cache
-def _view_form(func: Any) -> Any:
-    """The operator that makes a new view where ``func`` changes its argument's: ``squeeze`` for ``squeeze_``."""
-    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    view = getattr(packet, func._overloadname, None)
-    return view if view is not None and view._schema.returns[0].alias_info is not None else None
-
-
-@cache
-def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int, str]:
-    written, condition = _SILENT_WRITES.get(func._schema.name, ((), ""))
-    order = [argument.name for argument in func._schema.arguments]
-    return (
-        tuple(order.index(name) for name in written if name in order),
-        written,
-        order.index(condition) if condition in order else -1,
-        condition,
-    )
-
-
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    positions, names = _write_arguments(func)
-    silent, silent_names, condition, condition_name = _silent_arguments(func)
-    if silent:
-        on = args[condition] if 0 <= condition < len(args) else kwargs.get(condition_name, True)
-        if on:
-            positions, names = (*positions, *silent), (*names, *silent_names)
-    found: list[Any] = []
-    for position, name in zip(positions, names, strict=True):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        found += flat_tensors(value)
-    return found
-
-
-def _shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    name = func._schema.name
-    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        # Only a mask has to be counted; integer indices give a shape that is known.
-        return any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
-    if name == "aten::repeat_interleave":
-        return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
-    return torch.Tag.dynamic_output_shape in func.tags
-
-
-def _copies_to_host(
-    func: Any, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    if not any(tensor.device.type != "cpu" for tensor in tensors):
-        return False
-    if func._schema.name in ("aten::copy_", "aten::_copy_from"):
-        return isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cpu"
-
-
-def _arguments(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], storage: Callable[[torch.Tensor], int]
-) -> tuple[tuple[str, str], ...]:
-    names = [argument.name for argument in func._schema.arguments]
-
-    def text(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"%{storage(value)}"
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(text(item) for item in value) + "]"
-        return repr(value)
-
-    return tuple((names[i], text(value)) for i, value in enumerate(args)) + tuple(
-        (name, text(value)) for name, value in kwargs.items()
-    )
-
-
-def require_callable(model: object) -> None:
-    """Raise InputError unless ``model`` is a module or another callable (a class does not count)."""
-    if not callable(model) or isinstance(model, type):
-        raise InputError(
-            f"expected a torch.nn.Module or a function, given {type(model).__name__}"
-            + (f" {model.__name__} itself" if isinstance(model, type) else ""),
-            fix="pass an instance: model = Model(); prepare or compare that",
-        )

@@ -139,7 +139,7 @@ class _Comparison:
     def _kept(self) -> Iterator[None]:
         """Runs inside, eager or replayed, leave attributes, tensors and random state as they were."""
         from nimble_core.pipeline import state_kept
-        from nimble_core.record import preserved
+        from nimble_core.preserve import preserved
 
         assert self.recorded is not None
         with preserved(self.model), state_kept(self.recorded):
@@ -238,7 +238,7 @@ class _Comparison:
         self.interrupted = True
 
     def _check(self, progress: Progress) -> None:
-        from nimble_core.record import other_values
+        from nimble_core.static import other_values
 
         with progress.step("check equality"):
             fresh = [other_values(self.signature.tensors, seed) for seed in (1, 2)]

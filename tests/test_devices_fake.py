@@ -11,8 +11,8 @@ from nimble_core.graph import build_graph
 from nimble_core.measurement import interleave, ratio
 from nimble_core.policies import nimble, single
 from nimble_core.program import Call
-from nimble_core.record import other_values
 from nimble_core.signature import Signature
+from nimble_core.static import other_values
 
 X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 

@@ -14,8 +14,8 @@ from torch import nn
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
-from nimble_core.record import other_values
 from nimble_core.signature import Signature
+from nimble_core.static import other_values
 from nimble_core.structure import builder, flatten
 
 QUICK = Options(tune="off")

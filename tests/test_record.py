@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nimble_core.errors import CaptureError, NimbleError, NotStaticError
 from nimble_core.graph import CallGraph, build_graph, successors
+from nimble_core.preserve import run_preserved
 from nimble_core.program import Program
-from nimble_core.record import announced, changed_constant, check_static, other_values, record, run_preserved
+from nimble_core.record import announced, record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
+from nimble_core.static import changed_constant, check_static, other_values
 from nimble_core.structure import builder, flatten
 
 CAPTURING = torch.cuda.is_current_stream_capturing

@@ -24,8 +24,9 @@ from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.kernel_names import short_kernel_name
 from nimble_core.measurement import quantile
 from nimble_core.memory import release_plan
+from nimble_core.preserve import random_state_kept, run_preserved
 from nimble_core.rawgraph import CaptureProbe, RawGraph, read_graph
-from nimble_core.record import random_state_kept, record, run_preserved
+from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, collector_paused, issuing
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.signature import Signature

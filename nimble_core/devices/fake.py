@@ -13,8 +13,9 @@ from nimble_core.devices.base import Executable, Observation
 from nimble_core.errors import DeviceError
 from nimble_core.graph import build_graph
 from nimble_core.memory import live_peak, release_plan
+from nimble_core.preserve import run_preserved
 from nimble_core.program import Call, Program
-from nimble_core.record import record, run_preserved
+from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import simulate

@@ -29,7 +29,8 @@ from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.host_info import cpu_name
 from nimble_core.measurement import quantile
-from nimble_core.record import record, run_preserved
+from nimble_core.preserve import run_preserved
+from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.structure import builder, flatten

@@ -1,0 +1,155 @@
+"""What operators do to their arguments: which they write, which results they cannot know beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from nimble_core.errors import CaptureError
+from nimble_core.program import Role
+from nimble_core.recording import flat_tensors
+
+__all__ = [
+    "argument_texts",
+    "copies_to_host",
+    "has_memory",
+    "owned_tensors",
+    "shape_depends_on_data",
+    "storage_address",
+    "view_form",
+    "written_tensors",
+]
+
+
+# Operators that write tensors their schema does not mark: (operator, arguments written, argument that says whether).
+_SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::batch_norm_update_stats": (("running_mean", "running_var"), ""),
+    "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
+    "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
+}
+
+
+@cache
+def _write_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that the schema, or the table of silent operators, marks as written."""
+    schema = func._schema
+    positions, names = [], []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            positions.append(position)
+            names.append(argument.name)
+    return tuple(positions), tuple(names)
+
+
+@cache
+def view_form(func: Any) -> Any:
+    """The operator that makes a new view where ``func`` changes its argument's: ``squeeze`` for ``squeeze_``."""
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    view = getattr(packet, func._overloadname, None)
+    return view if view is not None and view._schema.returns[0].alias_info is not None else None
+
+
+@cache
+def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int, str]:
+    written, condition = _SILENT_WRITES.get(func._schema.name, ((), ""))
+    order = [argument.name for argument in func._schema.arguments]
+    return (
+        tuple(order.index(name) for name in written if name in order),
+        written,
+        order.index(condition) if condition in order else -1,
+        condition,
+    )
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Tensors that this call of ``func`` writes, by its schema or by the table of operators whose schema is silent."""
+    positions, names = _write_arguments(func)
+    silent, silent_names, condition, condition_name = _silent_arguments(func)
+    if silent:
+        on = args[condition] if 0 <= condition < len(args) else kwargs.get(condition_name, True)
+        if on:
+            positions, names = (*positions, *silent), (*names, *silent_names)
+    found: list[Any] = []
+    for position, name in zip(positions, names, strict=True):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += flat_tensors(value)
+    return found
+
+
+def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host would have to look at data to know the shape of this call's result."""
+    name = func._schema.name
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        # Only a mask has to be counted; integer indices give a shape that is known.
+        return any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
+    if name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def copies_to_host(
+    func: Any, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether this call brings device data to the host."""
+    if not any(tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    if func._schema.name in ("aten::copy_", "aten::_copy_from"):
+        return isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def argument_texts(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], storage: Callable[[torch.Tensor], int]
+) -> tuple[tuple[str, str], ...]:
+    """``(name, text)`` of every argument; tensors read ``%<storage>``.
+
+    Args:
+        func: the operator.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        storage: number of a tensor's storage.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+
+    def text(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"%{storage(value)}"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(text(item) for item in value) + "]"
+        return repr(value)
+
+    return tuple((names[i], text(value)) for i, value in enumerate(args)) + tuple(
+        (name, text(value)) for name, value in kwargs.items()
+    )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain window on memory (sparse ones are not)."""
+    return tensor.layout is torch.strided
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor, while that memory is held. Raises CaptureError if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError) as error:
+        raise CaptureError(
+            f"a {type(tensor).__name__} with layout {tensor.layout} has no memory of its own",
+            fix="use dense tensors in the prepared module",
+        ) from error
+
+
+def owned_tensors(model: Callable[..., Any]) -> Iterator[tuple[Role, str, torch.Tensor]]:
+    """``(role, name, tensor)`` of every parameter and buffer; nothing for a function."""
+    if isinstance(model, torch.nn.Module):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            yield "parameter", name, parameter
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            yield "buffer", name, buffer

@@ -1,0 +1,61 @@
+"""Where a call comes from: module path, file and line, read off the running frames."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["module_paths", "place_of"]
+
+
+_TORCH_ROOT = torch.__path__[0]
+
+
+_CORE_ROOT = __file__.rpartition("/")[0]
+
+
+def module_paths(model: Callable[..., Any]) -> dict[int, str]:
+    """Path of every submodule, by ``id``; empty for a function."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:
+    """``(module path, file, line)`` of the code that issued a call.
+
+    The module is the innermost one running, the line the innermost one outside torch.
+    """
+    file, line, fallback = "", 0, ("", 0)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not file and not name.startswith((_TORCH_ROOT, _CORE_ROOT)):
+            file, line = _short(name), frame.f_lineno
+        if frame.f_code.co_name == "_call_impl" and name.startswith(_TORCH_ROOT):
+            path = modules.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                if file:
+                    return path, file, line
+                return path, *_outside_torch(frame, fallback)
+        frame = frame.f_back
+    return "", file, line
+
+
+@cache
+def _short(file: str) -> str:
+    """``file`` relative to the import path it lies on: reports travel, absolute paths do not."""
+    roots = sorted((root.rstrip("/") + "/" for root in sys.path if root), key=len, reverse=True)
+    return next((file[len(root) :] for root in roots if file.startswith(root)), file.rpartition("/")[2])
+
+
+def _outside_torch(frame: FrameType | None, fallback: tuple[str, int]) -> tuple[str, int]:
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_TORCH_ROOT, _CORE_ROOT)):
+            return _short(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back
+    return fallback

@@ -1,0 +1,130 @@
+"""Is a model static? Two recordings on different input values, compared call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nimble_core.errors import NotStaticError
+from nimble_core.operators import storage_address
+from nimble_core.program import Call, Program
+from nimble_core.recording import Recording
+
+__all__ = ["changed_constant", "check_static", "other_values"]
+
+
+def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
+    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
+
+    Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
+    (offsets, positions) stay as they are where another input changes. Strides stay, and tensors that share memory do
+    so again.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    kept = [_ascending(tensor) for tensor in tensors]
+    sharing: dict[tuple[int, torch.dtype], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        sharing.setdefault((storage_address(tensor), tensor.dtype), []).append(position)
+    made = list(tensors)
+    for positions in sharing.values():
+        shared = [tensors[position].detach() for position in positions]
+        keep = not all(kept) and all(kept[position] for position in positions)
+        if len({(one.storage_offset(), one.shape, one.stride()) for one in shared}) == 1:
+            others = [_other(shared[0], keep, generator)] * len(shared)
+        else:
+            low = min(one.storage_offset() for one in shared)
+            high = max(one.storage_offset() + _reach(one) for one in shared)
+            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, generator)
+            others = [base.as_strided(one.shape, one.stride(), one.storage_offset() - low) for one in shared]
+        for position, other in zip(positions, others, strict=True):
+            made[position] = other
+    return made
+
+
+def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torch.Tensor:
+    # An expanded dimension is one element seen many times: it stays so.
+    core = tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            core = core.narrow(dimension, 0, 1)
+    count = core.numel()
+    host = torch.device("cpu")  # whatever the default device is
+    order = torch.arange(count, device=host) if keep else torch.randperm(count, generator=generator, device=host)
+    other = core.reshape(-1)[order.to(core.device)].reshape(core.shape)
+    if core.is_floating_point() or core.is_complex():
+        scale = torch.rand(core.shape, generator=generator, device=host).to(core.device) + 0.5
+        other = (other * scale).to(core.dtype)
+    made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
+    return made.expand(tensor.shape)
+
+
+def _ascending(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return False
+    flat = tensor.detach().reshape(-1)
+    return bool((flat[1:] >= flat[:-1]).all())
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def check_static(first: Program, second: Program) -> None:
+    """Compare two recordings of one model on different input values.
+
+    Raises:
+        NotStaticError: naming the first call that differs, with its module path and source line.
+    """
+    for a, b in zip(first.calls, second.calls, strict=False):
+        if a.operator == b.operator and a.arguments == b.arguments and _shapes(a) == _shapes(b):
+            continue
+        if a.operator != b.operator:
+            how = f"{a.operator} in one run, {b.operator} in the other"
+        else:
+            changed = [f"{x[0]}={x[1]} / {y[1]}" for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
+            how = f"{a.operator} with other arguments ({', '.join(changed)[:200] or 'shapes'})"
+        raise NotStaticError(
+            f"the model is not static: on other input values call {a.index} is {how}",
+            where=str(a),
+            fix="remove the branch on data or random state, or prepare only the static part",
+        )
+    if len(first.calls) != len(second.calls):
+        longer = max(first.calls, second.calls, key=len)
+        extra = longer[min(len(first.calls), len(second.calls))]
+        raise NotStaticError(
+            f"the model is not static: {len(first.calls)} calls in one run, {len(second.calls)} on other input values",
+            where=str(extra),
+            fix="remove the branch on data or random state, or prepare only the static part",
+        )
+
+
+def changed_constant(first: Recording, second: Recording) -> str:
+    """Where the first constant is used that is another value in another recording; empty if there is none.
+
+    A constant is a tensor that no seen call made. One that changes with the inputs was computed out of sight: in
+    numpy, in Python numbers, in a compiled region.
+    """
+    for slot, tensor in first.given.items():
+        storage = first.storage_of[slot]
+        other = second.given.get(slot)
+        if first.program.storages[storage].role != "constant" or other is None:
+            continue
+        if storage_address(tensor) != storage_address(other) and not _identical(tensor, other):
+            users = [call for call in first.program.calls if any(a.ref.storage == storage for a in call.accesses)]
+            return str(users[0]) if users else "an output"
+    return ""
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
+
+
+def _shapes(call: Call) -> list[tuple[Any, ...]]:
+    return [(access.ref.sizes, access.ref.strides, access.ref.dtype, access.write) for access in call.accesses]
