@@ -33,12 +33,12 @@ def clip(batch: int = 1) -> Example:
     return _ready(CLIPModel(config), (), kwargs)
 
 
-def bert(batch: int = 1, length: int = 128) -> Example:
-    """BERT base: twelve layers one after the other, sizes as published. A narrow graph.
+def bert(batch: int = 1, length: int = 128, layers: int = 12) -> Example:
+    """BERT base: layers one after the other (twelve as published), sizes as published. A narrow graph.
 
     Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
     """
-    return _bert(batch, length)
+    return _bert(batch, length, num_hidden_layers=layers)
 
 
 def bert_small(batch: int = 1, length: int = 64) -> Example:
