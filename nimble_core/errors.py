@@ -10,6 +10,7 @@ __all__ = [
     "DeviceError",
     "InputError",
     "NimbleError",
+    "NimbleWarning",
     "NotStaticError",
     "ReportFileError",
     "ScheduleError",
@@ -38,6 +39,10 @@ class NimbleError(Exception):
         if self.fix:
             lines.append(f"  to do: {self.fix}")
         return "\n".join(lines)
+
+
+class NimbleWarning(UserWarning):
+    """Something a user should know that is no error: a forward with side effects that a replay does not repeat."""
 
 
 class InputError(NimbleError, ValueError):

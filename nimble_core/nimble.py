@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from nimble_core.errors import InputError
-from nimble_core.options import Options
+from nimble_core.errors import InputError, NimbleWarning
+from nimble_core.freshness import Watch
+from nimble_core.options import Options, require_options
 from nimble_core.pipeline import (
     Plan,
     Stopwatch,
@@ -22,6 +24,7 @@ from nimble_core.pipeline import (
     plan,
     record_static,
     state_kept,
+    whole_note,
 )
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
@@ -39,6 +42,7 @@ class Engine:
         plan: the schedule it runs and its executable.
         build: makes the model's output from output tensors.
         mode: whether the module was in training mode when it was prepared.
+        watch: notices that the model was changed in a way that a replay cannot follow.
         seconds: preparation time by step; ``"warm-up"`` holds library loading and autotuning.
         notes: what the user should know.
     """
@@ -47,6 +51,7 @@ class Engine:
     plan: Plan
     build: Callable[[Sequence[torch.Tensor]], Any]
     mode: bool
+    watch: Watch
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
 
@@ -82,6 +87,7 @@ class Nimble(torch.nn.Module):
                 f"Nimble takes a torch.nn.Module or a function, given {model!r}"[:200],
                 fix="pass an instance: Nimble(Model())",
             )
+        require_options(options)
         # Beside the module system: registering the model would prefix every name in state_dict.
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_options", options)
@@ -138,7 +144,13 @@ class Nimble(torch.nn.Module):
                 tensors = engine.signature.bind(args, kwargs)
                 if tensors is not None:
                     static = self._options.outputs == "static"
-                    return engine.build(engine.plan.executable.run(tensors, static=static))
+                    outputs = engine.plan.executable.run(tensors, static=static)
+                    change = engine.watch.change()
+                    if change:
+                        raise InputError(
+                            f"the model is not the one that was prepared: {change}", fix="call prepare(...) again"
+                        )
+                    return engine.build(outputs)
         return self._unprepared(args, kwargs, mode)
 
     def _unprepared(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Any:
@@ -211,11 +223,17 @@ def _prepare(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
+    if recorded.recording.changed:
+        warnings.warn(
+            "the forward changes attributes, which a replay does not repeat: " + ", ".join(recorded.recording.changed),
+            NimbleWarning,
+            stacklevel=3,
+        )
     if recorded.whole:
         with watch("capture"):
             executable = device.capture_whole(model, recorded.recording, signature)
         best = Plan(executable.schedule, executable)
-        notes = (*notes, f"captured as a whole on one stream: launches not seen {recorded.recording.unseen_where}")
+        notes = (*notes, whole_note(device, recorded))
     else:
         with state_kept(recorded):
             best = _plan(device, recorded, options, watch)
@@ -224,6 +242,7 @@ def _prepare(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         plan=best,
         build=builder(recorded.recording.output_structure),
         mode=bool(getattr(model, "training", False)),
+        watch=Watch(model),
         seconds=dict(watch.seconds),
         notes=notes,
     )

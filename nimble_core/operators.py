@@ -131,8 +131,8 @@ def argument_texts(
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain window on memory (sparse ones are not)."""
-    return tensor.layout is torch.strided
+    """Whether a tensor is a plain window on memory (sparse and nested ones are not)."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def storage_address(tensor: torch.Tensor) -> int:

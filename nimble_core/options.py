@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nimble_core.errors import InputError
 from nimble_core.policies import resolve_policy
 
-__all__ = ["Options"]
+__all__ = ["Options", "require_options"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "fuse": ("none",),
@@ -32,8 +32,8 @@ class Options:
         budget_s: seconds that measuring candidates may take.
         max_streams: cap on streams, None for no cap.
         memory_limit: bytes the engine may hold, None for no limit; more is refused at preparation.
-        outputs: ``"copy"`` gives each call its own outputs; ``"static"`` the engine's buffers, overwritten by the
-            next call.
+        outputs: ``"copy"`` gives each call its own outputs; ``"static"`` the engine's buffers on CUDA, overwritten by
+            the next call (on the host every call makes its own).
         strict: refuse what would otherwise be captured as it is (launches that were not seen).
         on_new_shape: what a call with an unprepared signature does: ``"error"``, ``"eager"`` or ``"prepare"``.
 
@@ -58,8 +58,10 @@ class Options:
                 raise InputError(f"Options({name}={value!r}) is not a choice", fix=f"one of {', '.join(choices)}")
         for name, kind in (("budget_s", (int, float)), ("max_streams", int), ("memory_limit", int)):
             value = getattr(self, name)
-            if not isinstance(value, kind) and not (value is None and name != "budget_s"):
+            if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and name != "budget_s")):
                 raise InputError(f"Options({name}={value!r}) is not a number", fix="see help(Options)")
+        if not isinstance(self.strict, bool):
+            raise InputError(f"Options(strict={self.strict!r}) is neither True nor False", fix="True or False")
         if self.policy != "auto":
             resolve_policy(self.policy)
         if self.max_streams is not None and self.max_streams < 1:
@@ -68,3 +70,9 @@ class Options:
             raise InputError(f"Options(budget_s={self.budget_s}) is negative", fix="seconds, 0 or more")
         if self.memory_limit is not None and self.memory_limit < 0:
             raise InputError(f"Options(memory_limit={self.memory_limit}) is negative", fix="bytes, or None")
+
+
+def require_options(options: object) -> None:
+    """Raise InputError unless ``options`` is an Options."""
+    if not isinstance(options, Options):
+        raise InputError(f"options is a {type(options).__name__}, not an Options", fix="Options(max_streams=8), say")

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nimble_core.check import check_schedule
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.devices.base import Device, Executable, Observation
@@ -29,8 +31,6 @@ from nimble_core.structure import builder
 from nimble_core.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from nimble_core.recording import Recording
 
 __all__ = [
@@ -119,6 +119,8 @@ def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     require_callable(model)
     signature = Signature(args, kwargs)
     for name, parameter in getattr(model, "named_parameters", lambda: ())():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
         if parameter.device != signature.device:
             raise InputError(
                 f"mixed devices: parameter {name} is on {parameter.device}, {signature.paths[0]} on {signature.device}",
@@ -198,6 +200,12 @@ def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Re
     return replace(recording, unseen=1, unseen_where=f"before {where}")
 
 
+def whole_note(device: Device, recorded: Recorded) -> str:
+    """Why the model is not replayed call by call, and what is done instead."""
+    done = "captured as a whole, on one stream" if device.kind == "cuda" else "called as it is, without autograd"
+    return f"{done}: not every launch or value was seen ({recorded.recording.unseen_where})"
+
+
 @contextmanager
 def state_kept(recorded: Recorded) -> Iterator[None]:
     """Put back, at the end, what replays inside write: parameters, buffers, example inputs, random state.
@@ -234,7 +242,12 @@ def capture(device: Device, recorded: Recorded, schedule: Schedule, *, memory_li
 def plan(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int | None) -> Schedule:
     """Schedule by ``policy`` (name or callable); without costs every call counts the same."""
     known = costs or uniform_costs(recorded.graph.size)
-    schedule: Schedule = resolve_policy(policy)(recorded.graph, known, max_streams=max_streams)
+    schedule = resolve_policy(policy)(recorded.graph, known, max_streams=max_streams)
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"policy {policy!r} returned a {type(schedule).__name__}",
+            fix="return what nimble_core.policies.plan_streams does",
+        )
     return schedule
 
 

@@ -88,10 +88,13 @@ def record(
         outputs, structure = flatten(result, what="output")
         recording = recorder.finish(outputs, structure)
         changed = guard.changed_attributes()
-    notes = []
-    if changed:
-        notes.append("the forward changed attributes, which were put back: " + ", ".join(changed))
-    return replace(recording, program=replace(recording.program, notes=tuple(notes)))
+    if not changed:
+        return recording
+    note = "the forward changed attributes, which were put back: " + ", ".join(changed)
+    return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=(note,)))
+
+
+_ANNOUNCING = threading.RLock()  # one at a time: threads that took turns at random would put back each other's word
 
 
 @contextmanager
@@ -101,12 +104,13 @@ def announced(capturing: bool) -> Iterator[None]:
     Hugging Face's masks do: in a capture they are built in full, where eager looks at their values and often needs
     none. Told that there is none, a model takes eager's branch, which a recording can keep unless it reads values back.
     """
-    real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
-    torch.cuda.is_current_stream_capturing = lambda: capturing if threading.get_ident() == thread else real()
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = real
+    with _ANNOUNCING:
+        real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
+        torch.cuda.is_current_stream_capturing = lambda: capturing if threading.get_ident() == thread else real()
+        try:
+            yield
+        finally:
+            torch.cuda.is_current_stream_capturing = real
 
 
 @contextmanager
@@ -485,11 +489,14 @@ class _Recorder(TorchDispatchMode):
 
     def _refuse_sparse(self, func: Any, returned: Sequence[torch.Tensor], frame: FrameType) -> None:
         for tensor in returned:
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "nested" if tensor.is_nested else str(tensor.layout)
                 raise CaptureError(
-                    f"{func} makes a {tensor.layout} tensor: only dense tensors can be re-issued",
+                    f"{func} makes a {kind} tensor: only dense tensors can be re-issued",
                     where=str(self._origin(func, frame)),
-                    fix="convert it with .to_dense() in the model, or leave that part out of the prepared module",
+                    fix="nn.TransformerEncoder(..., enable_nested_tensor=False)"
+                    if tensor.is_nested
+                    else "convert it with .to_dense() in the model, or leave that part out of the prepared module",
                 )
 
     def _notice_unseen(self, frame: FrameType | None) -> None:

@@ -66,6 +66,7 @@ class Recording:
         written_inputs: positions of inputs that the model writes in place.
         unseen: launches seen in the recording capture that belong to no call: the Program is incomplete.
         unseen_where: where they were, in words.
+        changed: attributes of the model that the run changed, and which were put back.
     """
 
     program: Program
@@ -79,6 +80,7 @@ class Recording:
     written_inputs: tuple[int, ...] = ()
     unseen: int = 0
     unseen_where: str = ""
+    changed: tuple[str, ...] = ()
 
 
 def slots_in(args: Sequence[Any]) -> Iterator[int]:

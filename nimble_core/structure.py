@@ -89,7 +89,8 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
         raise InputError(
             f"{path} is a {type(value).__qualname__}, which holds tensors that cannot be seen from outside",
             where=_join(path, hidden),
-            fix="pass the tensors themselves, a dict or a dataclass, or register the type with "
+            fix=("call the model with use_cache=False, or " if type(value).__name__.endswith("Cache") else "")
+            + "pass the tensors themselves, a dict or a dataclass, or register the type with "
             "torch.utils._pytree.register_pytree_node",
         )
     return Constant(value)
@@ -209,13 +210,10 @@ def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
 def _record_builder(
     cls: Any, keys: tuple[Any, ...], parts: list[Callable[[Sequence[torch.Tensor]], Any]]
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
-    taken = {field.name for field in dataclasses.fields(cls) if field.init}
-    given = [(key, part) for key, part in zip(keys, parts, strict=True) if key in taken]
-    set_later = [(key, part) for key, part in zip(keys, parts, strict=True) if key not in taken]
-
+    # Not by the constructor: what ``__post_init__`` does was done when the model made the value.
     def build(tensors: Sequence[torch.Tensor]) -> Any:
-        made = cls(**{key: part(tensors) for key, part in given})
-        for key, part in set_later:
+        made = cls.__new__(cls)
+        for key, part in zip(keys, parts, strict=True):
             object.__setattr__(made, key, part(tensors))
         return made
 

@@ -1,7 +1,7 @@
 """The command line: ``compare`` a model, ``show`` a saved report.
 
-Exit codes: 0 done, 1 the model could not be compared or the report file is damaged, 2 bad usage or input,
-130 interrupted.
+Exit codes: 0 done, 1 the model could not be compared, a replay is wrong or the report file is damaged, 2 bad usage or
+input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ def _compare(given: argparse.Namespace) -> int:
         kept = f"; what was measured is in {given.save}" if given.save is not None else ""
         print(f"interrupted{kept}", file=sys.stderr)
         return 130
-    return 0
+    wrong = [check for check in report.checks if check.differs]
+    for check in wrong:
+        print(f"{check.name}: {check.reason}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _show(given: argparse.Namespace) -> int:

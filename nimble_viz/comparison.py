@@ -15,7 +15,7 @@ from nimble_core.costs import Costs, uniform_costs
 from nimble_core.errors import DeviceError, InputError, NimbleError
 from nimble_core.graph import predecessors
 from nimble_core.measurement import Measurement, interleave
-from nimble_core.options import Options
+from nimble_core.options import Options, require_options
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_viz.equality import check_equality
@@ -75,7 +75,10 @@ def compare(
         raise InputError("training cannot be compared in this version", fix="leave out target, loss_fn and optimizer")
     if against:
         raise InputError(f"no peer called {against[0]!r} is available in this version", fix="leave out against")
-    options = options or Options()
+    options = Options() if options is None else options
+    require_options(options)
+    if not isinstance(kwargs or {}, Mapping):
+        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     named = dict(kwargs or {})
     signature = check_inputs(model, args, named)
     run = _Comparison(model, args, named, signature, device or device_for(signature.device), options)
@@ -176,14 +179,12 @@ class _Comparison:
         self.recorded = recorded
 
     def _capture(self, progress: Progress) -> None:
-        from nimble_core.pipeline import capture, observe, plan
+        from nimble_core.pipeline import capture, observe, plan, whole_note
 
         device, options, recorded = self.device, self.options, self.recorded
         assert recorded is not None
         if recorded.whole:
-            self.warnings.append(
-                f"launches that belong to no call ({recorded.recording.unseen_where}): captured as a whole, one stream"
-            )
+            self.warnings.append(whole_note(device, recorded))
             with progress.step("capture single"):
                 executable = device.capture_whole(self.model, recorded.recording, self.signature)
             self._add(executable)
@@ -335,7 +336,10 @@ class _Comparison:
         measured = self.costs is not None and self.costs.source != "uniform"
         costs = self.costs or uniform_costs(graph.size)
         length, path = critical_path(predecessors(graph, meg=True), costs.ns)
-        medians = {name: taken.median_ns for name, taken in self.measurements.items() if name != "eager"}
+        differ = {check.name for check in self.checks if check.differs}
+        medians = {
+            name: taken.median_ns for name, taken in self.measurements.items() if name != "eager" and name not in differ
+        }
         chosen = min(medians, key=lambda name: medians[name]) if medians else ""
         return Report(
             model=_name(self.model),

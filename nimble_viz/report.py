@@ -125,6 +125,16 @@ class EqualityCheck:
     passed: bool
     reason: str = ""
 
+    @property
+    def void(self) -> bool:
+        """Whether nothing could be shown either way: outputs that hardly move with the input, or are not finite."""
+        return self.reason.startswith("void")
+
+    @property
+    def differs(self) -> bool:
+        """Whether the replay's outputs are wrong."""
+        return not self.passed and not self.void
+
 
 @dataclass(frozen=True, slots=True)
 class PrepareStep:

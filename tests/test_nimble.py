@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from models import CASES, Busy, Deep, Norms, Shared, Wide, make
 from torch import nn
 
-from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
+from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NimbleWarning, NotStaticError
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
 from nimble_core.signature import Signature
@@ -471,7 +472,8 @@ def test_preparing_leaves_everything_as_it_was() -> None:
     kept = [tensor.clone() for tensor in tensors]
     state, drawn = torch.get_rng_state(), random.getstate()
     for options in (QUICK, Options(tune="fast", budget_s=0.1)):
-        net = Nimble(model, options).prepare(x)
+        with pytest.warns(NimbleWarning, match="history"):
+            net = Nimble(model, options).prepare(x)
         assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
         assert random.getstate() == drawn
@@ -487,7 +489,7 @@ def test_values_from_numpy_are_captured_as_a_whole_or_refused() -> None:
     net = Nimble(forward, QUICK).prepare(torch.randn(3))
     x = torch.randn(3)
     close(net(x), x * 3)
-    assert "captured as a whole" in net.engines[0].notes[-1]
+    assert "called as it is" in net.engines[0].notes[-1]
     net.close()
     with pytest.raises(CaptureError, match="no call that was seen"):
         Nimble(forward, Options(strict=True)).prepare(torch.randn(3))
@@ -554,3 +556,58 @@ def test_hugging_face_outputs() -> None:
     close(out.last_hidden_state, expected.last_hidden_state)
     close(out[1], expected.to_tuple()[1])
     net.close()
+
+
+@dataclass
+class Doubled:
+    value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.value = self.value * 2
+
+
+@torch.no_grad()
+def test_a_dataclass_output_is_not_initialised_twice() -> None:
+    net = Nimble(lambda x: Doubled(x + 1), QUICK).prepare(torch.ones(2))
+    close(net(torch.zeros(2)).value, torch.full((2,), 2.0))
+
+
+@torch.no_grad()
+def test_tensors_from_outside_are_read_live() -> None:
+    outside = torch.ones(4)
+    net = Nimble(lambda x: x + outside.exp(), QUICK).prepare(torch.zeros(4))
+    outside.add_(1)
+    close(net(torch.zeros(4)), outside.exp())
+
+
+def test_a_lazy_module_is_refused_and_stays_lazy() -> None:
+    model, x = torch.nn.LazyLinear(4), torch.randn(2, 3)
+    with pytest.raises(InputError, match="weight is not initialised"):
+        Nimble(model, QUICK).prepare(x)
+    assert model(x).shape == (2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own, once a process
+def test_nested_tensors_are_refused_with_what_to_do() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1).eval()
+    mask = torch.tensor([[False, False, True], [False, True, True]])
+    with pytest.raises(CaptureError, match="enable_nested_tensor=False"):
+        Nimble(model, QUICK).prepare(torch.randn(2, 3, 8), src_key_padding_mask=mask)
+
+
+def test_options_that_are_none() -> None:
+    with pytest.raises(InputError, match="not an Options"):
+        Nimble(torch.nn.Identity(), {"strict": True})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="returned a NoneType"):
+        Nimble(lambda x: x + 1, Options(policy=lambda graph, costs: None)).prepare(torch.ones(1))
+
+
+def test_preparing_from_several_threads_puts_the_capture_query_back() -> None:
+    real = torch.cuda.is_current_stream_capturing
+    threads = [threading.Thread(target=lambda: Nimble(lambda x: x + 1, QUICK).prepare(torch.ones(2))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.cuda.is_current_stream_capturing is real

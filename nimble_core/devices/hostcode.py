@@ -443,12 +443,20 @@ def _without_effect(recording: Recording, inputs: Sequence[torch.Tensor]) -> dic
 def _constants(recording: Recording, visible: set[int]) -> tuple[frozenset[int], frozenset[int]]:
     """Calls that do the same in every replay, and the storages that only they write.
 
-    A call is such if it reads constants only, draws no random numbers, and no other call writes what it writes.
+    Constants are what the forward makes itself (``torch.tensor``, ``arange``): a tensor that it finds outside, in a
+    closure or a plain attribute, may be changed by its owner. A call is such if it reads constants only, draws no
+    random numbers, and no other call writes what it writes.
     """
     program = recording.program
     given = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)}
     written = {ref.storage for call in program.calls for ref in call.writes}
-    roots = {s for s, storage in enumerate(program.storages) if storage.role == "constant"} - written
+    lifted = {
+        recording.storage_of[slot]
+        for step in recording.steps
+        if step.func is torch.ops.aten.lift_fresh.default
+        for slot in step.reads
+    }
+    roots = lifted - written
     made = {storage for storage in written if program.storages[storage].role == "intermediate"} - given - visible
     while True:
         constant = set(roots)

@@ -98,7 +98,7 @@ const NimbleViewer = (() => {
     const cost = data.overhead && unpackAll(data.overhead.columns, strings);
     const facts = data.summary;
     const critical = new Set(graph.critical);
-    const state = { call: -1, plan: Math.max(0, plans.findIndex((plan) => plan.policy === facts.chosen)), pane: "summary" };
+    const state = { call: -1, plan: Math.max(0, plans.length - 1), pane: "summary" };
     const before = Array.from({ length: size }, () => []), after = Array.from({ length: size }, () => []);
     graph.from.forEach((u, edge) => { if (graph.minimum[edge]) { const v = u + graph.reach[edge]; after[u].push(v); before[v].push(u); } });
     const overheadOf = new Map(cost ? cost.call.map((call, row) => [call, row]) : []);

@@ -32,7 +32,7 @@ def verdict(report: Report) -> str:
 
     ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
     at 1.08x of the critical path; outputs equal eager's within tolerance."`` It is about ``report.chosen`` if that
-    was measured, else about the fastest replay.
+    was measured, else about the fastest replay. A replay with wrong outputs is named first, and wins nothing.
     """
     doubts = _doubts(report)
     name = _best(report)
@@ -48,6 +48,9 @@ def verdict(report: Report) -> str:
         taken = report.measurement(name)
         if taken and report.critical_path_ns:
             sentence += f", at {format_ratio(taken.median_ns / report.critical_path_ns)} of the critical path"
+    wrong = [label_run(report, check.name) for check in report.checks if check.differs]
+    if wrong:
+        sentence = f"The outputs of {', '.join(wrong)} differ from eager's, and their times do not count; {sentence}"
     return "; ".join([sentence, *doubts]) + "."
 
 
@@ -111,9 +114,10 @@ def _place(report: Report) -> str:
 
 def _best(report: Report) -> str:
     """The run the verdict is about: the chosen plan, else the fastest replay that was measured."""
-    if report.measurement(report.chosen):
+    wrong = {check.name for check in report.checks if check.differs}
+    if report.measurement(report.chosen) and report.chosen not in wrong:
         return report.chosen
-    replays = [taken for taken in report.measurements if report.schedule(taken.name)]
+    replays = [taken for taken in report.measurements if report.schedule(taken.name) and taken.name not in wrong]
     return min(replays, key=lambda taken: taken.median_ns).name if replays else ""
 
 
@@ -135,12 +139,12 @@ def _doubts(report: Report) -> list[str]:
     doubts = []
     if not report.complete:
         doubts.append("interrupted: this is what was measured until then")
-    failed = [label_run(report, check.name) for check in report.checks if not check.passed]
-    if failed:
-        doubts.append(f"equality with eager NOT shown for {', '.join(failed)}")
-    elif report.checks and report.program.calls:
+    void = [label_run(report, check.name) for check in report.checks if check.void]
+    if void:
+        doubts.append(f"equality with eager NOT shown for {', '.join(void)}")
+    elif report.checks and report.program.calls and not any(check.differs for check in report.checks):
         doubts.append("outputs equal eager's within tolerance")
-    elif report.program.calls:
+    elif report.program.calls and not report.checks:
         doubts.append("outputs were not compared")
     unstable = [label_run(report, taken.name) for taken in report.measurements if not taken.stable]
     if unstable:
