@@ -33,12 +33,11 @@ import torch
 
 from examples import models
 from nimble_core.devices.host import HostDevice
-from nimble_core.devices.hostcode import fill
 from nimble_core.host_info import environment
 from nimble_core.measurement import interleave, ratio
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, capture, observe, plan, record_static
-from nimble_core.recording import Recording, flat_tensors, issuing
+from nimble_core.recording import Recording, fill, flat_tensors, issuing
 from nimble_core.signature import Signature
 from nimble_core.units import format_ns, format_percent
 

@@ -6,15 +6,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from nimble_core.devices.base import Device
 from nimble_core.errors import InputError, NimbleWarning
 from nimble_core.freshness import Watch
 from nimble_core.options import Options, require_options
 from nimble_core.pipeline import (
     Plan,
+    Recorded,
     Stopwatch,
     capture,
     check_inputs,
@@ -248,9 +250,9 @@ def _prepare(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     )
 
 
-def _plan(device: Any, recorded: Any, options: Options, watch: Stopwatch) -> Plan:
-    policy: Any = options.policy
-    measured: Literal["auto"] | None = "auto" if policy == "auto" and options.tune != "off" else None
+def _plan(device: Device, recorded: Recorded, options: Options, watch: Stopwatch) -> Plan:
+    policy = options.policy
+    measured = policy == "auto" and options.tune != "off"
     if policy == "auto":
         policy = "nimble" if device.kind == "cuda" or measured else "single"
     plans: list[Plan] = []

@@ -151,7 +151,7 @@ class _WriteGuard(TorchDispatchMode):
     """Lets a model run, telling the guard of every tensor it is about to write that existed before."""
 
     def __init__(self, guard: Guard) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.guard = guard
         self.made: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
 

@@ -131,7 +131,7 @@ class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
     def __init__(self, model: Callable[..., Any], signature: Signature, counter: NodeCounter | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.counter = counter
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None

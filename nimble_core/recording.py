@@ -8,7 +8,7 @@ device has made current.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from nimble_core.program import Program
 from nimble_core.structure import Structure
 
-__all__ = ["Issuer", "Recording", "Slot", "Step", "collector_paused", "issuing", "slots_in"]
+__all__ = ["Issuer", "Recording", "Slot", "Step", "collector_paused", "fill", "issuing", "slots_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,7 @@ class Issuer:
 
     def _run(self, step: Step) -> None:
         tensors = self.tensors
-        result = step.func(
-            *[_fill(arg, tensors) for arg in step.args], **{k: _fill(v, tensors) for k, v in step.kwargs}
-        )
+        result = step.func(*[fill(arg, tensors) for arg in step.args], **{k: fill(v, tensors) for k, v in step.kwargs})
         if not step.outputs:
             return
         returned = [result] if isinstance(result, torch.Tensor) else flat_tensors(result)
@@ -160,13 +158,12 @@ class Issuer:
                 tensors[slot] = tensor
 
 
-def _fill(arg: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+def fill(arg: Any, tensors: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]) -> Any:
+    """``arg`` with tensors for its slots."""
     if type(arg) is Slot:
         return tensors[arg.index]
-    if type(arg) is list:
-        return [_fill(item, tensors) for item in arg]
-    if type(arg) is tuple:
-        return tuple(_fill(item, tensors) for item in arg)
+    if type(arg) in (list, tuple):
+        return type(arg)(fill(item, tensors) for item in arg)
     return arg
 
 

@@ -152,15 +152,10 @@ class _Comparison:
         self._record(progress)
         assert self.recorded is not None
         self.warnings += self.recorded.recording.program.notes
-        with self._kept():
-            try:
-                self._capture(progress)
-            finally:
-                self.prepared = progress.steps
-            for take in (self._time, self._check, self._watch, self._profile):
-                with self._kept():
-                    take(progress)
-            self.close()
+        for take in (self._prepare, self._time, self._check, self._watch, self._profile):
+            with self._kept():
+                take(progress)
+        self.close()
 
     def _record(self, progress: Progress) -> None:
         from nimble_core.pipeline import record_static
@@ -177,6 +172,12 @@ class _Comparison:
             step=progress.step,
         )
         self.recorded = recorded
+
+    def _prepare(self, progress: Progress) -> None:
+        try:
+            self._capture(progress)
+        finally:
+            self.prepared = progress.steps
 
     def _capture(self, progress: Progress) -> None:
         from nimble_core.pipeline import capture, observe, plan, whole_note

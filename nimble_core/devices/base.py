@@ -57,8 +57,6 @@ class Device(Protocol):
     """``"cuda"``, ``"cpu"`` or ``"fake"``."""
     name: str
     """As people call it, e.g. ``"NVIDIA H200"``."""
-    replay_name: str
-    """What a replay is on this device: ``"CUDA graph replay"``, ``"host replay"``."""
 
     def stream_cap(self, asked: int | None) -> int | None:
         """How many streams a schedule may use here: ``asked`` (None for no cap), or fewer."""

@@ -75,7 +75,6 @@ class CudaDevice:
     """
 
     kind = "cuda"
-    replay_name = "CUDA graph replay"
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -105,8 +104,8 @@ class CudaDevice:
         self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Recording:
         """Record under a throwaway capture."""
-        with self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (streams, probe):
-            return record(model, signature, args=args, kwargs=kwargs, counter=_Counter(probe, streams[0], self.device))
+        with self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (_, probe):
+            return record(model, signature, args=args, kwargs=kwargs, counter=_Counter(probe, self.device))
 
     def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> CudaExecutable:
         """Capture a multi-stream graph with the schedule's waits, and instantiate it."""
@@ -121,7 +120,7 @@ class CudaDevice:
         bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         lanes = _Lanes(self.device, schedule)
-        before = torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"]
+        before = torch.cuda.memory_reserved(self.device)
         with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
             nodes = probe.nodes()
             for position, call in enumerate(schedule.order):
@@ -148,10 +147,7 @@ class CudaDevice:
                     events[call] = event
             lanes.leave(streams)
             outputs = issuer.outputs()
-        with _errors_explained():
-            graph.instantiate()
-        raw = read_graph(graph.raw_cuda_graph())
-        held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
+        raw, held = self._instantiated(graph, before)
         owner: list[int | None] = [None] * len(raw.nodes)
         for call, (first, last) in enumerate(bounds):
             owner[first:last] = [call] * (last - first)
@@ -164,7 +160,7 @@ class CudaDevice:
         buffers = [_like(tensor) for tensor in signature.tensors]
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        before = torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"]
+        before = torch.cuda.memory_reserved(self.device)
         with self._capturing(graph, 1), torch.no_grad():
             result = model(*args, **kwargs)
         with _errors_explained():
@@ -200,6 +196,13 @@ class CudaDevice:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del kept
         return max(peak, 0)
+
+    def _instantiated(self, graph: torch.cuda.CUDAGraph, reserved_before: int) -> tuple[RawGraph, int]:
+        """Make a captured graph ready to launch; its nodes and edges, and the bytes it took."""
+        with _errors_explained():
+            graph.instantiate()
+        held = torch.cuda.memory_reserved(self.device) - reserved_before
+        return read_graph(graph.raw_cuda_graph()), max(held, 0)
 
     @contextmanager
     def _capturing(
@@ -353,7 +356,7 @@ class _Lanes:
 class _Counter:
     """Nodes of the throwaway capture, and a way out of it for host constants."""
 
-    def __init__(self, probe: CaptureProbe, stream: torch.cuda.Stream, device: torch.device) -> None:
+    def __init__(self, probe: CaptureProbe, device: torch.device) -> None:
         self.nodes = probe.nodes
         self._device = device
 

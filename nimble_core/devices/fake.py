@@ -45,7 +45,6 @@ class FakeDevice:
 
     kind = "fake"
     name = "fake device"
-    replay_name = "simulated replay"
 
     def __init__(
         self,

@@ -54,7 +54,6 @@ class HostDevice:
     """Runs models on the CPU."""
 
     kind = "cpu"
-    replay_name = "host replay"
 
     def __init__(self) -> None:
         self.name = cpu_name()

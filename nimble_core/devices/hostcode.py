@@ -8,7 +8,7 @@ call is one line, such as ``f12(g40, g41, out=g7)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Lock
@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.memory import release_plan
-from nimble_core.recording import Recording, Slot, Step, flat_tensors
+from nimble_core.recording import Recording, Slot, Step, fill, flat_tensors
 from nimble_core.schedule import Schedule
 
 __all__ = ["Code", "Lines", "Stopped", "compile_recording"]
@@ -128,15 +128,6 @@ def compile_recording(recording: Recording, schedule: Schedule, inputs: Sequence
     return code
 
 
-def fill(arg: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """``arg`` with tensors for its slots."""
-    if type(arg) is Slot:
-        return tensors[arg.index]
-    if type(arg) in (list, tuple):
-        return type(arg)(fill(item, tensors) for item in arg)
-    return arg
-
-
 # -- the cheapest entry into an operator ---------------------------------------------------------------------------
 
 
@@ -144,7 +135,7 @@ class _Probe(TorchDispatchMode):
     """Notes which operators are called, and answers with a result known before: nothing runs."""
 
     def __init__(self, result: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.result = result
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
