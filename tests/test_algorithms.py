@@ -6,6 +6,7 @@ import doctest
 import importlib
 import itertools
 import pkgutil
+from dataclasses import replace
 
 import networkx
 import pytest
@@ -16,18 +17,21 @@ from strategies import costs_for, dags
 
 import nimble_core.algorithms
 from nimble_core.algorithms.chains import chains_of, fold_chains
-from nimble_core.algorithms.critical_path import critical_path, earliest_times
+from nimble_core.algorithms.critical_path import critical_path, earliest_times, longest_behind
 from nimble_core.algorithms.matching import maximum_matching
-from nimble_core.algorithms.order import list_order
+from nimble_core.algorithms.order import list_order, run_order
 from nimble_core.algorithms.reachability import ancestors, unconnected
 from nimble_core.algorithms.reduction import transitive_reduction
-from nimble_core.algorithms.width import level_width, width
+from nimble_core.check import check_schedule
+from nimble_core.costs import uniform_costs
 from nimble_core.graph import CallGraph, predecessors, successors
+from nimble_core.policies import nimble
+from nimble_core.schedule import stream_neighbours
 
 MODULES = [
     *(f"nimble_core.algorithms.{module.name}" for module in pkgutil.iter_modules(nimble_core.algorithms.__path__)),
     *(f"nimble_core.{name}" for name in ("graph", "check", "simulate", "policies")),
-    *(f"nimble_core.policies.{name}" for name in ("base", "single", "nimble")),
+    *(f"nimble_core.policies.{name}" for name in ("base", "single", "nimble", "critical_path", "opara", "torchsched")),
 ]
 
 
@@ -135,11 +139,17 @@ def test_critical_path_is_the_longest(graph: CallGraph, data: st.DataObject) -> 
     assert earliest_times(predecessors(graph, meg=True), ns) == earliest_times(predecessors(graph), ns)
 
 
-@given(dags(max_calls=10))
-def test_width_is_the_largest_antichain(graph: CallGraph) -> None:
-    exact = width(predecessors(graph))
-    assert exact == max(map(len, networkx.antichains(graph.to_networkx())), default=0)
-    assert level_width(predecessors(graph)) <= exact
+@given(dags(), st.data())
+def test_the_longest_path_behind_a_call_leaves_a_fork_on_one_stream_only(graph: CallGraph, data: st.DataObject) -> None:
+    ns = data.draw(costs_for(graph)).ns
+    behind = longest_behind(successors(graph), ns)
+    assert max(behind, default=0.0) == critical_path(predecessors(graph), ns)[0]
+    assert behind == longest_behind(successors(graph, meg=True), ns)
+    sync_ns = data.draw(st.sampled_from([0.0, 2.0, 5.0]))
+    synced = longest_behind(successors(graph), ns, sync_ns=sync_ns)
+    for call, after in enumerate(successors(graph)):
+        staying = [max(synced[v] + sync_ns * (v != stays) for v in after) for stays in after]
+        assert synced[call] == ns[call] + min(staying, default=0.0)
 
 
 @given(dags(), st.data())
@@ -148,7 +158,8 @@ def test_list_order_is_topological_and_never_leaves_a_stream_idle_for_nothing(
 ) -> None:
     ns = data.draw(costs_for(graph)).ns
     stream = data.draw(st.lists(st.integers(0, 3), min_size=graph.size, max_size=graph.size))
-    order = list_order(predecessors(graph), stream, ns)
+    rank = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=graph.size, max_size=graph.size))
+    order = list_order(predecessors(graph), stream, ns, rank=rank)
     assert sorted(order) == list(range(graph.size))
     place = {call: at for at, call in enumerate(order)}
     assert all(place[u] < place[v] for u, v in graph.edges)
@@ -163,3 +174,25 @@ def test_list_order_is_topological_and_never_leaves_a_stream_idle_for_nothing(
         beside = (c for c in range(graph.size) if stream[c] == stream[call] and c != call)
         busy = sum(max(min(end[c], start[call]) - max(start[c], could), 0.0) for c in beside)
         assert busy == start[call] - could
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9))))
+def test_list_order_takes_the_lowest_rank_and_else_the_longest_path_first(calls: list[tuple[int, int]]) -> None:
+    alone, one = [[] for _ in calls], [0] * len(calls)
+    rank, ns = [rank for rank, _ in calls], [float(ns) for _, ns in calls]
+    assert list_order(alone, one, ns, rank=rank) == sorted(range(len(calls)), key=lambda call: rank[call])
+    assert list_order(alone, one, ns) == sorted(range(len(calls)), key=lambda call: -ns[call])
+
+
+@given(dags(), st.data())
+def test_runs_are_issued_as_a_whole_and_in_order(graph: CallGraph, data: st.DataObject) -> None:
+    plan = nimble(graph, uniform_costs(graph.size), max_streams=data.draw(st.none() | st.integers(1, 4)))
+    order = run_order(plan.order, plan.stream, plan.syncs)
+    check_schedule(graph, replace(plan, order=tuple(order)))
+    assert stream_neighbours(plan.stream, order).sort() == stream_neighbours(plan.stream, plan.order).sort()
+    waits, awaited = {v for _, v in plan.syncs}, {u for u, _ in plan.syncs}
+    place = {call: position for position, call in enumerate(order)}
+    for u, v in stream_neighbours(plan.stream, plan.order):
+        if v not in waits and u not in awaited:
+            assert place[v] == place[u] + 1
+    assert order == run_order(order, plan.stream, plan.syncs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["critical_path", "earliest_times"]
+__all__ = ["critical_path", "earliest_times", "longest_behind"]
 
 
 def earliest_times(predecessors: Sequence[Sequence[int]], ns: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -27,6 +27,38 @@ def earliest_times(predecessors: Sequence[Sequence[int]], ns: Sequence[float]) -
         start[call] = begin
         end[call] = begin + ns[call]
     return start, end
+
+
+def longest_behind(successors: Sequence[Sequence[int]], ns: Sequence[float], *, sync_ns: float = 0.0) -> list[float]:
+    """Longest path from the start of each call to the end of all: its own duration and what must come after.
+
+    With ``sync_ns``, of a call's successors the one with the longest path goes on where the call ran, and every other
+    is reached across streams, that much later: a fork leaves room for one successor only.
+
+    Args:
+        successors: direct successors of each call, each once, all of a higher index.
+        ns: duration of each call, nanoseconds, not negative.
+        sync_ns: what an edge across streams costs, nanoseconds.
+
+    Complexity:
+        O(calls + edges).
+
+    >>> longest_behind([[1, 2], [3], [3], [4], []], [1, 2, 3, 1, 1])
+    [6.0, 4.0, 5.0, 2.0, 1.0]
+    >>> longest_behind([[1, 2], [3], [3], [4], []], [1, 2, 3, 1, 1], sync_ns=4)
+    [9.0, 4.0, 5.0, 2.0, 1.0]
+    """
+    behind = [0.0] * len(successors)
+    for call in reversed(range(len(successors))):
+        first = second = 0.0
+        for follower in successors[call]:
+            path = behind[follower]
+            if path > first:
+                first, second = path, first
+            elif path > second:
+                second = path
+        behind[call] = ns[call] + (max(first, second + sync_ns) if len(successors[call]) > 1 else first)
+    return behind
 
 
 def critical_path(predecessors: Sequence[Sequence[int]], ns: Sequence[float]) -> tuple[float, tuple[int, ...]]:

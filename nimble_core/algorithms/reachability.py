@@ -73,14 +73,16 @@ def unconnected(predecessors: Sequence[Sequence[int]], pairs: Iterable[tuple[int
         pairs: nodes to be tested; a pair with ``u >= v`` is never connected.
 
     Complexity:
-        Linear for pairs that an edge connects; the others cost one pass of :func:`ancestors` over their sources.
+        Linear in edges and pairs; pairs that no edge connects cost one pass of :func:`ancestors` over their sources.
 
     >>> unconnected([[], [0], [0], [1, 2], [3]], [(0, 4), (1, 2), (2, 1), (1, 4)])
     [(1, 2), (2, 1)]
     """
     pairs = list(pairs)
-    direct = {v: set(predecessors[v]) for _, v in pairs}
-    missing = {(u, v) for u, v in pairs if u not in direct[v]}
+    missing = set(pairs)
+    for v, sources in enumerate(predecessors):
+        for u in sources:
+            missing.discard((u, v))
     # Between neighbours in a topological order there is no room for a detour: only an edge could connect them.
     open_pairs = [(u, v) for u, v in missing if v - u > 1]
     if open_pairs:
