@@ -45,6 +45,8 @@ class Costs:
         observed: how many replays were observed.
         expected: nodes expected per replay (0 if unknown) and
         seen: nodes seen per replay: where they differ, the numbers are unreliable.
+        demand: share of the device that each call's kernels can fill at once, over 0 to 1, by call index; empty if
+            unknown. Calls whose shares add up to 1 or less fit beside each other.
     """
 
     ns: tuple[float, ...]
@@ -54,6 +56,7 @@ class Costs:
     observed: int = 0
     expected: int = 0
     seen: int = 0
+    demand: tuple[float, ...] = ()
 
     @property
     def reliable(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Schedule", "SyncCounts"]
+__all__ = ["Schedule", "SyncCounts", "stream_neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,20 @@ class SyncCounts:
         full: edges of the full hazard DAG whose ends are on different streams (what waiting on every hazard costs).
         meg: edges of the minimum equivalent graph whose ends are on different streams.
         planned: waits in the schedule.
-        emitted: cross-stream edges read back from the captured graph; None where there is no graph to read.
+        emitted: pairs of calls on different streams that an edge of the captured graph joins, read back; None where
+            there is no graph to read, as for the rest.
+        forks: nodes that wait for nothing: the streams that start at once, the capture stream included.
+        joins: nodes that nothing waits for: the streams that the end of the graph joins.
+        inside: edges between nodes of one call: what the call itself orders.
     """
 
     full: int
     meg: int
     planned: int
     emitted: int | None = None
+    forks: int | None = None
+    joins: int | None = None
+    inside: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +42,9 @@ class Schedule:
         order: call indices in the order they are issued: a topological order of the graph.
         syncs: ``(producer, consumer)`` pairs on different streams: the consumer's stream waits for the producer.
         priority: launch priority of each call (0 normal, higher sooner); empty means all 0.
-        added_order: ``(earlier, later)`` neighbours on one stream that the graph does not order: concurrency given
-            up, because streams were capped or by the policy's choice. Empty for uncapped ``nimble``.
+        added_order: ``(earlier, later)`` neighbours on one stream, and ends of waits, that the graph does not order:
+            concurrency given up, because streams were capped, to reuse memory, or by the policy's choice. Empty for
+            uncapped ``nimble``.
         maximum_concurrency: promise: independent calls never share a stream.
         minimum_syncs: promise: ``len(syncs) == |E'| - |M|``.
         meg_edges: |E'|, edges of the minimum equivalent graph (0 where the policy did not need it).
@@ -59,3 +68,15 @@ class Schedule:
     def streams(self) -> int:
         """Number of streams used."""
         return max(self.stream, default=-1) + 1
+
+
+def stream_neighbours(stream: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of calls that follow each other on one stream, in issue order of the later one."""
+    last: dict[int, int] = {}
+    pairs = []
+    for call in order:
+        lane = stream[call]
+        if lane in last:
+            pairs.append((last[lane], call))
+        last[lane] = call
+    return pairs
