@@ -26,7 +26,8 @@ class Options:
     Args:
         fuse: which kernels to use: ``"none"`` keeps the eager ones.
         policy: stream assignment: ``"auto"`` measures the candidates and takes the fastest, or a policy's name
-            (``"single"``, ``"nimble"``), or any callable ``(graph, costs) -> Schedule``.
+            (``"single"``, ``"nimble"``, ``"critical_path"``, ``"opara"``, ``"torchsched"``), or any callable
+            ``(graph, costs) -> Schedule``.
         tune: how much to measure while preparing: ``"off"`` nothing (``policy="auto"`` then means ``"nimble"`` on
             CUDA and ``"single"`` on the host), ``"fast"`` a few replays of each candidate, ``"full"`` many.
         budget_s: seconds that measuring candidates may take.

@@ -15,13 +15,37 @@ from nimble_core.costs import Costs
 from nimble_core.errors import InputError
 from nimble_core.graph import CallGraph
 from nimble_core.policies.base import Policy, plan_streams
+from nimble_core.policies.contention import contention
+from nimble_core.policies.critical_path import critical_path
 from nimble_core.policies.nimble import nimble
+from nimble_core.policies.opara import opara
 from nimble_core.policies.single import single
+from nimble_core.policies.torchsched import torchsched
 from nimble_core.schedule import Schedule
 
-__all__ = ["POLICIES", "Policy", "nimble", "plan_streams", "resolve_policy", "single"]
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "contention",
+    "critical_path",
+    "nimble",
+    "opara",
+    "plan_streams",
+    "resolve_policy",
+    "single",
+    "torchsched",
+]
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"single": single, "nimble": nimble})
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "single": single,
+        "nimble": nimble,
+        "critical_path": critical_path,
+        "opara": opara,
+        "torchsched": torchsched,
+        "contention": contention,
+    }
+)
 
 
 def resolve_policy(policy: str | Callable[..., Any]) -> Policy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from nimble_core.algorithms.reachability import predecessor_lists, unconnected
@@ -10,9 +10,9 @@ from nimble_core.algorithms.reduction import transitive_reduction
 from nimble_core.costs import Costs
 from nimble_core.errors import InputError
 from nimble_core.graph import CallGraph
-from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.schedule import Schedule, SyncCounts, stream_neighbours
 
-__all__ = ["Policy", "plan_streams", "stream_neighbours"]
+__all__ = ["Policy", "plan_streams"]
 
 
 class Policy(Protocol):
@@ -23,18 +23,6 @@ class Policy(Protocol):
         ...
 
 
-def stream_neighbours(stream: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of calls that follow each other on one stream, in issue order of the later one."""
-    last: dict[int, int] = {}
-    pairs = []
-    for call in order:
-        lane = stream[call]
-        if lane in last:
-            pairs.append((last[lane], call))
-        last[lane] = call
-    return pairs
-
-
 def plan_streams(
     graph: CallGraph,
     stream: Sequence[int],
@@ -42,11 +30,12 @@ def plan_streams(
     policy: str,
     matched: int | None = None,
     order: Sequence[int] | None = None,
+    extra: Iterable[tuple[int, int]] = (),
 ) -> Schedule:
     """The schedule that runs each call on its given stream with the fewest waits.
 
-    The waits are the cross-stream edges of the transitive reduction of the hazards and the order within streams
-    together: each of them is needed, and no other is.
+    The waits are the cross-stream edges of the transitive reduction of the hazards, the order within streams and the
+    extra order together: each of them is needed, and no other is.
 
     Args:
         graph: the hazards.
@@ -55,9 +44,11 @@ def plan_streams(
         order: call indices as they are issued, topological; program order if None.
         matched: size of the maximum matching that the streams were made from. With it, a plan that adds no order
             promises maximum concurrency and minimum syncs.
+        extra: ``(earlier, later)`` calls to be ordered besides, such as users of memory and those who reuse it.
 
     Raises:
-        InputError: ``stream`` does not give one stream per call, or ``order`` not each call once.
+        InputError: ``stream`` does not give one stream per call, ``order`` not each call once, or ``extra`` contradicts
+            the order.
 
     >>> from nimble_core.graph import graph_from_edges
     >>> plan_streams(graph_from_edges(3, [(0, 1), (0, 2)]), [0, 0, 1], policy="mine").syncs
@@ -68,13 +59,21 @@ def plan_streams(
     order = range(graph.size) if order is None else order
     if sorted(order) != list(range(graph.size)):
         raise InputError(f"the order does not hold each of {graph.size} calls once", fix="call indices, each once")
-    added = unconnected(predecessor_lists(graph.size, graph.meg), stream_neighbours(stream, order))
+    # Edges must lead from lower to higher numbers: places in the issue order are such numbers, calls may not be.
+    place = [0] * graph.size
+    for at, call in enumerate(order):
+        place[call] = at
+    extra = sorted(set(extra))
+    for u, v in extra:
+        if not (0 <= u < graph.size and 0 <= v < graph.size and place[u] < place[v]):
+            raise InputError(
+                f"the extra order {u} -> {v} contradicts the issue order", fix="issue the earlier one first"
+            )
+    hazards = predecessor_lists(graph.size, graph.meg)
+    neighbours = stream_neighbours(stream, order)
+    added = unconnected(hazards, [*neighbours, *extra])
     needed: Sequence[tuple[int, int]] = graph.meg
     if added:
-        # Edges must lead from lower to higher numbers: places in the issue order are such numbers, calls may not be.
-        place = [0] * graph.size
-        for at, call in enumerate(order):
-            place[call] = at
         pairs = [(place[u], place[v]) for u, v in (*graph.meg, *added)]
         reduced = transitive_reduction(predecessor_lists(graph.size, pairs))
         needed = sorted((order[u], order[v]) for u, v in reduced)
@@ -84,6 +83,9 @@ def plan_streams(
         meg=sum(stream[u] != stream[v] for u, v in graph.meg),
         planned=len(syncs),
     )
+    if extra:
+        # Extra order that the rest implies needs no wait, and is no longer told apart.
+        added = unconnected(hazards, [*neighbours, *syncs])
     promised = matched is not None and not added
     return Schedule(
         policy=policy,
