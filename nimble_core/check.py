@@ -6,9 +6,8 @@ from nimble_core.algorithms.matching import maximum_matching
 from nimble_core.algorithms.reachability import predecessor_lists, unconnected
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph, predecessors, successors
-from nimble_core.policies.base import stream_neighbours
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule
+from nimble_core.schedule import Schedule, stream_neighbours
 
 __all__ = ["check_schedule"]
 
@@ -18,7 +17,7 @@ def check_schedule(graph: CallGraph, schedule: Schedule, program: Program | None
 
     Checked: one stream per call, numbered without gaps; the order is a topological permutation; waits join different
     streams, once each, and never look into the future (which would deadlock); every hazard is ordered by streams and
-    waits; the added order is exactly what the streams add; the promises and the count of planned waits hold.
+    waits; the added order is exactly what streams and waits add; the promises and the count of planned waits hold.
 
     Args:
         graph: the hazards.
@@ -112,16 +111,18 @@ def _check_promises(
 ) -> None:
     if graph.size == 0:
         return
-    added = unconnected(predecessors(graph, meg=True), neighbours)
+    added = unconnected(predecessors(graph, meg=True), [*neighbours, *schedule.syncs])
     for u, v in sorted(set(added) ^ set(schedule.added_order)):
         missing = "is not listed in added_order" if (u, v) in added else "is listed in added_order but not added"
-        raise ScheduleError(f"{_pair(u, v, program)}: the order {missing}", fix="list exactly what the streams add")
+        raise ScheduleError(
+            f"{_pair(u, v, program)}: the order {missing}", fix="list exactly what streams and waits add"
+        )
     if schedule.maximum_concurrency and added:
         u, v = added[0]
+        how = f"share stream {schedule.stream[u]}" if schedule.stream[u] == schedule.stream[v] else "are made to wait"
         raise ScheduleError(
-            f"{_pair(u, v, program)}: independent calls share stream {schedule.stream[u]}, "
-            "though the schedule promises maximum concurrency",
-            fix="give them different streams, or drop the promise",
+            f"{_pair(u, v, program)}: independent calls {how}, though the schedule promises maximum concurrency",
+            fix="let them run side by side, or drop the promise",
         )
     if schedule.minimum_syncs:
         # Where no order is added, the edges within streams are a matching: if it is maximum, one search proves it.

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nimble_core.algorithms.reachability import ancestors
-from nimble_core.policies.base import stream_neighbours
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule
+from nimble_core.schedule import Schedule, stream_neighbours
 
 __all__ = ["LivePeak", "ReleasePlan", "live_peak", "release_plan"]
 

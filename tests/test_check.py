@@ -13,11 +13,11 @@ from strategies import dags
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
-from nimble_core.errors import ScheduleError
+from nimble_core.errors import InputError, ScheduleError
 from nimble_core.graph import CallGraph, graph_from_edges
 from nimble_core.policies import nimble, plan_streams
 from nimble_core.program import Call, Origin, Program
-from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.schedule import Schedule, SyncCounts, stream_neighbours
 
 DIAMOND = graph_from_edges(5, [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)])
 PLAN = nimble(DIAMOND, uniform_costs(5))
@@ -65,6 +65,7 @@ def test_accepts_exactly_the_schedules_that_order_every_hazard(graph: CallGraph,
         if before != call and not reach.has_edge(before, call):
             added.append((before, call))
         last[stream[call]] = call
+    added += [(u, v) for u, v in syncs if not reach.has_edge(u, v)]
     plan = Schedule(
         policy="drawn",
         stream=tuple(stream),
@@ -115,6 +116,41 @@ def test_stops_a_broken_promise_of_concurrency() -> None:
         check_schedule(DIAMOND, replace(plan, maximum_concurrency=True))
     with pytest.raises(ScheduleError, match=r"call 1 -> call 2: the order is not listed"):
         check_schedule(DIAMOND, replace(plan, added_order=()))
+
+
+def test_order_added_by_a_wait_is_listed_and_breaks_the_promise_of_concurrency() -> None:
+    fork = graph_from_edges(3, [(0, 1), (0, 2)])
+    plan = plan_streams(fork, [0, 0, 1], policy="ordered", extra=[(1, 2)])
+    assert (plan.syncs, plan.added_order) == (((1, 2),), ((1, 2),))
+    assert check_schedule(fork, plan) is plan
+    with pytest.raises(ScheduleError, match=r"call 1 -> call 2: the order is not listed"):
+        check_schedule(fork, replace(plan, added_order=()))
+    with pytest.raises(ScheduleError, match=r"call 1 -> call 2: independent calls are made to wait"):
+        check_schedule(fork, replace(plan, maximum_concurrency=True))
+
+
+@given(dags(), st.data())
+def test_extra_order_is_kept_with_needed_waits_only(graph: CallGraph, data: st.DataObject) -> None:
+    lanes = data.draw(st.lists(st.integers(0, 2), min_size=graph.size, max_size=graph.size))
+    numbers = {lane: index for index, lane in enumerate(dict.fromkeys(lanes))}
+    pairs = [(u, v) for v in range(graph.size) for u in range(v)]
+    extra = data.draw(st.lists(st.sampled_from(pairs), max_size=8)) if pairs else []
+    plan = plan_streams(graph, [numbers[lane] for lane in lanes], policy="drawn", extra=extra)
+    assert check_schedule(graph, plan) is plan
+    runs = networkx.DiGraph()
+    runs.add_nodes_from(range(graph.size))
+    runs.add_edges_from([*plan.syncs, *stream_neighbours(plan.stream, plan.order)])
+    reach = networkx.transitive_closure_dag(runs)
+    assert set(extra) <= set(reach.edges)
+    for sync in plan.syncs:
+        fewer = runs.copy()
+        fewer.remove_edge(*sync)
+        assert not networkx.has_path(fewer, *sync)
+
+
+def test_extra_order_against_the_issue_order_is_refused() -> None:
+    with pytest.raises(InputError, match=r"extra order 2 -> 1 contradicts"):
+        plan_streams(graph_from_edges(3, []), [0, 1, 2], policy="wrong", extra=[(2, 1)])
 
 
 def test_names_operators_and_modules() -> None:

@@ -11,9 +11,8 @@ from nimble_core.costs import uniform_costs
 from nimble_core.graph import build_graph, graph_from_edges
 from nimble_core.memory import live_peak, release_plan
 from nimble_core.policies import nimble, plan_streams, single
-from nimble_core.policies.base import stream_neighbours
 from nimble_core.program import Access, Call, Program, Role, Storage, TensorRef
-from nimble_core.schedule import Schedule
+from nimble_core.schedule import Schedule, stream_neighbours
 
 
 def happens_before(schedule: Schedule) -> networkx.DiGraph:

@@ -1,0 +1,200 @@
+"""Plans under a memory limit: order is added where bytes have to be reused sooner than streams and waits allow."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from nimble_core.algorithms.packing import pack
+from nimble_core.arena import MemoryPlan, placeable, plan_memory, reuse_hazards
+from nimble_core.costs import Costs
+from nimble_core.errors import ScheduleError
+from nimble_core.graph import CallGraph
+from nimble_core.lifetimes import Lifetime, conflict_sets, dead_before, happens_before, lifetimes, members
+from nimble_core.policies.base import plan_streams
+from nimble_core.program import Program
+from nimble_core.schedule import Schedule
+from nimble_core.simulate import EXACT, DeviceModel, simulate
+
+__all__ = ["limit_memory"]
+
+_ATTEMPTS = 8
+
+
+def limit_memory(
+    graph: CallGraph,
+    program: Program,
+    schedule: Schedule,
+    limit_nbytes: int,
+    *,
+    costs: Costs,
+    device: DeviceModel = EXACT,
+    place: Collection[int] | None = None,
+    alignment: int = 512,
+) -> tuple[Schedule, MemoryPlan]:
+    """``schedule`` and its arena if that fits the limit, else the fastest plan found that does, on the same streams
+    or, where that is faster, on one.
+
+    Calls are walked in an issue order, on a clock, and book their memory in that order: a call that finds none free
+    books when the next storage is dead, and starts no sooner. Whoever is dead when another books may give it its
+    bytes, as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the packing reuses
+    becomes order: it follows the walk's clock, so it delays nothing further. Booking in one order cannot deadlock:
+    whenever everything booked has run, memory is as full as it is on one stream. The schedule's own order and program
+    order are tried, with less and less to book until the packing fits.
+
+    Args:
+        graph: the hazards.
+        program: the calls and what they touch.
+        schedule: a checked schedule of ``graph``; gives the streams.
+        limit_nbytes: most bytes of the arena.
+        costs: duration of each call.
+        device: what the plans are compared on.
+        place: intermediate storages to be placed; None: all.
+        alignment: of all offsets, bytes.
+
+    Returns:
+        The schedule, its added order listed and without promises where order was added, and the arena that fits it.
+
+    Raises:
+        ScheduleError: the limit is too small; names the smallest for which a plan was found.
+
+    Complexity:
+        Some ten packings of :func:`~nimble_core.arena.plan_memory`.
+
+    Source:
+        Booking in a fixed order: Eyraud-Dubois, Marchal, Sinnen, Vivien, "Parallel Scheduling of Task Trees with
+        Limited Memory", ACM TOPC 2 (2015), §5; here for storages of any DAG.
+    """
+    plan = plan_memory(program, schedule, place=place, alignment=alignment)
+    if plan.nbytes <= limit_nbytes:
+        return schedule, plan
+    smallest = plan.nbytes
+    found: list[tuple[float, Schedule, MemoryPlan]] = []
+    for order in dict.fromkeys((schedule.order, tuple(range(graph.size)))):
+        base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order)
+        lives = lifetimes(program, base, placeable(program, place))
+        for offsets, nbytes in _arenas(program, base, lives, costs, limit_nbytes // alignment, alignment):
+            if nbytes <= limit_nbytes:
+                placed = [-1] * len(program.storages)
+                for life, offset in zip(lives, offsets, strict=True):
+                    placed[life.storage] = offset * alignment
+                plan = MemoryPlan(offsets=tuple(placed), nbytes=nbytes, alignment=alignment)
+                extra = reuse_hazards(program, base, plan)
+                limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
+                limited = replace(limited, priority=schedule.priority)
+                length_ns = simulate(graph, limited, costs, device).length_ns
+                found.append((length_ns, limited, plan))
+                break
+        else:
+            smallest = min(smallest, nbytes)
+    if not found:
+        raise ScheduleError(
+            f"no arena of {limit_nbytes} bytes was found: the smallest has {smallest}",
+            fix=f"a memory limit of at least {smallest} bytes",
+        )
+    alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)
+    in_turn = plan_memory(program, alone, place=place, alignment=alignment)
+    if in_turn.nbytes <= limit_nbytes:
+        found.append((simulate(graph, alone, costs, device).length_ns, alone, in_turn))
+    _, limited, plan = min(found, key=lambda entry: entry[0])
+    return limited, plan
+
+
+def _arenas(
+    program: Program, schedule: Schedule, lives: Sequence[Lifetime], costs: Costs, budget: int, unit: int
+) -> Iterator[tuple[list[int], int]]:
+    """Packings ``(offsets in units, arena in bytes)``, from fast to small; the last is that of one stream."""
+    limit = budget
+    before = happens_before(schedule)
+    dead = list(dead_before(before, [life.last for life in lives]))
+    ns = [costs.ns[call] for call in schedule.order]
+    units = [-(-program.storages[life.storage].nbytes // unit) for life in lives]
+    conflicts = conflict_sets(before, lives)
+    for _ in range(_ATTEMPTS):
+        heirs = _book(lives, units, before, dead, ns, budget)
+        if heirs is None:
+            break
+        offsets, total = pack(units, _without_heirs(conflicts, heirs))
+        yield offsets, total * unit
+        # Packing loses some bytes between blocks: book as much less as it missed the limit by.
+        budget -= max(total - limit, budget // 50 + 1)
+    births = [life.first[0] for life in lives]
+    serial = [bisect_right(births, life.last[-1]) if life.last else len(lives) for life in lives]
+    offsets, total = pack(units, _without_heirs(conflicts, serial))
+    yield offsets, total * unit
+
+
+def _book(
+    lives: Sequence[Lifetime],
+    units: Sequence[int],
+    before: Sequence[Sequence[int]],
+    dead: Sequence[int],
+    ns: Sequence[float],
+    budget: int,
+) -> list[int] | None:
+    """Walk the calls on a clock with ``budget`` units of memory.
+
+    Returns:
+        For each storage the first of those, in the order they are made, that are booked after its end, or their number;
+        None if the budget is too small for one call after another.
+    """
+    size = len(lives)
+    heirs = [size] * size
+    held = list(units)
+    ending: list[list[int]] = [[] for _ in before]
+    for index, life in enumerate(lives):
+        if life.last:
+            ending[life.last[-1]].append(index)
+    ends_ns = [0.0] * len(before)
+    now_ns = 0.0
+    free = budget
+    used_up: list[tuple[float, int]] = []  # storages without further users: (when they are dead, index)
+    waiting = 0  # the same as a bitset
+    made = 0
+    for call, sources in enumerate(before):
+        start_ns = max((ends_ns[source] for source in sources), default=0.0)
+        first = made
+        need = 0
+        while made < size and lives[made].first[0] == call:
+            wanted = units[made]
+            usable = waiting
+            for position in lives[made].first:
+                usable &= dead[position]
+            # What this call has to wait for anyway hands its bytes down without being waited for.
+            for index in members(usable):
+                share = min(wanted, held[index])
+                held[index] -= share
+                wanted -= share
+            need += wanted
+            made += 1
+        if made > first:
+            while used_up and (free < need or used_up[0][0] <= now_ns):
+                dead_ns, index = heapq.heappop(used_up)
+                now_ns = max(now_ns, dead_ns)
+                free += held[index]
+                heirs[index] = first
+                waiting ^= 1 << index
+            if free < need:
+                return None
+            free -= need
+            start_ns = max(start_ns, now_ns)
+        ends_ns[call] = start_ns + ns[call]
+        for index in ending[call]:
+            heapq.heappush(used_up, (max(ends_ns[use] for use in lives[index].last), index))
+            waiting |= 1 << index
+    return heirs
+
+
+def _without_heirs(conflicts: Sequence[int], heirs: Sequence[int]) -> list[int]:
+    """Conflicts without those between a storage and the ones from its heir on."""
+    leaving: list[int] = [0] * (len(heirs) + 1)
+    for index, heir in enumerate(heirs):
+        leaving[heir] |= 1 << index
+    gone = 0
+    fewer = []
+    for index, (row, heir) in enumerate(zip(conflicts, heirs, strict=True)):
+        gone |= leaving[index]
+        fewer.append(row & ~gone & ((1 << heir) - 1))
+    return fewer
