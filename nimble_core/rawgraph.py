@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 
-__all__ = ["CaptureProbe", "RawGraph", "read_graph"]
+__all__ = ["CaptureProbe", "read_graph"]
 
 
 def _driver() -> Any:
@@ -50,21 +50,6 @@ class CaptureProbe:
         """Nodes that the next node on ``stream`` would depend on (raw handles)."""
         _, _, _, dependencies, *_ = _checked(self._driver.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")
         return tuple(int(node) for node in dependencies or ())
-
-
-@dataclass(frozen=True, slots=True)
-class RawGraph:
-    """Nodes and edges of a captured graph.
-
-    Args:
-        nodes: raw handles in order of creation.
-        kinds: ``"kernel"``, ``"memcpy"``, ``"memset"``, or the driver's word, parallel to ``nodes``.
-        edges: ``(from, to)`` as positions in ``nodes``.
-    """
-
-    nodes: tuple[int, ...]
-    kinds: tuple[str, ...]
-    edges: tuple[tuple[int, int], ...]
 
 
 def read_graph(handle: int) -> RawGraph:

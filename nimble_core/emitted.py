@@ -1,0 +1,117 @@
+"""What a captured CUDA graph really orders: read back, counted, and checked for races call by call.
+
+The plan promises waits; the graph that will run has edges. They are compared here, on the graph itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nimble_core.algorithms.reachability import predecessor_lists, unconnected
+from nimble_core.errors import ScheduleError
+from nimble_core.program import Program
+from nimble_core.schedule import Schedule, SyncCounts
+
+__all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_syncs"]
+
+
+@dataclass(frozen=True, slots=True)
+class RawGraph:
+    """Nodes and edges of a captured graph.
+
+    Args:
+        nodes: raw handles in order of creation: every edge goes from an earlier to a later node.
+        kinds: ``"kernel"``, ``"memcpy"``, ``"memset"``, or the driver's word, by node.
+        edges: ``(from, to)`` as positions in ``nodes``, sorted.
+        owner: the call that added each node, None where no call did.
+    """
+
+    nodes: tuple[int, ...]
+    kinds: tuple[str, ...]
+    edges: tuple[tuple[int, int], ...]
+    owner: tuple[int | None, ...] = ()
+
+
+def emitted_syncs(schedule: Schedule, raw: RawGraph) -> list[tuple[int, int]]:
+    """Pairs of calls on different streams that an edge of the graph joins, sorted, once each."""
+    stream, owner = schedule.stream, raw.owner
+    pairs = {(owner[tail], owner[head]) for tail, head in raw.edges}
+    return sorted((u, v) for u, v in pairs if u is not None and v is not None and stream[u] != stream[v])
+
+
+def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
+    """The schedule's counts with what the graph holds: synchronisations, forks, joins, edges inside calls."""
+    if len(raw.owner) < len(raw.nodes):
+        return schedule.counts
+    heads, tails = {head for _, head in raw.edges}, {tail for tail, _ in raw.edges}
+    return replace(
+        schedule.counts,
+        emitted=len(emitted_syncs(schedule, raw)),
+        forks=len(raw.nodes) - len(heads),
+        joins=len(raw.nodes) - len(tails),
+        inside=sum(raw.owner[tail] == raw.owner[head] is not None for tail, head in raw.edges),
+    )
+
+
+def check_emitted(
+    schedule: Schedule, raw: RawGraph, hazards: Iterable[tuple[int, int]], program: Program | None = None
+) -> None:
+    """Prove on the captured graph that nothing races and that the planned waits, and no others, were emitted.
+
+    Args:
+        schedule: what was captured.
+        raw: the graph, with the call of each node.
+        hazards: pairs ``(u, v)`` of calls: every node of v must come after every node of u.
+        program: names calls in errors.
+
+    Raises:
+        ScheduleError: names the first hazard without a path; or, where every call added a node, the first wait that is
+            planned and not emitted, or emitted and not planned.
+
+    Complexity:
+        Linear in nodes and edges, plus one bitset pass for hazards that no single edge orders.
+
+    >>> plan = Schedule("mine", (0, 1), (0, 1), ((0, 1),))
+    >>> check_emitted(plan, RawGraph((7, 8), ("kernel", "kernel"), ((0, 1),), (0, 1)), [(0, 1)])
+    >>> check_emitted(plan, RawGraph((7, 8), ("kernel", "kernel"), (), (0, 1)), [(0, 1)])
+    Traceback (most recent call last):
+    ...
+    nimble_core.errors.ScheduleError: the captured graph races: nothing orders call 0 -> call 1
+      to do: this is a defect of the capture: report it with the model
+    """
+    first, last = _ends(schedule, raw)
+    pairs = [(tail, head) for u, v in hazards for tail in last[u] for head in first[v]]
+    for tail, head in unconnected(predecessor_lists(len(raw.nodes), raw.edges), pairs):
+        u, v = raw.owner[tail], raw.owner[head]
+        raise ScheduleError(f"the captured graph races: nothing orders {_pair(u, v, program)}", fix=_DEFECT)
+    if all(first):
+        planned, emitted = set(schedule.syncs), set(emitted_syncs(schedule, raw))
+        for u, v in sorted(planned ^ emitted):
+            where = "planned but not in the graph" if (u, v) in planned else "in the graph but not planned"
+            what = f"the captured graph is not the plan: sync {_pair(u, v, program)} is {where}"
+            raise ScheduleError(what, fix=_DEFECT)
+
+
+_DEFECT = "this is a defect of the capture: report it with the model"
+
+
+def _ends(schedule: Schedule, raw: RawGraph) -> tuple[list[list[int]], list[list[int]]]:
+    """Nodes of each call that no other node of it precedes, and those that none follows."""
+    inner_heads = {head for tail, head in raw.edges if raw.owner[tail] == raw.owner[head]}
+    inner_tails = {tail for tail, head in raw.edges if raw.owner[tail] == raw.owner[head]}
+    first: list[list[int]] = [[] for _ in schedule.stream]
+    last: list[list[int]] = [[] for _ in schedule.stream]
+    for node, call in enumerate(raw.owner):
+        if call is not None:
+            if node not in inner_heads:
+                first[call].append(node)
+            if node not in inner_tails:
+                last[call].append(node)
+    return first, last
+
+
+def _pair(u: int | None, v: int | None, program: Program | None) -> str:
+    if program is None or u is None or v is None:
+        return f"call {u} -> call {v}"
+    return f"{program.calls[u]} -> {program.calls[v]}"
