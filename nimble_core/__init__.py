@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nimble_core.graph import CallGraph, build_graph
     from nimble_core.nimble import Nimble
     from nimble_core.options import Options
+    from nimble_core.plan import Plan, load_plan
     from nimble_core.program import Program
     from nimble_core.schedule import Schedule
     from nimble_core.timeline import Timeline
@@ -38,6 +39,7 @@ __all__ = [
     "NimbleError",
     "NotStaticError",
     "Options",
+    "Plan",
     "Program",
     "ReportFileError",
     "Schedule",
@@ -45,6 +47,7 @@ __all__ = [
     "Timeline",
     "build_graph",
     "check_schedule",
+    "load_plan",
 ]
 
 __version__ = "0.1.0"
@@ -56,11 +59,13 @@ _HOMES = {
     "Costs": "costs",
     "Nimble": "nimble",
     "Options": "options",
+    "Plan": "plan",
     "Program": "program",
     "Schedule": "schedule",
     "Timeline": "timeline",
     "build_graph": "graph",
     "check_schedule": "check",
+    "load_plan": "plan",
 }
 
 

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["DRIFT_BOUND", "SPREAD_BOUND", "Measurement", "Ratio", "interleave", "ratio", "summarize"]
+__all__ = ["DRIFT_BOUND", "SPREAD_BOUND", "TIE", "Measurement", "Ratio", "interleave", "ratio", "summarize"]
 
 SPREAD_BOUND = 0.10
 """A measurement whose interquartile range exceeds this share of its median is marked unstable."""
 
 DRIFT_BOUND = 0.10
 """A measurement whose second half's median differs from the first half's by more than this share is unstable."""
+
+TIE = 1.01
+"""Medians closer than this factor are called equal; of equal plans the one with fewer streams is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ def interleave(
     warmup: int = 3,
     rounds: int = 30,
     budget_s: float | None = None,
+    rehearse: bool = False,
     on_round: Callable[[int, int], object] = lambda done, total: None,
     on_interrupt: Callable[[], object] = lambda: None,
 ) -> dict[str, Measurement]:
@@ -118,6 +122,8 @@ def interleave(
         warmup: untimed calls of each candidate first.
         rounds: samples wanted of each.
         budget_s: seconds to spend at most, None for no bound.
+        rehearse: make an untimed call and a synchronisation before each sample, so that none of them pays for the
+            candidate before it (a GPU that turns from one graph to another fetches it anew).
         on_round: told ``(rounds done, rounds wanted)`` after each round.
         on_interrupt: told that a KeyboardInterrupt ended the measuring early.
     """
@@ -131,6 +137,9 @@ def interleave(
     try:
         while done < rounds:
             for name, run in candidates.items():
+                if rehearse:
+                    run()
+                    synchronize()
                 start = clock_ns()
                 run()
                 synchronize()

@@ -10,27 +10,25 @@ from typing import Any
 
 import torch
 
-from nimble_core.devices.base import Device
+from nimble_core.candidates import Candidate
+from nimble_core.devices.base import Executable
 from nimble_core.errors import InputError, NimbleWarning
 from nimble_core.freshness import Watch
 from nimble_core.options import Options, require_options
 from nimble_core.pipeline import (
-    Plan,
-    Recorded,
     Stopwatch,
     capture,
     check_inputs,
-    choose,
     device_for,
-    observe,
-    plan,
     record_static,
     state_kept,
     whole_note,
 )
+from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
+from nimble_core.tuning import tune
 
 __all__ = ["Engine", "Nimble"]
 
@@ -41,26 +39,30 @@ class Engine:
 
     Args:
         signature: inputs it takes.
-        plan: the schedule it runs and its executable.
+        executable: what it replays.
         build: makes the model's output from output tensors.
         mode: whether the module was in training mode when it was prepared.
         watch: notices that the model was changed in a way that a replay cannot follow.
         seconds: preparation time by step; ``"warm-up"`` holds library loading and autotuning.
+        candidates: the plans that were tried before this one was chosen.
+        plan: what it runs, as a value to keep and to prepare with again; None if the module was captured as a whole.
         notes: what the user should know.
     """
 
     signature: Signature
-    plan: Plan
+    executable: Executable
     build: Callable[[Sequence[torch.Tensor]], Any]
     mode: bool
     watch: Watch
     seconds: Mapping[str, float]
+    candidates: tuple[Candidate, ...] = ()
+    plan: Plan | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def schedule(self) -> Schedule:
         """The schedule it replays."""
-        return self.plan.schedule
+        return self.executable.schedule
 
 
 class Nimble(torch.nn.Module):
@@ -104,7 +106,7 @@ class Nimble(torch.nn.Module):
         """What was prepared, latest first."""
         return tuple(self._engines)
 
-    def prepare(self, *args: Any, training: bool = False, **kwargs: Any) -> Nimble:
+    def prepare(self, *args: Any, training: bool = False, plan: Plan | None = None, **kwargs: Any) -> Nimble:
         """Record, schedule and capture the model for inputs like these; returns self.
 
         Preparing again for the same signature replaces its engine; other signatures stay prepared.
@@ -112,10 +114,13 @@ class Nimble(torch.nn.Module):
         Args:
             args: example positional inputs.
             training: prepare forward and backward; not available in this version.
+            plan: a plan made before for this model and inputs like these (``report.plan``, ``engine.plan``): the same
+                schedule, without tuning.
             kwargs: example keyword inputs.
 
         Raises:
-            InputError: no tensor among the inputs, mixed devices, or ``training=True``.
+            InputError: no tensor among the inputs, mixed devices, ``training=True``, or a plan for something else: the
+                first difference is named.
             NotStaticError: the model does not do the same on every input.
             CaptureError: a call that cannot be captured.
             DeviceError: out of memory.
@@ -125,11 +130,11 @@ class Nimble(torch.nn.Module):
                 "prepare(training=True) is not available in this version",
                 fix="prepare(...) captures inference; train the wrapped model itself, its parameters are shared",
             )
-        engine = _prepare(self._model, args, kwargs, self._options)
+        engine = _prepare(self._model, args, kwargs, self._options, plan)
         mode = engine.mode
         for old in [e for e in self._engines if e.mode == mode and e.signature.bind(args, kwargs) is not None]:
             self._engines.remove(old)
-            old.plan.executable.close()
+            old.executable.close()
         self._engines.insert(0, engine)
         return self
 
@@ -146,7 +151,7 @@ class Nimble(torch.nn.Module):
                 tensors = engine.signature.bind(args, kwargs)
                 if tensors is not None:
                     static = self._options.outputs == "static"
-                    outputs = engine.plan.executable.run(tensors, static=static)
+                    outputs = engine.executable.run(tensors, static=static)
                     change = engine.watch.change()
                     if change:
                         raise InputError(
@@ -179,7 +184,7 @@ class Nimble(torch.nn.Module):
     def close(self) -> None:
         """Free every engine."""
         while self._engines:
-            self._engines.pop().plan.executable.close()
+            self._engines.pop().executable.close()
 
     def train(self, mode: bool = True) -> Nimble:
         """Set the wrapped model's mode."""
@@ -217,7 +222,11 @@ class Nimble(torch.nn.Module):
         )
 
 
-def _prepare(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Engine:
+def _prepare(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, given: Plan | None
+) -> Engine:
+    if given is not None and not isinstance(given, Plan):
+        raise InputError(f"plan is a {type(given).__name__}", fix="report.plan, or load_plan(path)")
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
@@ -231,52 +240,48 @@ def _prepare(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             NimbleWarning,
             stacklevel=3,
         )
+    program, graph = recorded.recording.program, recorded.graph
+    candidates: tuple[Candidate, ...] = ()
+    plan: Plan | None = None
     if recorded.whole:
+        if given is not None:
+            raise InputError(
+                f"the plan cannot be followed: {whole_note(device, recorded)}", fix="prepare without a plan"
+            )
         with watch("capture"):
             executable = device.capture_whole(model, recorded.recording, signature)
-        best = Plan(executable.schedule, executable)
         notes = (*notes, whole_note(device, recorded))
+    elif given is not None:
+        schedule = schedule_of(given, program, graph)
+        notes = (*notes, *plan_notes(given, device_name=device.name, torch=str(torch.__version__)))
+        with state_kept(recorded), watch("capture"):
+            executable = capture(device, recorded, schedule, memory_limit=options.memory_limit)
     else:
         with state_kept(recorded):
-            best = _plan(device, recorded, options, watch)
+            tuned = tune(device, recorded, options, step=watch)
+        executable, candidates = tuned.best, tuned.candidates
+        tuned.close(keep=executable)
+        if tuned.wrong:
+            warnings.warn(tuned.wrong, NimbleWarning, stacklevel=3)
+        notes = (*notes, *tuned.notes)
+    if not recorded.whole:
+        plan = make_plan(
+            program,
+            graph,
+            executable.schedule,
+            device_name=device.name,
+            torch=str(torch.__version__),
+            max_streams=options.max_streams,
+            memory_limit=options.memory_limit,
+        )
     return Engine(
         signature=signature,
-        plan=best,
+        executable=executable,
         build=builder(recorded.recording.output_structure),
         mode=bool(getattr(model, "training", False)),
         watch=Watch(model),
         seconds=dict(watch.seconds),
+        candidates=candidates,
+        plan=plan,
         notes=notes,
     )
-
-
-def _plan(device: Device, recorded: Recorded, options: Options, watch: Stopwatch) -> Plan:
-    policy = options.policy
-    measured = policy == "auto" and options.tune != "off"
-    if policy == "auto":
-        policy = "nimble" if device.kind == "cuda" or measured else "single"
-    plans: list[Plan] = []
-    costs = None
-    try:
-        if measured:
-            with watch("capture"):
-                plans.append(
-                    capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit)
-                )
-            with watch("measure calls"):
-                costs = observe(device, recorded, plans[0].executable).costs
-        with watch("schedule"):
-            schedule = plan(recorded, policy, costs, device.stream_cap(options.max_streams))
-        if not (plans and schedule.streams <= 1):
-            with watch("capture"):
-                plans.append(capture(device, recorded, schedule, memory_limit=options.memory_limit))
-        with watch("choose"):
-            best, _ = choose(device, plans, options)
-    except BaseException:
-        for one in plans:
-            one.executable.close()
-        raise
-    for one in plans:
-        if one is not best:
-            one.executable.close()
-    return best

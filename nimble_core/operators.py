@@ -15,7 +15,9 @@ from nimble_core.recording import flat_tensors
 __all__ = [
     "argument_texts",
     "copies_to_host",
+    "draws_numbers",
     "has_memory",
+    "makes_memory_only",
     "owned_tensors",
     "shape_depends_on_data",
     "storage_address",
@@ -82,6 +84,11 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return found
 
 
+def makes_memory_only(func: Any) -> bool:
+    """Whether ``func`` makes memory without content: ``empty`` and its like."""
+    return bool(func._schema.name.startswith(("aten::empty", "aten::new_empty")))
+
+
 def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host would have to look at data to know the shape of this call's result."""
     name = func._schema.name
@@ -103,6 +110,15 @@ def copies_to_host(
         return isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "cpu"
+
+
+def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``func``, which may draw random numbers, does: not outside training, nor without dropout."""
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | dict(kwargs)
+    if any(given.get(name) is False for name in ("train", "training")):
+        return False
+    return not any(given.get(name, 1.0) == 0.0 for name in ("dropout_p", "dropout"))
 
 
 def argument_texts(

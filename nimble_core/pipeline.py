@@ -1,6 +1,6 @@
-"""From a model to executables: record → graph → costs → schedule → check → capture, one step a line.
+"""From a model to executables: record → graph → costs → schedule → check → memory → capture, one step a line.
 
-``Nimble`` and ``compare`` both go this way; each step is timed under the name it has here.
+``Nimble`` and ``compare`` both go this way (``tuning`` says how often); each step is timed under the name it has here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nimble_core.arena import MemoryPlan, check_memory, plan_memory, reuse_hazards
 from nimble_core.check import check_schedule
 from nimble_core.costs import Costs, uniform_costs
-from nimble_core.devices.base import Device, Executable, Observation
-from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError
+from nimble_core.devices.base import Device, Executable, Observation, PlacementError
+from nimble_core.emitted import check_emitted
+from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
-from nimble_core.measurement import Measurement, interleave
-from nimble_core.options import Options
+from nimble_core.layout import Layout
+from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import random_state_kept
 from nimble_core.record import announced
@@ -34,15 +36,13 @@ if TYPE_CHECKING:
     from nimble_core.recording import Recording
 
 __all__ = [
-    "Plan",
     "Recorded",
     "Stopwatch",
     "capture",
-    "choose",
     "device_for",
     "observe",
-    "plan",
     "record_static",
+    "schedule_by",
     "state_kept",
 ]
 
@@ -81,14 +81,6 @@ class Recorded:
     def whole(self) -> bool:
         """Whether the Program is incomplete, so that only the module as a whole can be captured."""
         return self.recording.unseen > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A checked schedule and what it runs as."""
-
-    schedule: Schedule
-    executable: Executable
 
 
 def device_for(device: torch.device) -> Device:
@@ -156,6 +148,9 @@ def record_static(
             second = device.record(model, again, again_args, again_kwargs)
         check_static(recording.program, second.program)
         recording = _hold_to_seen(device, recording, second)
+        # What other threads allocated meanwhile counts in one of the two at most.
+        temporaries = tuple(map(min, recording.temporaries, second.temporaries))
+        recording = replace(recording, temporaries=temporaries)
     if recording.unseen and strict:
         raise CaptureError(
             f"{recording.unseen} launches belong to no call that was seen",
@@ -225,21 +220,7 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def capture(device: Device, recorded: Recorded, schedule: Schedule, *, memory_limit: int | None = None) -> Plan:
-    """Check ``schedule`` and capture it. Raises ScheduleError, CaptureError, DeviceError."""
-    check_schedule(recorded.graph, schedule, recorded.recording.program)
-    executable = device.capture(recorded.recording, schedule, recorded.signature.tensors)
-    if memory_limit is not None and executable.nbytes > memory_limit:
-        nbytes = executable.nbytes
-        executable.close()
-        raise DeviceError(
-            f"the engine holds {format_bytes(nbytes)}, more than memory_limit={format_bytes(memory_limit)}",
-            fix="raise the limit, or cap streams with Options(max_streams=...)",
-        )
-    return Plan(schedule, executable)
-
-
-def plan(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int | None) -> Schedule:
+def schedule_by(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int | None) -> Schedule:
     """Schedule by ``policy`` (name or callable); without costs every call counts the same."""
     known = costs or uniform_costs(recorded.graph.size)
     schedule = resolve_policy(policy)(recorded.graph, known, max_streams=max_streams)
@@ -249,6 +230,92 @@ def plan(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int 
             fix="return what nimble_core.policies.plan_streams does",
         )
     return schedule
+
+
+def capture(
+    device: Device,
+    recorded: Recorded,
+    schedule: Schedule,
+    *,
+    memory_limit: int | None = None,
+    costs: Costs | None = None,
+) -> Executable:
+    """Check ``schedule``, plan its memory, capture it, and prove on the captured graph that nothing races.
+
+    Args:
+        device: where.
+        recorded: the model.
+        schedule: what a policy made.
+        memory_limit: bytes the engine may hold; order is added where that saves enough, so that the executable's
+            schedule may be another.
+        costs: duration of each call, for choosing where to add order.
+
+    Raises:
+        ScheduleError: the schedule, its memory or the captured graph would race.
+        CaptureError: a call that cannot be issued again.
+        DeviceError: out of memory, or more than the limit.
+    """
+    recording, inputs = recorded.recording, recorded.signature.tensors
+    program = recording.program
+    check_schedule(recorded.graph, schedule, program)
+    while True:
+        planned, layout, memory = _with_memory(device, recorded, schedule, memory_limit, costs)
+        try:
+            executable = device.capture(recording, planned, inputs, layout, memory)
+        except PlacementError:
+            continue  # the device asks for less now
+        break
+    try:
+        if executable.raw is not None and executable.raw.owner:
+            reused = reuse_hazards(program, planned, memory) if memory else ()
+            check_emitted(planned, executable.raw, (*recorded.graph.edges, *reused), program)
+        if memory_limit is not None and executable.nbytes > memory_limit:
+            raise DeviceError(
+                f"the engine holds {format_bytes(executable.nbytes)}, more than "
+                f"memory_limit={format_bytes(memory_limit)}",
+                fix="raise the limit, or prepare smaller inputs",
+            )
+    except BaseException:
+        executable.close()
+        raise
+    return executable
+
+
+def _with_memory(
+    device: Device, recorded: Recorded, schedule: Schedule, limit: int | None, costs: Costs | None
+) -> tuple[Schedule, Layout | None, MemoryPlan | None]:
+    """The schedule, with order added where a limit asks for it, and where its storages lie: checked."""
+    recording, program = recorded.recording, recorded.recording.program
+    layout = device.lay_out(recording, schedule)
+    if layout is None:
+        return schedule, None, None
+    memory = plan_memory(program, schedule, scratch=layout.scratch, place=layout.arena)
+    if limit is not None:
+        fixed = layout.kept_nbytes + sum(tensor.nbytes for tensor in recorded.signature.tensors)
+        if memory.nbytes + memory.scratch_nbytes + fixed > limit:
+            known = costs or uniform_costs(recorded.graph.size)
+            try:
+                schedule, memory = limit_memory(
+                    recorded.graph,
+                    program,
+                    schedule,
+                    limit - fixed - memory.scratch_nbytes,
+                    costs=known,
+                    device=device.model,
+                    place=layout.arena,
+                )
+            except ScheduleError as error:
+                raise DeviceError(
+                    f"memory_limit={format_bytes(limit)} is too little: {error.what}, and {format_bytes(fixed)} "
+                    f"beside the arena, {format_bytes(memory.scratch_nbytes)} of it workspaces",
+                    fix="raise the limit, or prepare smaller inputs",
+                ) from error
+            check_schedule(recorded.graph, schedule, program)
+            layout = device.lay_out(recording, schedule) or layout
+            beside = plan_memory(program, schedule, scratch=layout.scratch, place=())
+            memory = replace(beside, offsets=memory.offsets, nbytes=memory.nbytes)
+    check_memory(program, schedule, memory)
+    return schedule, layout, memory
 
 
 def observe(device: Device, recorded: Recorded, executable: Executable, *, seconds: float = 1.0) -> Observation:
@@ -261,25 +328,3 @@ def observe(device: Device, recorded: Recorded, executable: Executable, *, secon
     once_s = max(device.clock_ns() - start, 1) / 1e9
     replays = min(11, seconds / once_s, _OBSERVED_CALLS / max(recorded.graph.size, 1))
     return device.observe(executable, recorded.recording, max(int(replays), 3))
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def choose(device: Device, plans: Sequence[Plan], options: Options) -> tuple[Plan, Mapping[str, Measurement]]:
-    """The fastest plan by measured replays; ties within 1% go to fewer streams."""
-    if len(plans) == 1 or options.tune == "off":
-        return plans[-1], {}
-    rounds = 9 if options.tune == "fast" else 101
-    taken = interleave(
-        {one.schedule.policy: one.executable.replay for one in plans},
-        clock_ns=device.clock_ns,
-        synchronize=device.synchronize,
-        rounds=rounds,
-        budget_s=options.budget_s,
-        on_interrupt=_interrupt,
-    )
-    fastest = min(one.median_ns for one in taken.values())
-    close = [one for one in plans if taken[one.schedule.policy].median_ns <= fastest * 1.01]
-    return min(close, key=lambda one: one.schedule.streams), taken

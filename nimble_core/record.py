@@ -14,18 +14,28 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nimble_core.errors import CaptureError
 from nimble_core.operators import (
     argument_texts,
     copies_to_host,
+    draws_numbers,
+    makes_memory_only,
     owned_tensors,
     shape_depends_on_data,
     storage_address,
@@ -44,8 +54,12 @@ __all__ = ["NodeCounter", "announced", "record"]
 # Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
-
-_UNINITIALISED = ("aten::empty", "aten::new_empty")
+_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 class NodeCounter(Protocol):
@@ -53,6 +67,9 @@ class NodeCounter(Protocol):
 
     def nodes(self) -> int:
         """Nodes captured so far."""
+
+    def allocations(self) -> tuple[int, int]:
+        """``(allocations, bytes asked for)`` of the device's allocator so far."""
 
     def outside(self) -> AbstractContextManager[None]:
         """Inside this, work runs for real instead of being captured (copies of host constants)."""
@@ -65,6 +82,7 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     counter: NodeCounter | None = None,
+    stand_in: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once and return what it asked of the device.
 
@@ -74,18 +92,22 @@ def record(
         args: positional inputs.
         kwargs: keyword inputs.
         counter: nodes of the capture this runs under; None for a live run on the host.
+        stand_in: for a run on tensors without values (fake ones): ``(func, tensor)`` to what takes the tensor's place
+            among the arguments of ``func`` (None for an output of the model).
 
     Raises:
         CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
             and source line.
         InputError: an output of an unknown type that holds tensors.
     """
-    recorder = _Recorder(model, signature, counter)
+    recorder = _Recorder(model, signature, counter, stand_in)
     with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
         with _tensors_lifted_first(), recorder:
             result = model(*args, **kwargs)
         outputs, structure = flatten(result, what="output")
+        if stand_in:
+            outputs = [stand_in(None, tensor) for tensor in outputs]
         recording = recorder.finish(outputs, structure)
         changed = guard.changed_attributes()
     if not changed:
@@ -130,9 +152,16 @@ def _tensors_lifted_first() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
-    def __init__(self, model: Callable[..., Any], signature: Signature, counter: NodeCounter | None) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        signature: Signature,
+        counter: NodeCounter | None,
+        stand_in: Callable[[Any, torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.counter = counter
+        self.stand_in = stand_in
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self._modules = module_paths(model)
@@ -146,6 +175,7 @@ class _Recorder(TorchDispatchMode):
         self._owned: list[torch.Tensor] = []
         self._steps: list[Step] = []
         self._calls: list[Call] = []
+        self._temporaries: list[tuple[int, int]] = []
         self._first_values: dict[int, torch.Tensor] = {}  # of those that are written: as they were before
         self._fresh: dict[
             int, torch.Tensor
@@ -172,6 +202,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.stand_in:
+            if func is torch.ops.prim.device.default:  # fake tensors say where they are through dispatch
+                return func(*args, **kwargs)
+            args, kwargs = tree_map_only(torch.Tensor, partial(self.stand_in, func), (args, kwargs))
         tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
         frame = sys._getframe(1)
         self._refuse_dynamic(func, tensors, args, kwargs, frame)
@@ -193,17 +227,24 @@ class _Recorder(TorchDispatchMode):
         # On the host a call that draws random numbers changes the generator: such calls keep their order. (On CUDA
         # each captured call has its own offset into the stream of numbers.) Attention without dropout draws none.
         seeded = torch.Tag.nondeterministic_seeded in func.tags
-        state = torch.get_rng_state() if seeded and not self.counter else None
+        state = torch.get_rng_state() if seeded and not (self.counter or self.stand_in) else None
+        before = self.counter.allocations() if self.counter else (0, 0)
         result = self._run(func, args, kwargs, frame)
-        draws = state is not None and (
-            kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
-        )
+        after = self.counter.allocations() if self.counter else (0, 0)
+        if self.stand_in:
+            draws = seeded and not self.counter and draws_numbers(func, args, kwargs)
+        else:
+            draws = state is not None and (
+                kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
+            )
         returned = flat_tensors(result)
         known = len(self._storages)
         self._refuse_sparse(func, returned, frame)
         outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
         if self._reaches_device(func, tensors, returned, written, known):
             self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame, draws))
+            new = [storage.nbytes for storage in self._storages[known:] if storage.nbytes]
+            self._temporaries.append((after[0] - before[0] - len(new), after[1] - before[1] - sum(new)))
             self._step(func, template, named, outputs, len(self._calls) - 1)
         elif not written and returned and all(self._storage(tensor) >= known for tensor in returned):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
@@ -271,6 +312,7 @@ class _Recorder(TorchDispatchMode):
             written_inputs=written,
             unseen=self._unseen,
             unseen_where=self._unseen_where,
+            temporaries=tuple(self._temporaries),
         )
 
     def _keep_first_value(self, tensor: torch.Tensor) -> None:
@@ -294,6 +336,12 @@ class _Recorder(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
+            if self.stand_in and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
+                raise CaptureError(
+                    f"{func} cannot be planned without running it: {str(error).splitlines()[0] or 'it needs values'}",
+                    where=str(self._origin(func, frame)),
+                    fix="give a custom operator its shapes (torch.library.register_fake), or measure with compare(...)",
+                ) from error
             # CUDA's own refusal, or torch's word that it would be refused; an error of the model itself passes.
             if not self.counter or not (isinstance(error, torch.AcceleratorError) or "graph capture" in str(error)):
                 raise
@@ -428,7 +476,7 @@ class _Recorder(TorchDispatchMode):
             return self._nodes > before
         if written:
             return any(tensor.numel() for tensor in written)
-        if func._schema.name.startswith(_UNINITIALISED):
+        if makes_memory_only(func):
             return False
         fresh = [tensor for tensor in returned if self._storage(tensor) >= known]
         return any(tensor.numel() for tensor in fresh)

@@ -66,6 +66,8 @@ class Recording:
         written_inputs: positions of inputs that the model writes in place.
         unseen: launches seen in the recording capture that belong to no call: the Program is incomplete.
         unseen_where: where they were, in words.
+        temporaries: ``(allocations, bytes)`` that each call made beyond its results, and freed again: workspaces of
+            libraries. Zero on the host.
         changed: attributes of the model that the run changed, and which were put back.
     """
 
@@ -81,6 +83,7 @@ class Recording:
     unseen: int = 0
     unseen_where: str = ""
     changed: tuple[str, ...] = ()
+    temporaries: tuple[tuple[int, int], ...] = ()
 
 
 def slots_in(args: Sequence[Any]) -> Iterator[int]:
@@ -135,6 +138,11 @@ class Issuer:
         """Let go of every tensor on ``storage``."""
         for slot in self._slots_of_storage.get(storage, ()):
             self.tensors[slot] = None
+
+    def tensor_on(self, storage: int) -> torch.Tensor | None:
+        """Any tensor on ``storage`` that exists now."""
+        slots = self._slots_of_storage.get(storage, ())
+        return next((tensor for slot in slots if (tensor := self.tensors[slot]) is not None), None)
 
     def _make(self, slot: int) -> None:
         pending = [self._maker[slot]]

@@ -1,7 +1,8 @@
 """See what ahead-of-time scheduling changes about a PyTorch model.
 
-``compare(model, x)`` measures and returns a ``Report``; ``load(path)`` reads a saved one, without torch and without a
-GPU. Importing this package imports nothing heavy: names are fetched when first used.
+``compare(model, x)`` measures and returns a ``Report``; ``plan(model, x)`` makes one without running a kernel;
+``load(path)`` reads a saved one, without torch and without a GPU. Importing this package imports nothing heavy: names
+are fetched when first used.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from nimble_core.options import Options
     from nimble_viz.comparison import compare
     from nimble_viz.file import load
+    from nimble_viz.planning import plan
     from nimble_viz.report import Report
 
-__all__ = ["Options", "Report", "__version__", "compare", "load"]
+__all__ = ["Options", "Report", "__version__", "compare", "load", "plan"]
 
 # No name here may also be the name of a submodule: importing the submodule would put the module in its place.
 _HOMES = {
@@ -25,6 +27,7 @@ _HOMES = {
     "Report": "nimble_viz.report",
     "compare": "nimble_viz.comparison",
     "load": "nimble_viz.file",
+    "plan": "nimble_viz.planning",
 }
 
 

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.algorithms.critical_path import critical_path
+from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs, uniform_costs
-from nimble_core.errors import DeviceError, InputError, NimbleError
+from nimble_core.errors import InputError, NimbleError
 from nimble_core.graph import predecessors
-from nimble_core.measurement import Measurement, interleave
+from nimble_core.measurement import TIE, Measurement, interleave
 from nimble_core.options import Options, require_options
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
-from nimble_viz.equality import check_equality
-from nimble_viz.report import EqualityCheck, Memory, OverheadProfile, PrepareStep, Report
+from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Report
 
 if TYPE_CHECKING:
     import torch
 
+    from nimble_core.arena import MemoryPlan
     from nimble_core.devices.base import Device, Executable
-    from nimble_core.pipeline import Plan, Recorded
+    from nimble_core.pipeline import Recorded
     from nimble_viz.progress import Progress
 
 __all__ = ["compare"]
@@ -112,8 +114,9 @@ class _Comparison:
         self.signature, self.device, self.options = signature, device, options
         self.environment = environment("cuda" if device.kind == "cuda" else "cpu")
         self.recorded: Recorded | None = None
-        self.plans: dict[str, Plan] = {}
+        self.executables: dict[str, Executable] = {}
         self.schedules: dict[str, Schedule] = {}
+        self.candidates: tuple[Candidate, ...] = ()
         self.costs: Costs | None = None
         self.measurements: dict[str, Measurement] = {}
         self.checks: list[EqualityCheck] = []
@@ -121,6 +124,7 @@ class _Comparison:
         self.overhead: OverheadProfile | None = None
         self.timelines: list[Timeline] = []
         self.engine_bytes: dict[str, int] = {}
+        self.planned: list[EngineMemory] = []
         self.eager_peak = 0
         self.compare_peak = 0
         self.warnings: list[str] = []
@@ -178,51 +182,40 @@ class _Comparison:
             self._capture(progress)
         finally:
             self.prepared = progress.steps
+        for name, one in self.executables.items():
+            self.schedules[name] = _with_counts(one)
+            self.engine_bytes[name] = one.nbytes
+            if one.memory is not None:
+                self.planned.append(_engine_memory(name, one.memory, self.recorded))
 
     def _capture(self, progress: Progress) -> None:
-        from nimble_core.pipeline import capture, observe, plan, whole_note
+        from nimble_core.pipeline import whole_note
+        from nimble_core.tuning import tune
 
-        device, options, recorded = self.device, self.options, self.recorded
+        device, recorded = self.device, self.recorded
         assert recorded is not None
         if recorded.whole:
             self.warnings.append(whole_note(device, recorded))
             with progress.step("capture single"):
                 executable = device.capture_whole(self.model, recorded.recording, self.signature)
-            self._add(executable)
-            self.costs = uniform_costs(recorded.graph.size)
+            self.executables = {executable.schedule.policy: executable}
             return
-        with progress.step("capture single"):
-            single = capture(device, recorded, plan(recorded, "single", None, 1), memory_limit=options.memory_limit)
-        self._add(single.executable)
-        with progress.step("measure calls"):
-            observed = observe(device, recorded, single.executable)
-        self.costs = observed.costs if any(observed.costs.ns) else uniform_costs(recorded.graph.size)
-        self.timelines.append(observed.timeline)
-        policy = "nimble" if options.policy == "auto" else options.policy
-        with progress.step("schedule"):
-            schedule = plan(recorded, policy, self.costs, device.stream_cap(options.max_streams))
-        if schedule.policy != "single":
-            with progress.step(f"capture {schedule.policy}"):
-                try:
-                    self._add(capture(device, recorded, schedule, memory_limit=options.memory_limit).executable)
-                except DeviceError as error:  # what is known without it is still worth a report
-                    self.warnings.append(f"{schedule.policy} was left out: {error.what}")
-
-    def _add(self, executable: Executable) -> None:
-        from nimble_core.pipeline import Plan
-
-        name = executable.schedule.policy
-        self.plans[name] = Plan(executable.schedule, executable)
-        self.schedules[name] = _with_counts(executable)
-        self.engine_bytes[name] = executable.nbytes
+        tuned = tune(device, recorded, self.options, step=progress.step, measure_single=True)
+        self.executables = tuned.executables
+        self.candidates = tuned.candidates
+        self.checks = [check for check in tuned.checks if check.name in tuned.executables]
+        self.costs = tuned.costs
+        self.warnings += tuned.notes
+        if tuned.observed:
+            self.timelines.append(tuned.observed.timeline)
 
     def _time(self, progress: Progress) -> None:
         build = _builder(self.recorded)
         inputs = self.signature.tensors
         self._choose_eager()
         candidates: dict[str, Callable[[], object]] = {"eager": self._eager}
-        for name, one in self.plans.items():
-            candidates[name] = lambda run=one.executable.run: build(run(inputs))
+        for name, one in self.executables.items():
+            candidates[name] = lambda run=one.run: build(run(inputs))
         with progress.step("measure"):
             self.measurements = interleave(
                 candidates,
@@ -240,23 +233,18 @@ class _Comparison:
         self.interrupted = True
 
     def _check(self, progress: Progress) -> None:
-        from nimble_core.static import other_values
+        from nimble_core.equality import check_equality
+        from nimble_core.tuning import eager_cases, from_same_state
 
-        with progress.step("check equality"):
-            fresh = [other_values(self.signature.tensors, seed) for seed in (1, 2)]
-            cases = [(inputs, self._eager_outputs(inputs)) for inputs in fresh]
-            for name, one in self.plans.items():
-                self.checks.append(check_equality(name, self._from_same_state(one.executable), cases))
+        assert self.recorded is not None
+        unchecked = [name for name in self.executables if name not in {check.name for check in self.checks}]
+        if unchecked:
+            with progress.step("check equality"):
+                cases = eager_cases(self.recorded)
+                for name in unchecked:
+                    replay = from_same_state(self.recorded, self.executables[name])
+                    self.checks.append(check_equality(name, replay, cases))
         self.warnings += [f"{check.name}: {check.reason}" for check in self.checks if not check.passed]
-
-    def _from_same_state(self, executable: Executable) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Every run starts from the buffers and random numbers that eager started from."""
-
-        def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            with self._kept():
-                return executable.run(inputs)
-
-        return run
 
     def _watch(self, progress: Progress) -> None:
         if self.recorded is None or self.recorded.whole:
@@ -264,9 +252,9 @@ class _Comparison:
         from nimble_core.pipeline import observe
 
         with progress.step("watch replays"):
-            for name, one in self.plans.items():
+            for name, one in self.executables.items():
                 if name != "single" or not self.timelines:
-                    seen = observe(self.device, self.recorded, one.executable)
+                    seen = observe(self.device, self.recorded, one)
                     self.timelines.append(seen.timeline)
         for line in self.timelines:
             if not line.reliable:
@@ -293,9 +281,9 @@ class _Comparison:
 
     def close(self) -> None:
         """Free the engines, one by one."""
-        for one in self.plans.values():
-            one.executable.close()
-        self.plans.clear()
+        for one in self.executables.values():
+            one.close()
+        self.executables.clear()
 
     # -- eager -------------------------------------------------------------------------------------------------
 
@@ -315,17 +303,6 @@ class _Comparison:
             self._without_autograd = torch.no_grad
             self.warnings.append(f"eager runs under no_grad: inference_mode fails with {str(error).splitlines()[0]}")
 
-    def _eager_outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        import torch
-
-        from nimble_core.structure import builder, flatten
-
-        # Clones: a model that writes its inputs must not spoil the case for the replays.
-        args, kwargs = builder(self.signature.structure)([tensor.clone() for tensor in inputs])
-        with self._kept(), torch.no_grad():
-            outputs, _ = flatten(self.model(*args, **kwargs), what="output")
-            return [output.detach().clone() for output in outputs]
-
     # -- report ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -341,7 +318,8 @@ class _Comparison:
         medians = {
             name: taken.median_ns for name, taken in self.measurements.items() if name != "eager" and name not in differ
         }
-        chosen = min(medians, key=lambda name: medians[name]) if medians else ""
+        close = [name for name, ns in medians.items() if ns <= min(medians.values()) * TIE]
+        chosen = min(close, key=lambda name: self.schedules[name].streams, default="")
         return Report(
             model=_name(self.model),
             dtype=_dtype(self.model, self.signature.tensors),
@@ -358,23 +336,27 @@ class _Comparison:
             preparation=self.prepared,
             overhead=self.overhead,
             timelines=tuple(self._stamped(line) for line in self.timelines),
-            memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak),
+            memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak, tuple(self.planned)),
             chosen=chosen,
+            candidates=tuple(replace(one, chosen=one.name == chosen) for one in self.candidates),
             warnings=tuple(self.warnings),
             complete=not self.interrupted,
         )
 
     def _stamped(self, line: Timeline) -> Timeline:
-        from dataclasses import replace
-
         taken = self.measurements.get(line.run)
         return replace(line, unprofiled_ns=taken.median_ns) if taken and not line.unprofiled_ns else line
 
 
 def _with_counts(executable: Executable) -> Schedule:
-    from dataclasses import replace
-
     return replace(executable.schedule, counts=executable.counts)
+
+
+def _engine_memory(name: str, memory: MemoryPlan, recorded: Recorded | None) -> EngineMemory:
+    assert recorded is not None
+    storages = recorded.recording.program.storages
+    placed = [storage.nbytes for storage, offset in zip(storages, memory.offsets, strict=True) if offset >= 0]
+    return EngineMemory(name, memory.nbytes, sum(placed), memory.scratch_nbytes)
 
 
 def _builder(recorded: Recorded | None) -> Callable[[Sequence[torch.Tensor]], Any]:

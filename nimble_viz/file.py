@@ -19,6 +19,7 @@ import msgspec
 
 from nimble_core.errors import ReportFileError
 from nimble_core.graph import CallGraph
+from nimble_core.measurement import Measurement
 from nimble_core.program import Program, TensorRef
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
@@ -45,7 +46,7 @@ class _Head(msgspec.Struct):
 
 
 class _Wire(msgspec.Struct):
-    """What a file holds. ``not_finite`` names the numbers of ``report.checks`` that JSON cannot write (0 there)."""
+    """What a file holds. ``not_finite`` names the numbers of equality checks that JSON cannot write (0 there)."""
 
     nimble_report: int
     report: Report
@@ -127,14 +128,14 @@ def _unpack(packed: bytes, max_bytes: int) -> bytes:
 
 def _encode(report: Report) -> bytes:
     found: list[_NotFinite] = []
-    checks = list(report.checks)
+    checks = _checks(report)
     for index, check in enumerate(checks):
         for name in ("relative_error", "tolerance", "input_effect"):
             value = getattr(check, name)
             if not math.isfinite(value):
                 found.append((index, name, "nan" if value != value else "inf" if value > 0 else "-inf"))
                 checks[index] = _with(checks[index], name, 0.0)
-    wire = _Wire(SCHEMA_VERSION, replace(report, checks=tuple(checks)) if found else report, tuple(found))
+    wire = _Wire(SCHEMA_VERSION, _with_checks(report, checks) if found else report, tuple(found))
     try:
         return msgspec.json.encode(wire)
     except (TypeError, ValueError, OverflowError) as error:
@@ -161,11 +162,22 @@ def _decode(data: bytes) -> Report:
         raise ReportFileError(f"the format is given as {version} and as {report.schema_version}")
     if not wire.not_finite:
         return report
-    checks = list(report.checks)
+    checks = _checks(report)
     for index, name, value in wire.not_finite:
         _require(0 <= index < len(checks), "not_finite", f"there is no check {index}")
         checks[index] = _with(checks[index], name, float(value))
-    return replace(report, checks=tuple(checks))
+    return _with_checks(report, checks)
+
+
+def _checks(report: Report) -> list[EqualityCheck]:
+    """All equality checks, numbered as ``not_finite`` does: the report's, then those of its candidates."""
+    return [*report.checks, *(one.check for one in report.candidates if one.check is not None)]
+
+
+def _with_checks(report: Report, checks: Sequence[EqualityCheck]) -> Report:
+    rest = iter(checks[len(report.checks) :])
+    candidates = (replace(one, check=next(rest)) if one.check is not None else one for one in report.candidates)
+    return replace(report, checks=tuple(checks[: len(report.checks)]), candidates=tuple(candidates))
 
 
 def _with(check: EqualityCheck, name: str, value: float) -> EqualityCheck:
@@ -197,9 +209,12 @@ def check_report(report: Report) -> Report:
     for k, plan in enumerate(report.schedules):
         _check_schedule(plan, size, f"schedules[{k}]")
     for k, taken in enumerate(report.measurements):
-        _amounts(taken.samples_ns, f"measurements[{k}].samples_ns")
-        _amounts((taken.median_ns, taken.warmup), f"measurements[{k}]")
-        _finite((taken.spread, taken.drift), f"measurements[{k}]")
+        _check_measurement(taken, f"measurements[{k}]")
+    for k, one in enumerate(report.candidates):
+        where = f"candidates[{k}]"
+        _amounts((one.streams, one.syncs, one.simulated_ns, one.nbytes, one.capture_s), where)
+        if one.measurement is not None:
+            _check_measurement(one.measurement, f"{where}.measurement")
     _amounts((step.seconds for step in report.preparation), "preparation")
     if report.overhead is not None:
         _check_overhead(report.overhead, size)
@@ -207,6 +222,8 @@ def check_report(report: Report) -> Report:
         _check_timeline(line, size, f"timelines[{k}]")
     memory = report.memory
     _amounts((memory.eager_peak, memory.compare_peak, *(held for _, held in memory.engines)), "memory")
+    for k, planned in enumerate(memory.planned):
+        _amounts((planned.arena, planned.unshared, planned.workspaces), f"memory.planned[{k}]")
     stamp = report.environment
     _finite((stamp.cores, stamp.threads, stamp.load, *stamp.sm_clock_mhz, stamp.other_processes or 0), "environment")
     return report
@@ -257,6 +274,9 @@ def _check_costs(report: Report, size: int) -> None:
     _require(len(costs.spread_ns) in (0, size), "costs.spread_ns", f"{len(costs.spread_ns)} spreads for {size} calls")
     _amounts(costs.ns, "costs.ns")
     _amounts(costs.spread_ns, "costs.spread_ns")
+    _require(len(costs.demand) in (0, size), "costs.demand", f"{len(costs.demand)} shares for {size} calls")
+    for share in costs.demand:
+        _require(0 <= share <= 1, "costs.demand", f"{share!r} is no share of a device")
     _indices((kernel.call for kernel in costs.kernels if kernel.call is not None), size, "costs.kernels")
     _amounts((kernel.duration_ns for kernel in costs.kernels), "costs.kernels")
     for k, kernel in enumerate(costs.kernels):
@@ -275,7 +295,14 @@ def _check_schedule(plan: Schedule, size: int, where: str) -> None:
     _pairs(plan.syncs, size, f"{where}.syncs")
     _pairs(plan.added_order, size, f"{where}.added_order")
     counts = plan.counts
-    _amounts((counts.full, counts.meg, counts.planned, counts.emitted or 0, plan.meg_edges, plan.matched), where)
+    _amounts((counts.full, counts.meg, counts.planned, plan.meg_edges, plan.matched), where)
+    _amounts((counts.emitted or 0, counts.forks or 0, counts.joins or 0, counts.inside or 0), where)
+
+
+def _check_measurement(taken: Measurement, where: str) -> None:
+    _amounts(taken.samples_ns, f"{where}.samples_ns")
+    _amounts((taken.median_ns, taken.warmup), where)
+    _finite((taken.spread, taken.drift), where)
 
 
 def _check_overhead(profile: OverheadProfile, size: int) -> None:

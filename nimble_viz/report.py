@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
     from rich.console import Console, ConsoleOptions, RenderableType
 
-__all__ = ["CallOverhead", "EqualityCheck", "HostSync", "Memory", "OverheadProfile", "PrepareStep", "Report"]
+    from nimble_core.plan import Plan
+
+__all__ = [
+    "CallOverhead",
+    "EngineMemory",
+    "EqualityCheck",
+    "HostSync",
+    "Memory",
+    "OverheadProfile",
+    "PrepareStep",
+    "Report",
+]
 
 SCHEMA_VERSION = 1
 
@@ -105,38 +117,6 @@ class OverheadProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class EqualityCheck:
-    """Outputs of a replay against eager, on fresh inputs.
-
-    Args:
-        name: which replay.
-        relative_error: worst over the outputs of ``‖out - eager‖ / ‖eager‖``, in float64.
-        tolerance: bound for this dtype.
-        input_effect: how far eager's own outputs move between two inputs, same measure: what makes the check
-            meaningful. Below ten times the tolerance the check is void and does not pass.
-        passed: error within tolerance, outputs finite, and the check not void.
-        reason: why it did not pass; empty otherwise.
-    """
-
-    name: str
-    relative_error: float
-    tolerance: float
-    input_effect: float
-    passed: bool
-    reason: str = ""
-
-    @property
-    def void(self) -> bool:
-        """Whether nothing could be shown either way: outputs that hardly move with the input, or are not finite."""
-        return self.reason.startswith("void")
-
-    @property
-    def differs(self) -> bool:
-        """Whether the replay's outputs are wrong."""
-        return not self.passed and not self.void
-
-
-@dataclass(frozen=True, slots=True)
 class PrepareStep:
     """One step of the preparation and its wall time."""
 
@@ -145,18 +125,42 @@ class PrepareStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Planned memory of one engine, bytes.
+
+    Args:
+        name: of its schedule.
+        arena: shared by all results of all calls, on all streams.
+        unshared: what these results would take if each kept its memory.
+        workspaces: what libraries need while a call runs, counted apart.
+    """
+
+    name: str
+    arena: int
+    unshared: int
+    workspaces: int
+
+    @property
+    def saved(self) -> int:
+        """What sharing saves."""
+        return self.unshared - self.arena
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Device memory; bytes, 0 where unknown.
 
     Args:
         eager_peak: peak of one eager run above the model's own tensors.
-        engines: ``(engine name, bytes held by its pool)``.
+        engines: ``(engine name, bytes it holds)``: arena, workspaces, input buffers, and what was not planned.
         compare_peak: peak of the whole ``compare`` run.
+        planned: of each engine whose memory was planned.
     """
 
     eager_peak: int = 0
     engines: tuple[tuple[str, int], ...] = ()
     compare_peak: int = 0
+    planned: tuple[EngineMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,7 @@ class Report:
         timelines: eager and replayed runs.
         memory: what the device held.
         chosen: name of the schedule the engine would use.
+        candidates: the plans that were tried before one was chosen.
         warnings: everything the reader should know before believing a figure.
         complete: False if the run was interrupted and this is what there was.
         schema_version: of the file format.
@@ -203,6 +208,7 @@ class Report:
     timelines: tuple[Timeline, ...] = ()
     memory: Memory = Memory()
     chosen: str = ""
+    candidates: tuple[Candidate, ...] = ()
     warnings: tuple[str, ...] = ()
     complete: bool = True
     schema_version: int = SCHEMA_VERSION
@@ -223,6 +229,22 @@ class Report:
         """How much faster ``name`` is than ``baseline``, None if either was not measured."""
         faster, base = self.measurement(name), self.measurement(baseline)
         return ratio(faster, base) if faster and base else None
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen schedule as a value to keep (``save``) and to prepare with again (``prepare(..., plan=...)``).
+
+        Raises:
+            InputError: no schedule was chosen.
+        """
+        from nimble_core.errors import InputError
+        from nimble_core.plan import make_plan
+
+        schedule = self.schedule(self.chosen)
+        if schedule is None:
+            raise InputError("no plan was chosen in this report", fix="take one that was not interrupted")
+        where = self.environment
+        return make_plan(self.program, self.graph, schedule, device_name=where.device_name, torch=where.torch)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write this report to ``path`` (by custom ``*.nimble``); ``nimble_viz.load`` reads it back.

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import CallOverhead, Report
+from nimble_viz.views.labels import plural
 from nimble_viz.views.overhead import PARTS, overhead
 from nimble_viz.views.summary import summary
-from nimble_viz.views.syncs import host_syncs
+from nimble_viz.views.syncs import ENDS, host_syncs
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "plain_text", "report_text"]
+__all__ = ["MAX_WIDTH", "MIN_WIDTH", "paste_lines", "plain_text", "report_text"]
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
 """Columns that the text is laid out for."""
@@ -28,6 +29,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 200
 _TOP = 10
 _PATH_ENDS = 3
 _NAMES = 46
+_FILE_NAME = 20
 _BAR_MIN, _BAR_MAX = 8, 24
 _FILLS = ("█", "▓", "▒", "░")
 _COLOURS = ("blue", "cyan", "yellow", "magenta")
@@ -79,6 +81,26 @@ def report_text(report: Report) -> RenderableType:
     return Group(*parts)
 
 
+def paste_lines(report: Report) -> str:
+    """Python lines that prepare with the chosen plan from a file; the first, a comment, says how to make the file.
+
+    Empty if no plan was chosen.
+    """
+    if report.schedule(report.chosen) is None:
+        return ""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", report.model)[:_FILE_NAME].strip("_") or "model"
+    return "\n".join(
+        [
+            f'# once: report.plan.save("{name}.plan.json")',
+            "from nimble_core import Nimble",
+            "from nimble_core.plan import load_plan",
+            "",
+            f'plan = load_plan("{name}.plan.json")',
+            "net = Nimble(model).prepare(*args, plan=plan, **kwargs)",
+        ]
+    )
+
+
 def _good(report: Report) -> bool:
     stable = all(taken.stable for taken in report.measurements)
     return report.complete and stable and bool(report.checks) and all(check.passed for check in report.checks)
@@ -89,8 +111,11 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
         yield f"Speed ({tables['context']})", _speed(tables["speed"])
     if tables["checks"]:
         yield "Equality with eager, on fresh inputs", [_checks(tables["checks"])]
+    if tables["candidates"]:
+        yield "Plans that were tried", _candidates(tables["candidates"])
     if tables["plans"]:
         yield "Streams and synchronisations", _plans(tables["plans"])
+        yield "Concurrency", _concurrency(tables)
     yield "Limits", _limits(report, tables)
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
@@ -101,10 +126,13 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
         title = f"Preparation ({tables['preparation_total']})"
         yield title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
     if tables["memory"]:
-        yield "Device memory", [_pairs(tables["memory"])]
+        yield "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
     yield "Environment", [_pairs(tables["environment"])]
     if tables["warnings"]:
         yield "Warnings", [_bullet(warning) for warning in tables["warnings"]]
+    lines = paste_lines(report)
+    if lines:
+        yield "This plan in production, without tuning", [_text(line) for line in lines.splitlines()]
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -145,6 +173,30 @@ def _checks(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
+    table = _table(
+        ("plan", ""), ("median", "r"), ("over one stream", "r"), ("simulated", "r"), ("memory", "r"), ("outcome", "")
+    )
+    for row in tried["rows"]:
+        name = f"{row['label']} *" if row["chosen"] else row["label"]
+        size = f"{plural(row['streams'], 'stream')}, {plural(row['syncs'], 'sync')}"
+        median = f"{row['median']}\n[{row['quartiles']}]" if row["median"] else "-"
+        if row["wrong"]:
+            outcome = _text("OUTPUTS DIFFER", "bold red")
+        else:
+            outcome = _text(f"{row['outcome']}\noutputs {row['outputs']}", "green" if row["chosen"] else "", lines=True)
+        table.add_row(
+            _text(f"{_clean(name)}\n{size}", "green" if row["chosen"] else "", lines=True),
+            _text(median if row["stable"] else f"{median}\nunstable", lines=True),
+            _text(row["single"]["text"] if row["single"] else "-"),
+            _text(row["simulated"] or "-"),
+            _text(row["memory"] or "-"),
+            outcome,
+        )
+    notes = ["* chosen; medians and quartiles of replays timed in turn while preparing, each against one stream"]
+    return [table, *(_bullet(group["text"]) for group in tried["folded"]), *(_text(note, "dim") for note in notes)]
+
+
 def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     table = _table(("plan", ""), ("streams", "r"), ("full", "r"), ("MEG", "r"), ("planned", "r"), ("emitted", "r"))
     for row in rows:
@@ -153,6 +205,13 @@ def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
         table.add_row(_text(row["label"]), *(_text(format_count(count)) for count in counts), _text(emitted))
     notes = [_text("waits between streams, counted on the full DAG, on its MEG, in the plan, in the graph", "dim")]
     for row in rows:
+        if row["promise"] and (row["streams"] > 1 or not row["promise"]["kept"]):
+            notes.append(
+                _text(f"{row['label']}: {row['promise']['text']}", "" if row["promise"]["kept"] else "bold red")
+            )
+        ends = _ends(row)
+        if ends:
+            notes.append(_text(f"{row['label']}, counted apart: {ends}", "dim"))
         if row["added_order"]:
             added = format_count(row["added_order"])
             notes.append(
@@ -161,6 +220,45 @@ def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
         if row["promises"] != "none":
             notes.append(_text(f"{row['label']} promises: {row['promises']}", "dim"))
     return [table, *notes]
+
+
+def _ends(row: dict[str, Any]) -> str:
+    counts = [(name.lower(), row[key]) for key, name, _ in ENDS if row[key] is not None]
+    return ", ".join(f"{name} {format_count(count)}" for name, count in counts)
+
+
+def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
+    """Width, what ran side by side, and how many streams are worth it."""
+    what = "calls" if tables["host"] else "kernels"
+    rows = [("Width of the DAG", tables["width"])]
+    for row in tables["plans"]:
+        seen = row["observed"]
+        found = f", {what} in flight: {seen['most']} at most, {seen['mean']} on average" if seen else ""
+        doubt = "" if seen is None or seen["reliable"] else " (unreliable)"
+        rows.append((row["label"], f"{plural(row['streams'], 'stream')} planned{found}{doubt}"))
+    note = "width: the most calls of which none must wait for another; no schedule has more calls in flight"
+    body: list[RenderableType] = [_pairs(rows), _text(note, "dim")]
+    asked = tables["what_if"]
+    if asked:
+        body += [_text(""), _text(f"How many streams are worth it? {asked['answer']}")]
+        table = _table(("streams", "r"), ("simulated", "r"), ("over one stream", "r"))
+        for row in asked["rows"]:
+            cells = (format_count(row["streams"]), row["text"], row["over"])
+            table.add_row(*(_text(cell, "green" if row["enough"] else "") for cell in cells))
+        body += [table, _text(asked["note"], "dim")]
+    return body
+
+
+def _memory(held: dict[str, Any]) -> list[RenderableType]:
+    body: list[RenderableType] = [_pairs(held["facts"])]
+    if held["engines"]:
+        table = _table(("engine", ""), ("arena", "r"), ("saved by reuse", "r"), ("workspaces", "r"), ("held", "r"))
+        for row in held["engines"]:
+            cells = [row[key] or "-" for key in ("arena", "saved", "workspaces", "held")]
+            table.add_row(_text(row["label"]), *(_text(cell) for cell in cells))
+        note = "arena: results of all calls, on all streams; held: arena, workspaces, input buffers and the rest"
+        body += [_text(""), table, _text(note, "dim")]
+    return body
 
 
 def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:

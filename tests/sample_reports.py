@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from nimble_core.costs import Costs, Kernel
+from nimble_core.candidates import Candidate
+from nimble_core.costs import Costs, Kernel, uniform_costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph
-from nimble_core.measurement import summarize
+from nimble_core.measurement import Measurement, summarize
 from nimble_core.program import Access, Call, Origin, Program, Storage, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_viz.report import (
     CallOverhead,
+    EngineMemory,
     EqualityCheck,
     HostSync,
     Memory,
@@ -26,7 +28,7 @@ from nimble_viz.report import (
     Report,
 )
 
-__all__ = ["CASES", "HOSTILE", "sample_report", "tangled_report"]
+__all__ = ["CASES", "HOSTILE", "RENDERED", "choice", "old_report", "plan_report", "sample_report", "tangled_report"]
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\u2028\"'<!--"
 """A name that tries everything to leave its place in a page."""
@@ -86,6 +88,7 @@ def sample_report(
         20,
         calls if on_gpu else 0,
         calls if on_gpu else 0,
+        tuple(0.02 + 0.3 * next(jitter) for _ in isolated) if on_gpu else (),
     )
     path, path_ns = _critical_path(calls, meg, isolated)
     known = frozenset(edges)
@@ -95,7 +98,7 @@ def sample_report(
         tuple(range(calls)),
         (),
         added_order=tuple((u, u + 1) for u in range(calls - 1) if (u, u + 1) not in known),
-        counts=SyncCounts(0, 0, 0, 0 if on_gpu else None),
+        counts=SyncCounts(0, 0, 0, *((0, min(1, calls), min(1, calls), calls // 7) if on_gpu else ())),
     )
     nimble = _nimble(calls, edges, meg, branch, on_gpu)
     eager_line, profile = _eager(program, isolated, device)
@@ -134,13 +137,73 @@ def sample_report(
         ),
         overhead=profile if overhead else None,
         timelines=lines if timelines else (),
-        memory=Memory(52_428_800, (("single", 96_468_992), ("nimble", 171_966_464)), 412_090_368)
-        if on_gpu
-        else Memory(),
+        memory=_memory() if on_gpu else Memory(),
         chosen="nimble" if width > 1 else "single",
+        candidates=choice(measurements, "nimble" if width > 1 else "single", max(nimble.streams, 1))
+        if complete
+        else (),
         warnings=() if complete else ("interrupted while measuring; what follows was measured before that",),
         complete=complete,
     )
+
+
+def old_report() -> Report:
+    """A report as earlier versions wrote it: no candidates, no planned memory, of the graph only the emitted waits."""
+    report = sample_report(60)
+    return replace(
+        report,
+        costs=replace(report.costs, demand=()),
+        schedules=tuple(
+            replace(plan, counts=replace(plan.counts, forks=None, joins=None, inside=None)) for plan in report.schedules
+        ),
+        memory=replace(report.memory, planned=()),
+        candidates=(),
+    )
+
+
+def plan_report() -> Report:
+    """A report of which nothing was run: a plan."""
+    report = sample_report(60, overhead=False, timelines=False)
+    return replace(
+        report,
+        costs=uniform_costs(60),
+        critical_path_ns=0.0,
+        schedules=tuple(replace(plan, counts=replace(plan.counts, emitted=None)) for plan in old_report().schedules),
+        measurements=(),
+        checks=(),
+        candidates=(),
+        memory=Memory(),
+    )
+
+
+def choice(measurements: tuple[Measurement, ...], chosen: str, streams: int, *, more: int = 0) -> tuple[Candidate, ...]:
+    """What was tried: both replays, one that is wrong, two that were not captured, and ``more`` capped plans."""
+    times = {taken.name: taken for taken in measurements}
+    quick = replace(times["nimble"], name="opara", median_ns=0.6 * times["nimble"].median_ns)
+    right = EqualityCheck("right", 3.1e-4, 1e-2, 0.71, True)
+    wrong = EqualityCheck("opara", 0.4, 1e-2, 0.71, False, "differs from eager: relative error 4.0e-01")
+    slower = "not captured: simulated slower"
+    rest = [
+        Candidate(f"{policy}, {cap} streams", cap, 3 * cap, 1e6 + 1e4 * cap, note=slower)
+        for cap in range(2, 2 + more)
+        for policy in ("contention", "critical_path")
+    ]
+    return (
+        Candidate("single", 1, 0, 0.0, times["single"], right, 96_468_992, 0.021, chosen == "single"),
+        Candidate("opara", streams, 61, 0.55 * quick.median_ns, quick, wrong, 181_403_648, 0.04, note=wrong.reason),
+        Candidate("critical_path", streams, 44, 1.2e6, note=slower),
+        Candidate("torchsched", streams, 71, 1.4e6, note="not captured: the budget was spent"),
+        Candidate("nimble", streams, 44, 9.1e5, times["nimble"], right, 171_966_464, 0.034, chosen == "nimble"),
+        *rest,
+    )
+
+
+def _memory() -> Memory:
+    planned = (
+        EngineMemory("single", 41_943_040, 167_772_160, 33_554_432),
+        EngineMemory("nimble", 48_234_496, 167_772_160, 67_108_864),
+    )
+    return Memory(52_428_800, (("single", 96_468_992), ("nimble", 171_966_464)), 412_090_368, planned)
 
 
 def tangled_report(seed: int, calls: int = 60) -> Report:
@@ -196,12 +259,22 @@ CASES: dict[str, Callable[[], Report]] = {
     "nothing profiled": lambda: sample_report(60, overhead=False, timelines=False),
     "hostile": lambda: sample_report(20, model=HOSTILE, hostile=HOSTILE),
     "thousand": lambda: sample_report(1_000),
+    "old file": old_report,
+    "many candidates": lambda: _full_search(),
     "ten thousand": lambda: sample_report(10_000, width=8),
 }
+"""Every edge case of a report of something that ran, by name."""
+
+RENDERED: dict[str, Callable[[], Report]] = {**CASES, "plan": plan_report}
 """Every edge case that a renderer has to show, by name."""
 
 
 _Edges = tuple[tuple[int, int], ...]
+
+
+def _full_search() -> Report:
+    report = sample_report(60)
+    return replace(report, candidates=choice(report.measurements, "nimble", 4, more=6))
 
 
 def _lcg(seed: int) -> Iterator[float]:
@@ -294,7 +367,9 @@ def _nimble(size: int, edges: _Edges, meg: _Edges, branch: tuple[int, ...], on_g
         minimum_syncs=True,
         meg_edges=len(meg),
         matched=len(meg) - len(syncs),
-        counts=SyncCounts(full, len(syncs), len(syncs), len(syncs) if on_gpu else None),
+        counts=SyncCounts(
+            full, len(syncs), len(syncs), *((len(syncs), min(1, size), min(1, size), size // 7) if on_gpu else ())
+        ),
     )
 
 

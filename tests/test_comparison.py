@@ -19,6 +19,7 @@ from nimble_viz.progress import Progress
 from nimble_viz.report import Report
 
 FAST = Options(budget_s=0.05)
+NIMBLE = Options(policy="nimble", budget_s=0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,8 @@ def _seed() -> None:
 
 
 def on_fake(model: Any, *args: Any, device: FakeDevice | None = None, **more: Any) -> Report:
-    return compare(model, *args, device=device or FakeDevice(), progress=Progress(), options=FAST, **more)
+    more = {"options": FAST, **more}
+    return compare(model, *args, device=device or FakeDevice(), progress=Progress(), **more)
 
 
 class Spy(Progress):
@@ -116,7 +118,7 @@ VOID: set[str] = set()
 def test_exact_times_on_a_fake_device() -> None:
     device = FakeDevice(1000.0, overhead_ns_per_call=500.0)
     model, x = Wide(branches=4), torch.randn(2, 16)
-    report = on_fake(device.eager(model), x, device=device)
+    report = on_fake(device.eager(model), x, device=device, options=NIMBLE)
     calls = len(report.program.calls)
     assert calls == 10  # four linears, four ReLUs, stack, sum
     assert set(report.measurement("eager").samples_ns) == {calls * 1500.0}
@@ -135,8 +137,11 @@ def test_exact_times_on_a_fake_device() -> None:
 
 def test_a_narrow_model_needs_one_stream() -> None:
     report = on_fake(Deep(), torch.randn(2, 8))
-    assert report.schedule("nimble").streams == 1
-    assert report.schedule("nimble").counts.planned == 0
+    assert [plan.policy for plan in report.schedules] == ["single"]
+    assert report.chosen == "single"
+    named = on_fake(Deep(), torch.randn(2, 8), options=NIMBLE)
+    assert named.schedule("nimble").streams == 1
+    assert named.schedule("nimble").counts.planned == 0
 
 
 def test_a_policy_of_the_users_own() -> None:
@@ -210,8 +215,8 @@ def test_outputs_that_are_not_numbers() -> None:
 
 def test_a_replay_that_is_wrong_is_found() -> None:
     class Wrong(FakeDevice):
-        def capture(self, recording: Any, schedule: Any, inputs: Any) -> Any:
-            made = super().capture(recording, schedule, inputs)
+        def capture(self, *args: Any) -> Any:
+            made = super().capture(*args)
             run = made.run
             made.run = lambda inputs, static=False: [out + 1 for out in run(inputs)]  # type: ignore[method-assign]
             return made
@@ -261,7 +266,7 @@ def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
 
 def test_an_interruption_of_the_timing_keeps_the_rounds() -> None:
     spy = Spy("measure", round_=3)
-    report = compare(Wide(), torch.randn(2, 16), options=FAST, progress=spy, device=FakeDevice())
+    report = compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=FakeDevice())
     assert not report.complete
     assert {len(taken.samples_ns) for taken in report.measurements} == {3}
     assert "check equality" not in spy.names
@@ -272,15 +277,15 @@ def test_an_error_passes_through_and_frees_the_engines(at: str) -> None:
     closed: list[str] = []
 
     class Watched(FakeDevice):
-        def capture(self, recording: Any, schedule: Any, inputs: Any) -> Any:
-            made = super().capture(recording, schedule, inputs)
+        def capture(self, *args: Any) -> Any:
+            made = super().capture(*args)
             real = made.close
-            made.close = lambda: (closed.append(schedule.policy), real())  # type: ignore[method-assign]
+            made.close = lambda: (closed.append(made.schedule.policy), real())  # type: ignore[method-assign]
             return made
 
     spy = Spy(at, RuntimeError("boom"))
     with pytest.raises(RuntimeError, match="boom"):
-        compare(Wide(), torch.randn(2, 16), options=FAST, progress=spy, device=Watched())
+        compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=Watched())
     assert spy.finished
     expected = {0: [], 1: [], 4: [], 5: ["single"]}.get(STEPS.index(at), ["nimble", "single"])
     assert sorted(set(closed)) == expected

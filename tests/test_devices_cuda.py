@@ -17,8 +17,8 @@ from nimble_core.pipeline import (
     check_inputs,
     device_for,
     observe,
-    plan,
     record_static,
+    schedule_by,
 )
 
 pytestmark = pytest.mark.gpu
@@ -53,9 +53,9 @@ def plans(model: Any, *args: Any, max_streams: int | None = None, **kwargs: Any)
     device = device_for(signature.device)
     device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
-    single = capture(device, recorded, plan(recorded, "single", None, 1))
-    costs = observe(device, recorded, single.executable).costs
-    multi = capture(device, recorded, plan(recorded, "nimble", costs, max_streams))
+    single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
+    costs = observe(device, recorded, single).costs
+    multi = capture(device, recorded, schedule_by(recorded, "nimble", costs, max_streams))
     return device, recorded, single, multi, costs
 
 
@@ -65,24 +65,24 @@ def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(wide: Wide) -> None:
     for _ in range(5):
         x = inputs()
         expected = wide(x)
-        assert torch.equal(single.executable.run([x])[0], expected)
-        assert torch.equal(multi.executable.run([x])[0], expected)
+        assert torch.equal(single.run([x])[0], expected)
+        assert torch.equal(multi.run([x])[0], expected)
 
 
 def test_the_graph_holds_exactly_the_planned_syncs(wide: Wide) -> None:
     _, recorded, single, multi, _ = plans(wide, inputs())
-    counts = multi.executable.counts
+    counts = multi.counts
     assert multi.schedule.streams == 6
     assert counts.emitted == counts.planned == multi.schedule.meg_edges - multi.schedule.matched > 0
-    assert single.executable.counts.emitted == 0
-    assert crossing(multi.executable) == set(multi.schedule.syncs)
-    assert None not in multi.executable.owner
-    assert set(multi.executable.owner) == set(range(len(recorded.recording.program.calls)))
+    assert single.counts.emitted == 0
+    assert crossing(multi) == set(multi.schedule.syncs)
+    assert None not in multi.raw.owner
+    assert set(multi.raw.owner) == set(range(len(recorded.recording.program.calls)))
 
 
 def crossing(executable: Any) -> set[tuple[int, int]]:
     """Pairs of calls on different streams that an edge of the captured graph joins."""
-    owner, stream = executable.owner, executable.schedule.stream
+    owner, stream = executable.raw.owner, executable.schedule.stream
     pairs = {(owner[tail], owner[head]) for tail, head in executable.raw.edges}
     return {(u, v) for u, v in pairs if stream[u] != stream[v]}
 
@@ -96,15 +96,15 @@ def test_capped_and_prioritised_plans_are_captured_as_planned(wide: Wide, cap: i
     x = inputs()
     for one in (multi, prioritised):
         assert one.schedule.streams == cap
-        assert crossing(one.executable) == set(one.schedule.syncs)
-        assert torch.equal(one.executable.run([x])[0], wide(x))
+        assert crossing(one) == set(one.schedule.syncs)
+        assert torch.equal(one.run([x])[0], wide(x))
 
 
 def test_more_than_32_streams_stay_distinct() -> None:
     model = Wide(branches=40).cuda().eval()
     _, _, _, multi, _ = plans(model, inputs())
     assert multi.schedule.streams == 40
-    assert multi.executable.counts.emitted == multi.executable.counts.planned
+    assert multi.counts.emitted == multi.counts.planned
 
 
 def test_every_kernel_is_seen_and_belongs_to_a_call(wide: Wide) -> None:
@@ -113,7 +113,7 @@ def test_every_kernel_is_seen_and_belongs_to_a_call(wide: Wide) -> None:
         pytest.skip("needs cupti-python")
     assert costs.reliable
     assert all(ns > 0 for ns in costs.ns)
-    seen = device.observe(multi.executable, recorded.recording, 5)
+    seen = device.observe(multi, recorded.recording, 5)
     assert seen.timeline.reliable
     assert {span.call for span in seen.timeline.spans} == set(range(len(costs.ns)))
     assert all(span.lane == multi.schedule.stream[span.call] for span in seen.timeline.spans)
@@ -349,7 +349,7 @@ def test_hugging_face_model() -> None:
 def test_compare_reports_everything(wide: Wide) -> None:
     import nimble_viz
 
-    report = nimble_viz.compare(wide, inputs(), options=Options(budget_s=0.5))
+    report = nimble_viz.compare(wide, inputs(), options=Options(policy="nimble", budget_s=0.5))
     assert report.complete
     assert report.environment.device == "cuda"
     assert {one.name for one in report.measurements} == {"eager", "single", "nimble"}

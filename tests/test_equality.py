@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_viz.equality import TOLERANCE, check_equality, relative_error, tolerance_for
+from nimble_core.equality import TOLERANCE, check_equality, relative_error, tolerance_for
 
 A, B = torch.linspace(1, 2, 5), torch.linspace(-3, 1, 5)
 

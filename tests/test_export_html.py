@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
-from sample_reports import CASES, HOSTILE, sample_report
+from sample_reports import CASES, HOSTILE, RENDERED, sample_report
 
 from nimble_viz.export.html import embed_json, fragment, page, plain_summary
 from nimble_viz.views import verdict
@@ -29,9 +29,9 @@ def _data(text: str):
     return json.loads(re.search(r'<script type="application/json" id="nimble-data">(.*?)</script>', text, re.S)[1])
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(RENDERED))
 def test_page_is_self_contained(name):
-    report = CASES[name]()
+    report = RENDERED[name]()
     text = page(report)
     tags = _Tags(text).tags
     assert [tag for tag, _ in tags].count("script") == 3
@@ -84,4 +84,7 @@ def test_plain_summary_shows_the_four_counts():
     assert verdict(sample_report(60)) in text
     for word in ("full ", "MEG ", "planned ", "emitted ", "Critical path"):
         assert word in text
+    assert "tried opara: " in text
+    assert "outputs differ from eager's" in text
+    assert "streams are worth it" in text
     assert "emitted not read" in plain_summary(sample_report(60, device="cpu"))

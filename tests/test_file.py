@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sample_reports import CASES, sample_report
+from sample_reports import RENDERED, old_report, sample_report
 
+from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
 from nimble_core.errors import ReportFileError
 from nimble_core.measurement import summarize
@@ -23,7 +24,7 @@ from nimble_core.timeline import Lane, Span, Timeline
 from nimble_viz import load
 from nimble_viz.export.html import embed_json, plain_summary
 from nimble_viz.file import MAX_NUMBER, check_report, save
-from nimble_viz.report import EqualityCheck, Memory, PrepareStep, Report
+from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PrepareStep, Report
 from nimble_viz.text import plain_text
 from nimble_viz.views.payload import view_data
 
@@ -61,7 +62,17 @@ def reports(draw: st.DrawFn) -> Report:
         ),
         preparation=(PrepareStep(draw(words), draw(st.floats(0, 1e6))),),
         timelines=(*report.timelines, Timeline("drawn", "simulated", "none", (Lane("0", "stream"),), spans)),
-        memory=Memory(draw(st.integers(0, 1 << 50)), ((draw(words), draw(st.integers(0, 1 << 50))),)),
+        memory=Memory(
+            draw(st.integers(0, 1 << 50)),
+            ((draw(words), draw(st.integers(0, 1 << 50))),),
+            planned=(EngineMemory(draw(words), *draw(st.tuples(*[st.integers(0, 1 << 50)] * 3))),),
+        ),
+        candidates=(
+            Candidate(
+                draw(words), draw(st.integers(0, 99)), 3, draw(amounts), report.measurements[0], note=draw(words)
+            ),
+            Candidate("single", 1, 0, chosen=draw(st.booleans())),
+        ),
         warnings=tuple(draw(st.lists(words, max_size=2))),
     )
 
@@ -74,9 +85,9 @@ def test_round_trip(tmp_path: Path, report: Report) -> None:
     assert load(path) == report
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RENDERED)
 def test_round_trip_of_every_case(tmp_path: Path, case: str) -> None:
-    report = CASES[case]()
+    report = RENDERED[case]()
     assert load(report.save(tmp_path / "report.nimble")) == report
 
 
@@ -94,6 +105,33 @@ def test_outputs_that_are_not_finite_are_kept(tmp_path: Path, value: float) -> N
     check = EqualityCheck("nimble", value, 1e-3, 0.5, False, "outputs are not finite")
     loaded = load(replace(sample_report(3), checks=(check,)).save(tmp_path / "r.nimble"))
     assert repr(loaded.checks) == repr((check,))
+
+
+def test_candidates_keep_outputs_that_are_not_finite(tmp_path: Path) -> None:
+    report = sample_report(6)
+    checks = [EqualityCheck(name, 0.0, 1e-3, math.inf, False, "void") for name in ("a", "b")]
+    broken = replace(checks[1], relative_error=math.nan)
+    tried = (Candidate("single", 1, 0), Candidate("a", 2, 1, check=checks[0]), Candidate("b", 2, 1, check=broken))
+    loaded = load(replace(report, checks=(checks[0],), candidates=tried).save(tmp_path / "r.nimble"))
+    assert repr((loaded.checks, loaded.candidates)) == repr(((checks[0],), tried))
+
+
+def test_files_from_before_candidates_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, old_report())
+    del tree["report"]["candidates"], tree["report"]["memory"]["planned"], tree["report"]["costs"]["demand"]
+    for plan in tree["report"]["schedules"]:
+        for name in ("forks", "joins", "inside"):
+            del plan["counts"][name]
+    assert load(_file(tmp_path, _pack(tree))) == old_report()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "examples" / "recordings").glob("*.nimble")), ids=str
+)
+def test_recordings_of_earlier_versions_can_be_shown(path: Path) -> None:
+    report = load(path)
+    assert "Streams and synchronisations" in plain_text(report, 80)
+    embed_json(view_data(report))
 
 
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
@@ -277,6 +315,11 @@ _DAMAGE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "overhead.calls": (("overhead", "calls", 0, "call"), 12),
     "timelines[0].spans[1]": (("timelines", 0, "spans", 1, "lane"), 9),
     "timelines[0].spans[0]": (("timelines", 0, "spans", 0, "end_ns"), -1.0),
+    "costs.demand": (("costs", "demand", 3), 1.5),
+    "schedules[1]": (("schedules", 1, "counts", "forks"), -1),
+    "candidates[2]": (("candidates", 2, "simulated_ns"), -1.0),
+    "candidates[0].measurement.samples_ns": (("candidates", 0, "measurement", "samples_ns", 0), 1e30),
+    "memory.planned[1]": (("memory", "planned", 1, "arena"), -1),
     "memory": (("memory", "eager_peak"), -1),
     "$.report.model": (("model",), 3),
     "$.report.graph.edges[0]": (("graph", "edges", 0), [0]),

@@ -90,6 +90,28 @@ def test_candidates_take_turns() -> None:
     assert rounds == [(done, 6) for done in range(1, 7)]
 
 
+def test_a_rehearsal_is_not_timed() -> None:
+    clock = Clock()
+    names: list[str] = []
+
+    def run(name: str, ns: float) -> None:
+        # Costs 100 more right after another candidate.
+        clock.work(name, ns + 100 * (names[-1:] != [name]))
+        names.append(name)
+
+    taken = interleave(
+        {"a": lambda: run("a", 10), "b": lambda: run("b", 30)},
+        clock_ns=clock,
+        synchronize=lambda: clock.work("s", 1),
+        warmup=1,
+        rounds=6,
+        rehearse=True,
+    )
+    assert "".join(clock.log) == "abs" + "asasbsbs" * 6
+    assert taken["a"].samples_ns == (11.0,) * 6
+    assert taken["b"].samples_ns == (31.0,) * 6
+
+
 @pytest.mark.parametrize(("budget_ns", "rounds"), [(0, 5), (100, 5), (1_000, 10), (10_000, 50)])
 def test_a_budget_ends_the_rounds_after_five(budget_ns: int, rounds: int) -> None:
     clock = Clock()

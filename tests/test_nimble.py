@@ -15,6 +15,8 @@ from torch import nn
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NimbleWarning, NotStaticError
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
+from nimble_core.plan import Plan
+from nimble_core.policies import POLICIES
 from nimble_core.signature import Signature
 from nimble_core.static import other_values
 from nimble_core.structure import builder, flatten
@@ -58,8 +60,11 @@ def test_the_measured_choice_equals_eager() -> None:
     model, x = Wide(), torch.randn(2, 16)
     net = Nimble(model).prepare(x)
     (engine,) = net.engines
-    assert engine.schedule.policy in ("single", "nimble")
-    assert set(engine.seconds) >= {"warm-up", "record", "record again", "hazards", "capture", "schedule", "choose"}
+    assert engine.schedule.policy in ("single", *POLICIES)
+    steps = {"warm-up", "record", "record again", "hazards", "capture single", "schedule", "check equality", "choose"}
+    assert set(engine.seconds) >= steps
+    assert [one.name for one in engine.candidates if one.chosen] == [engine.schedule.policy]
+    assert "single" in {one.name for one in engine.candidates}
     close(net(x + 1), model(x + 1))
     assert "prepared: args[0]" in repr(net)
     net.close()
@@ -383,8 +388,8 @@ def test_closing() -> None:
     with pytest.raises(InputError, match="nothing is prepared"):
         net(x)
     with pytest.raises(DeviceError, match="closed"):
-        engine.plan.executable.run([x])
-    engine.plan.executable.close()
+        engine.executable.run([x])
+    engine.executable.close()
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -611,3 +616,32 @@ def test_preparing_from_several_threads_puts_the_capture_query_back() -> None:
     for thread in threads:
         thread.join()
     assert torch.cuda.is_current_stream_capturing is real
+
+
+def test_a_plan_is_followed_without_tuning() -> None:
+    model, x = Wide(), torch.randn(2, 16)
+    first = Nimble(model, Options(policy="nimble")).prepare(x)
+    plan = first.engines[0].plan
+    assert plan is not None
+    again = Nimble(model).prepare(x, plan=Plan.from_json(plan.to_json()))
+    (engine,) = again.engines
+    assert engine.schedule == first.engines[0].schedule
+    assert engine.plan == plan
+    assert not engine.candidates
+    assert set(engine.seconds) == {"warm-up", "record", "record again", "hazards", "capture"}
+    close(again(x + 1), model(x + 1))
+    for net in (first, again):
+        net.close()
+
+
+def test_a_plan_for_something_else_is_refused() -> None:
+    x = torch.randn(2, 16)
+    net = Nimble(Wide(), Options(policy="nimble")).prepare(x)
+    plan = net.engines[0].plan
+    with pytest.raises(InputError, match="plan"):
+        Nimble(Wide(branches=5)).prepare(x, plan=plan)
+    with pytest.raises(InputError, match="plan"):
+        Nimble(Wide()).prepare(torch.randn(3, 16), plan=plan)
+    with pytest.raises(InputError, match="plan is a str"):
+        Nimble(Wide()).prepare(x, plan="plan.json")  # type: ignore[arg-type]
+    net.close()

@@ -10,17 +10,14 @@ from models import Norms, Wide, make
 
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
-from nimble_core.options import Options
 from nimble_core.pipeline import (
-    Plan,
     Stopwatch,
     capture,
     check_inputs,
-    choose,
     device_for,
     observe,
-    plan,
     record_static,
+    schedule_by,
     state_kept,
 )
 
@@ -96,13 +93,13 @@ def test_replays_leave_state_inputs_and_random_numbers() -> None:
     model, device = Norms().train(), FakeDevice()
     x = torch.randn(2, 3, 4, 4)
     found = recorded(model, x, device=device)
-    one = capture(device, found, plan(found, "single", None, 1))
+    one = capture(device, found, schedule_by(found, "single", None, 1))
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
 
     def run() -> None:
         with state_kept(found):
-            one.executable.run([x])
+            one.run([x])
             torch.rand(3)
             assert not torch.equal(model.norm.running_mean, kept["norm.running_mean"])
             raise KeyError
@@ -115,7 +112,7 @@ def test_replays_leave_state_inputs_and_random_numbers() -> None:
     found = recorded(model, *args, device=device)
     before = [arg.clone() for arg in args]
     with state_kept(found):
-        capture(device, found, plan(found, "single", None, 1)).executable.run(list(args))
+        capture(device, found, schedule_by(found, "single", None, 1)).run(list(args))
         assert not torch.equal(args[0], before[0])
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
 
@@ -123,7 +120,7 @@ def test_replays_leave_state_inputs_and_random_numbers() -> None:
 def test_a_schedule_that_races_is_not_captured() -> None:
     device = FakeDevice()
     found = recorded(Wide(), torch.randn(2, 16), device=device)
-    good = plan(found, "nimble", None, None)
+    good = schedule_by(found, "nimble", None, None)
     assert good.syncs
     with pytest.raises(ScheduleError):
         capture(device, found, replace(good, syncs=good.syncs[1:]))
@@ -133,8 +130,11 @@ def test_a_limit_on_memory_closes_the_engine() -> None:
     closed: list[int] = []
 
     class Watched(FakeDevice):
-        def capture(self, recording: Any, schedule: Any, inputs: Any) -> Any:
-            made = super().capture(recording, schedule, inputs)
+        def lay_out(self, recording: Any, schedule: Any) -> None:
+            return None
+
+        def capture(self, *args: Any) -> Any:
+            made = super().capture(*args)
             made.nbytes = 2048
             made.close = lambda: closed.append(1)  # type: ignore[method-assign]
             return made
@@ -142,15 +142,15 @@ def test_a_limit_on_memory_closes_the_engine() -> None:
     device = Watched()
     found = recorded(Wide(), torch.randn(2, 16), device=device)
     with pytest.raises(DeviceError, match=r"2.00 KiB, more than memory_limit=1.00 KiB"):
-        capture(device, found, plan(found, "single", None, 1), memory_limit=1024)
+        capture(device, found, schedule_by(found, "single", None, 1), memory_limit=1024)
     assert closed == [1]
-    capture(device, found, plan(found, "single", None, 1), memory_limit=2048)
+    capture(device, found, schedule_by(found, "single", None, 1), memory_limit=2048)
 
 
 def test_costs_are_what_the_device_saw() -> None:
     device = FakeDevice(lambda call: 10.0 * (call.index + 1))
     found = recorded(Wide(2), torch.randn(2, 16), device=device)
-    seen = observe(device, found, capture(device, found, plan(found, "single", None, 1)).executable)
+    seen = observe(device, found, capture(device, found, schedule_by(found, "single", None, 1)))
     assert seen.costs.ns == tuple(10.0 * (index + 1) for index in range(found.graph.size))
 
 
@@ -179,42 +179,10 @@ def test_else_the_branch_that_the_model_keeps_for_captures() -> None:
     assert "test_pipeline.py" in note
 
 
-@pytest.mark.parametrize(("cost", "sync", "chosen"), [(1000.0, 0.0, "nimble"), (10.0, 10_000.0, "single")])
-def test_the_faster_plan_is_chosen(cost: float, sync: float, chosen: str) -> None:
-    device = FakeDevice(cost, sync_cost_ns=sync)
-    found = recorded(Wide(), torch.randn(2, 16), device=device)
-    plans = [
-        capture(device, found, plan(found, policy, None, cap)) for policy, cap in (("single", 1), ("nimble", None))
-    ]
-    best, taken = choose(device, plans, Options(tune="fast"))
-    assert best.schedule.policy == chosen
-    assert set(taken) == {"single", "nimble"}
-    assert choose(device, plans, Options(tune="off")) == (plans[-1], {})
-    assert choose(device, plans[:1], Options()) == (plans[0], {})
-
-
-def test_a_tie_goes_to_fewer_streams() -> None:
-    device = FakeDevice()
-
-    class Same:
-        def __init__(self, policy: str, streams: int) -> None:
-            self.schedule = replace(plan(FOUND, "single", None, 1), policy=policy)
-            self.streams = streams
-
-        def replay(self) -> None:
-            device.advance(1000.0)
-
-    many = replace(plan(FOUND, "nimble", None, None), policy="many")
-    one = replace(plan(FOUND, "single", None, 1), policy="one")
-    plans = [Plan(many, Same("many", 4)), Plan(one, Same("one", 1))]  # type: ignore[arg-type]
-    best, _ = choose(device, plans, Options())
-    assert best.schedule.policy == "one"
-
-
 FOUND = recorded(Wide(), torch.randn(2, 16))
 
 
 def test_unknown_policies_name_the_choices() -> None:
     with pytest.raises(InputError, match="nonsense") as caught:
-        plan(FOUND, "nonsense", None, None)
+        schedule_by(FOUND, "nonsense", None, None)
     assert "single" in caught.value.fix

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from sample_reports import CASES, sample_report
+from sample_reports import RENDERED, old_report, plan_report, sample_report
 
 from nimble_core.costs import uniform_costs
 from nimble_core.program import Origin
@@ -27,9 +27,9 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RENDERED)
 def test_fits_its_width_without_control_codes(case: str, width: int) -> None:
-    text = plain_text(CASES[case](), width)
+    text = plain_text(RENDERED[case](), width)
     assert max(cell_len(line) for line in text.splitlines()) <= width
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
     assert not [line for line in text.splitlines() if line != line.rstrip()]
@@ -40,9 +40,9 @@ def test_width_is_bounded(asked: int, given: int) -> None:
     assert plain_text(sample_report(), asked) == plain_text(sample_report(), given)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RENDERED)
 def test_the_verdict_comes_first(case: str) -> None:
-    report = replace(CASES[case](), model="Net")
+    report = replace(RENDERED[case](), model="Net")
     assert words(plain_text(report, 200)).startswith(f"nimble_viz: Net {words(verdict(report))}"[:100])
 
 
@@ -51,7 +51,9 @@ def test_all_sections_of_a_full_report() -> None:
     for title in (
         "Speed (float16, batch 1, NVIDIA H200)",
         "Equality with eager",
+        "Plans that were tried",
         "Streams and synchronisations",
+        "Concurrency",
         "Limits",
         "Framework overhead of the eager run",
         "Host synchronisations",
@@ -75,6 +77,47 @@ def test_the_four_counts_stand_side_by_side() -> None:
     text = plain_text(replace(report, schedules=(report.schedules[0], plan)), 80)
     assert re.search(r"full +MEG +planned +emitted", text)
     assert re.search(r"nimble replay +\d+ +1,111 +222 +33 +4\n", text)
+
+
+def test_whether_emitted_keeps_the_promise_is_said_and_ends_are_counted_apart() -> None:
+    report = sample_report()
+    plan = replace(report.schedules[1], meg_edges=90, matched=57, counts=SyncCounts(40, 35, 33, 33, 4, 2, 11))
+    text = words(plain_text(replace(report, schedules=(report.schedules[0], plan)), 100))
+    assert "nimble replay: emitted as promised: |E'| - |M| = 90 - 57 = 33" in text
+    assert "nimble replay, counted apart: fork 4, join 2, inside calls 11" in text
+    broken = replace(plan, counts=SyncCounts(40, 35, 33, 35))
+    text = words(plain_text(replace(report, schedules=(report.schedules[0], broken)), 100))
+    assert "emitted 35, 2 waits more than promised" in text
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_candidate_with_wrong_outputs_is_marked(width: int) -> None:
+    text = plain_text(sample_report(), width).split("Plans that were tried")[1].split("Streams and")[0]
+    assert re.findall(r"^  (nimble \*|opara|one)", text, re.M) == ["nimble *", "opara", "one"]
+    assert len(re.findall("DIFFER", text)) == 1
+    assert "Plans that were tried" not in plain_text(old_report(), width)
+
+
+def test_concurrency_and_what_streams_are_worth() -> None:
+    text = words(plain_text(sample_report(), 120))
+    assert "Width of the DAG 4" in text
+    assert "nimble replay 4 streams planned, kernels in flight: 4 at most, 2.00 on average" in text
+    assert "How many streams are worth it? 4 streams are worth it" in text
+    assert "simulated, not measured" in text
+    assert "worth it?" not in plain_text(sample_report(device="cpu"), 120)
+
+
+def test_memory_shows_the_arena_and_what_reuse_saved() -> None:
+    text = plain_text(sample_report(), 100)
+    assert re.search(r"nimble replay +46\.0 MiB +114 MiB \(71\.2%\) +64\.0 MiB +164 MiB\n", text)
+
+
+def test_a_plan_claims_nothing_that_would_need_a_run() -> None:
+    text = plain_text(plan_report(), 100)
+    for title in ("Speed", "Equality with", "Plans that were tried", "Device memory"):
+        assert f"\n{title}" not in text
+    assert "in flight:" not in text
+    assert "worth it?" not in text
 
 
 def test_ratios_carry_quartiles_and_doubt() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sample_reports import CASES, sample_report, tangled_report
+from sample_reports import CASES, RENDERED, old_report, plan_report, sample_report, tangled_report
 
 from nimble_viz.export.html import fragment, page
 
@@ -70,9 +70,9 @@ def opened(browser, tmp_path: Path):
         context.close()
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(RENDERED))
 def test_every_case_shows_every_tab_without_a_word_on_the_console_or_the_network(opened, name):
-    shown = opened(page(CASES[name]()))
+    shown = opened(page(RENDERED[name]()))
     for tab in _TABS:
         shown.page.click(f"#nv-tab-{tab}")
         assert shown.page.get_attribute(f"#nv-tab-{tab}", "aria-selected") == "true"
@@ -82,6 +82,41 @@ def test_every_case_shows_every_tab_without_a_word_on_the_console_or_the_network
     assert shown.troubles == []
     assert [url for url in shown.requests if not url.startswith(("file:", "data:"))] == []
     assert shown.page.evaluate("window.hacked") is None
+
+
+def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
+    shown = opened(page(CASES["many candidates"]()))
+    text = shown.page.inner_text("#nv-pane-summary")
+    for part in (
+        "Plans that were tried",
+        "13 plans more, not captured",
+        "emitted as promised: |E'| - |M| =",
+        "Width of the DAG: 4",
+    ):
+        assert part in text
+    assert "outputs differ" in shown.page.inner_text("#nv-pane-summary tr.nv-wrong")
+    assert shown.page.locator("#nv-pane-summary tr.nv-wrong").count() == 1
+    assert "4 streams are worth it" in text
+    assert "Saved by reuse" in text
+    shown.page.click("text=13 plans more")
+    assert shown.page.is_visible("text=contention, 7 streams")
+    shown.page.click("#nv-tab-syncs")
+    assert "Inside calls" in shown.page.inner_text("#nv-pane-syncs")
+
+
+def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
+    for report, missing in (
+        (plan_report(), ("Same outputs", "Memory", "Kernels in flight", "Fork", "worth it", "not read")),
+        (old_report(), ("Plans that were tried", "Fork", "Saved by reuse")),
+    ):
+        shown = opened(page(report))
+        text = shown.page.inner_text("#nv-pane-summary")
+        assert [word for word in missing if word in text] == []
+        assert "undefined" not in text
+        assert "null" not in text
+        shown.page.click("#nv-tab-syncs")
+        assert "false" not in shown.page.inner_text("#nv-pane-syncs")
+        assert shown.troubles == []
 
 
 def test_arrow_keys_move_between_tabs(opened):

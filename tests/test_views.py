@@ -7,22 +7,32 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_reports import CASES, sample_report, tangled_report
+from sample_reports import CASES, RENDERED, old_report, sample_report, tangled_report
 
+from nimble_core.candidates import Candidate
+from nimble_core.costs import Costs, uniform_costs
 from nimble_core.measurement import summarize
-from nimble_viz.report import EqualityCheck
-from nimble_viz.views import verdict, view_data
+from nimble_core.policies import POLICIES
+from nimble_core.schedule import SyncCounts
+from nimble_core.simulate import H200, simulate
+from nimble_core.timeline import Lane, Span, Timeline
+from nimble_viz.report import EngineMemory, EqualityCheck, Memory
+from nimble_viz.views import concurrency, verdict, view_data
+from nimble_viz.views.candidates import candidates
+from nimble_viz.views.concurrency import graph_width, in_flight
 from nimble_viz.views.dag import components, dag, lay_out, layers, nest, order, spread_row
+from nimble_viz.views.memory import memory
 from nimble_viz.views.overhead import PARTS, overhead
 from nimble_viz.views.payload import pack, unpack
 from nimble_viz.views.summary import summary
-from nimble_viz.views.syncs import COUNTS, hint, host_syncs
+from nimble_viz.views.syncs import COUNTS, hint, host_syncs, promise
 from nimble_viz.views.timeline import timelines
+from nimble_viz.views.what_if import what_if
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=list(RENDERED))
 def report(request: pytest.FixtureRequest):
-    return CASES[request.param]()
+    return RENDERED[request.param]()
 
 
 def test_every_case_is_plain_json_and_keeps_its_calls(report):
@@ -108,6 +118,145 @@ def test_a_replay_below_its_limit_is_doubted():
     assert not any("critical path" in text for text in summary(report)["warnings"])
     beyond = replace(report, critical_path_ns=2 * report.measurement("nimble").median_ns)
     assert "nimble replay took less than the critical path" in "\n".join(summary(beyond)["warnings"])
+
+
+# ---------------------------------------------------------------- what was tried
+
+
+def test_the_chosen_candidate_comes_first_then_by_median_then_what_was_not_captured():
+    report = sample_report(60)
+    shown = candidates(report)
+    assert [row["name"] for row in shown["rows"]] == ["nimble", "opara", "single", "critical_path", "torchsched"]
+    assert shown["folded"] == []
+    best, wrong, single, slower, spent = shown["rows"]
+    assert best["outcome"] == "chosen"
+    assert best["single"]["text"] == f"{report.ratio('nimble', 'single').value:.2f}x"
+    assert wrong["wrong"]
+    assert (wrong["outputs"], wrong["outcome"], wrong["single"]) == ("DIFFER", "outputs differ from eager's", None)
+    assert single["outcome"].endswith("% slower, measured again")
+    assert (slower["median"], slower["outcome"]) == ("", "not captured: simulated slower")
+    assert spent["outcome"] == "not captured: the budget was spent"
+
+
+def test_many_candidates_that_were_not_captured_are_folded_by_reason():
+    shown = candidates(CASES["many candidates"]())
+    assert [row["name"] for row in shown["rows"]] == ["nimble", "opara", "single"]
+    assert [len(group["rows"]) for group in shown["folded"]] == [13, 1]
+    assert shown["folded"][0]["text"] == ("13 plans more, not captured: simulated slower (1.02 ms to 1.20 ms)")
+
+
+def test_without_a_choice_there_is_no_table_of_candidates():
+    report = sample_report(60)
+    assert candidates(old_report()) is None
+    assert candidates(replace(report, candidates=report.candidates[:1])) is None
+
+
+@pytest.mark.parametrize(
+    ("nimble", "outcome"),
+    [(100.0, "as fast, no better"), (150.0, "50.0% slower"), (50.0, "faster here, not measured again")],
+)
+def test_why_a_right_candidate_was_not_chosen(nimble, outcome):
+    taken = [summarize(name, [ns] * 6) for name, ns in (("single", 100.0), ("nimble", nimble))]
+    tried = (
+        Candidate("single", 1, 0, measurement=taken[0], chosen=True),
+        Candidate("nimble", 4, 9, measurement=taken[1]),
+    )
+    report = replace(sample_report(60), candidates=tried, chosen="single", measurements=())
+    assert candidates(report)["rows"][1]["outcome"] == outcome
+    # Where the comparison measured both again, that decides.
+    again = tuple(summarize(name, [ns] * 6) for name, ns in (("single", 100.0), ("nimble", 300.0)))
+    assert candidates(replace(report, measurements=again))["rows"][1]["outcome"] == "200.0% slower, measured again"
+
+
+# ---------------------------------------------------------------- concurrency, what-if, memory
+
+
+def test_width_is_exact_up_to_a_bound_and_says_so_above(monkeypatch):
+    report = CASES["wide"]()
+    assert graph_width(report.graph) == (12, "12")
+    monkeypatch.setattr(concurrency, "EXACT_CALLS", 59)
+    bound, text = graph_width(report.graph)
+    assert bound <= 12
+    assert text.startswith(f"at least {bound} ")
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 10)), max_size=12))
+def test_in_flight_is_what_a_clock_would_count(drawn):
+    lanes = (Lane("0", "stream"), Lane("host", "host"))
+    spans = sorted(
+        (Span(0, float(at), float(at + long), None, "k") for at, long in drawn), key=lambda one: one.start_ns
+    )
+    line = Timeline("mine", "measured", "clock", lanes, (*spans, Span(1, 90.0, 99.0, None, "host")))
+    most, mean = in_flight(line)
+    counted = [sum(span.start_ns <= at < span.end_ns for span in spans) for at in range(31)]
+    assert most == max(counted)
+    assert mean == pytest.approx(sum(counted) / line.length_ns)
+
+
+def test_what_if_answers_with_simulated_times():
+    report = sample_report(60)
+    asked = what_if(report)
+    assert [row["streams"] for row in asked["rows"]] == [1, 2, 3, 4]
+    plan = POLICIES["nimble"](report.graph, report.costs, max_streams=3)
+    assert asked["rows"][2]["ns"] == simulate(report.graph, plan, report.costs, H200).length_ns
+    assert asked["answer"].endswith("(simulated)")
+    assert [row["streams"] for row in asked["rows"] if row["enough"]] == [asked["enough"]]
+    fastest = min(row["ns"] for row in asked["rows"])
+    assert all(row["ns"] > 1.02 * fastest for row in asked["rows"] if row["streams"] < asked["enough"])
+
+
+def test_what_if_is_not_asked_without_gpu_costs_or_choice():
+    report = sample_report(60)
+    assert what_if(CASES["host"]()) is None
+    assert what_if(CASES["narrow"]()) is None
+    assert what_if(CASES["ten thousand"]()) is None
+    assert what_if(replace(report, costs=uniform_costs(60))) is None
+    assert what_if(replace(report, chosen="single"))["policy"] == "contention"
+    assert "was not recorded" in what_if(old_report())["note"]
+    assert "was not recorded" not in what_if(report)["note"]
+
+
+def test_one_stream_is_enough_where_waits_cost_more_than_calls():
+    report = sample_report(60, width=2)
+    asked = what_if(replace(report, costs=Costs((100.0,) * 60, "given")))
+    assert asked["enough"] == 1
+    assert asked["answer"].startswith("One stream is enough")
+
+
+def test_memory_says_what_reuse_saved():
+    report = sample_report(60)
+    single, nimble = memory(report)["engines"]
+    assert nimble["label"] == "nimble replay"
+    assert [nimble[key] for key in ("arena", "unshared", "saved", "workspaces", "held")] == [
+        "46.0 MiB", "160 MiB", "114 MiB (71.2%)", "64.0 MiB", "164 MiB",
+    ]  # fmt: skip
+    assert not single["chosen"]
+    assert ("Held by nimble replay", "164 MiB") in memory(old_report())["facts"]
+    assert memory(old_report())["engines"] == []
+    assert memory(CASES["host"]()) is None
+    none = replace(report, memory=Memory(planned=(EngineMemory("nimble", 512, 500, 0),)))
+    assert memory(none)["engines"][0]["saved"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("emitted", "minimum", "kept", "text"),
+    [
+        (3, True, True, "emitted as promised: |E'| - |M| = 9 - 6 = 3"),
+        (5, True, False, "emitted 5, 2 waits more than promised (|E'| - |M| = 9 - 6 = 3)"),
+        (7, False, True, "emitted as planned: 7"),
+        (6, False, False, "emitted 6, 1 wait fewer than planned (7)"),
+    ],
+)
+def test_emitted_is_held_against_the_promise(emitted, minimum, kept, text):
+    plan = replace(
+        sample_report(60).schedules[1],
+        minimum_syncs=minimum,
+        meg_edges=9,
+        matched=6,
+        counts=SyncCounts(9, 8, 7, emitted),
+    )
+    assert promise(plan) == {"kept": kept, "text": text}
+    assert promise(replace(plan, counts=SyncCounts(9, 8, 7))) is None
 
 
 # ---------------------------------------------------------------- overhead, timelines, syncs

@@ -6,8 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nimble_core.arena import MemoryPlan
 from nimble_core.costs import Costs
+from nimble_core.emitted import RawGraph
+from nimble_core.errors import NimbleError
+from nimble_core.layout import Layout
 from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.simulate import DeviceModel
 from nimble_core.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -16,7 +21,11 @@ if TYPE_CHECKING:
     from nimble_core.recording import Recording
     from nimble_core.signature import Signature
 
-__all__ = ["Device", "Executable", "Observation"]
+__all__ = ["Device", "Executable", "Observation", "PlacementError"]
+
+
+class PlacementError(NimbleError):
+    """A call did not allocate what was planned; the device has learned not to place it: plan again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,14 @@ class Executable(Protocol):
     """Memory it holds, bytes, the model's own tensors not counted."""
     counts: SyncCounts
     """The schedule's counts, with what was emitted where that can be read back."""
+
+    @property
+    def raw(self) -> RawGraph | None:
+        """The captured graph, read back; None where there is none."""
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Where its storages lie; None where the device looks after its memory itself."""
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Run on ``inputs`` (shapes and dtypes as recorded) and return the outputs.
@@ -57,6 +74,8 @@ class Device(Protocol):
     """``"cuda"``, ``"cpu"`` or ``"fake"``."""
     name: str
     """As people call it, e.g. ``"NVIDIA H200"``."""
+    model: DeviceModel
+    """What simulations for this device assume."""
 
     def stream_cap(self, asked: int | None) -> int | None:
         """How many streams a schedule may use here: ``asked`` (None for no cap), or fewer."""
@@ -75,8 +94,31 @@ class Device(Protocol):
     ) -> Recording:
         """One recording of the model. Raises CaptureError."""
 
-    def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> Executable:
-        """Make ``schedule`` ready to run. ``inputs`` are example values. Raises CaptureError, DeviceError."""
+    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
+        """What of the calls' memory can be planned; None if the device looks after its memory itself."""
+
+    def capture(
+        self,
+        recording: Recording,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        layout: Layout | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> Executable:
+        """Make ``schedule`` ready to run.
+
+        Args:
+            recording: the calls.
+            schedule: checked.
+            inputs: example values.
+            layout: what ``lay_out`` said for this schedule, and
+            memory: the plan made of it; None: reuse is left to the device.
+
+        Raises:
+            CaptureError: a call that cannot be issued again.
+            DeviceError: out of memory.
+            PlacementError: memory could not be placed as planned; ``lay_out`` will ask for less next time.
+        """
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> Executable:
         """One-stream capture of the model itself, for programs with launches that were not seen."""

@@ -12,24 +12,32 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from statistics import median
 from typing import Any
 
 import torch
 
 from nimble_core import cupti
+from nimble_core.arena import MemoryPlan
 from nimble_core.costs import Costs, Kernel
-from nimble_core.devices.base import Executable, Observation
+from nimble_core.devices.base import Executable, Observation, PlacementError
+from nimble_core.devices.placement import Placer
+from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.kernel_names import short_kernel_name
+from nimble_core.layout import CallKey, Layout, call_key, lay_out
 from nimble_core.measurement import quantile
 from nimble_core.memory import release_plan
+from nimble_core.occupancy import Multiprocessors, call_demands
 from nimble_core.preserve import random_state_kept, run_preserved
-from nimble_core.rawgraph import CaptureProbe, RawGraph, read_graph
+from nimble_core.program import Program
+from nimble_core.rawgraph import CaptureProbe, read_graph
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, collector_paused, issuing
-from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
+from nimble_core.simulate import H200
 from nimble_core.structure import builder, flatten
 from nimble_core.timeline import Lane, Span, Timeline
 
@@ -37,6 +45,8 @@ __all__ = ["CudaDevice", "CudaExecutable"]
 
 _CAPTURE_LOCK = threading.RLock()
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+_GUARD_BYTES = 512
+"""Between the start of an arena's own block and the first address in it: no two blocks may start at one address."""
 
 
 def _streams(device: torch.device, count: int, priority: int = 0) -> list[torch.cuda.Stream]:
@@ -75,12 +85,14 @@ class CudaDevice:
     """
 
     kind = "cuda"
+    model = H200
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise DeviceError("torch sees no CUDA GPU", fix="run on the host: move model and inputs to the CPU")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.name = torch.cuda.get_device_name(self.device)
+        self._unplaced: frozenset[CallKey] = frozenset()
 
     def stream_cap(self, asked: int | None) -> int | None:
         """As asked: streams are our own, and captured edges are what counts."""
@@ -91,12 +103,13 @@ class CudaDevice:
         return time.perf_counter_ns()
 
     def synchronize(self) -> None:
-        """Wait for everything on this GPU."""
-        torch.cuda.synchronize(self.device)
+        """Wait for everything on this GPU; not while another thread captures, which CUDA does not allow."""
+        with _CAPTURE_LOCK:
+            torch.cuda.synchronize(self.device)
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run once as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
-        with random_state_kept(self.device), _errors_explained():
+        with _CAPTURE_LOCK, random_state_kept(self.device), _errors_explained():
             run_preserved(model, args, kwargs)
             self.synchronize()
 
@@ -107,11 +120,25 @@ class CudaDevice:
         with self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (_, probe):
             return record(model, signature, args=args, kwargs=kwargs, counter=_Counter(probe, self.device))
 
-    def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> CudaExecutable:
+    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
+        """Everything that calls allocate, but for calls that were seen to allocate in another way."""
+        if not _places_memory():
+            return None
+        workspace = _workspace_nbytes(self.device.index)
+        return lay_out(recording.program, schedule, recording.temporaries, workspace=workspace, skip=self._unplaced)
+
+    def capture(
+        self,
+        recording: Recording,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        layout: Layout | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> CudaExecutable:
         """Capture a multi-stream graph with the schedule's waits, and instantiate it."""
         buffers = [_like(tensor) for tensor in inputs]
         issuer = Issuer(recording, buffers)
-        releases = release_plan(recording.program, schedule).before
+        arena = _Arena(self.device, recording.program, schedule, layout, memory)
         producers = {producer for producer, _ in schedule.syncs}
         waits: dict[int, list[int]] = {}
         for producer, consumer in schedule.syncs:
@@ -121,38 +148,54 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         lanes = _Lanes(self.device, schedule)
         before = torch.cuda.memory_reserved(self.device)
-        with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
-            nodes = probe.nodes()
-            for position, call in enumerate(schedule.order):
-                stream = lanes.enter(call, streams)
-                for producer in waits.get(call, ()):
-                    stream.wait_event(events[producer])
-                for storage in releases[position]:
-                    issuer.release(storage)
-                try:
-                    issuer.issue(call)
-                except (RuntimeError, TypeError, ValueError) as error:
-                    if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
-                        raise
-                    raise CaptureError(
-                        f"a call could not be re-issued: {str(error).splitlines()[0]}",
-                        where=str(recording.program.calls[call]),
-                        fix="report this model; until then, leave that part out of the prepared module",
-                    ) from error
-                first, nodes = nodes, probe.nodes()
-                bounds[call] = (first, nodes)
-                if call in producers:
-                    event = torch.cuda.Event()
-                    event.record(stream)
-                    events[call] = event
-            lanes.leave(streams)
-            outputs = issuer.outputs()
+        try:
+            with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
+                nodes = probe.nodes()
+                for position, call in enumerate(schedule.order):
+                    stream = lanes.enter(call, streams)
+                    for producer in waits.get(call, ()):
+                        stream.wait_event(events[producer])
+                    for storage in arena.dead_before(position):
+                        issuer.release(storage)
+                    try:
+                        with arena.placing(call):
+                            issuer.issue(call)
+                    except (RuntimeError, TypeError, ValueError) as error:
+                        if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
+                            raise
+                        raise CaptureError(
+                            f"a call could not be re-issued: {str(error).splitlines()[0]}",
+                            where=str(recording.program.calls[call]),
+                            fix="report this model; until then, leave that part out of the prepared module",
+                        ) from error
+                    arena.compare(call, issuer)
+                    first, nodes = nodes, probe.nodes()
+                    bounds[call] = (first, nodes)
+                    if call in producers:
+                        event = torch.cuda.Event()
+                        event.record(stream)
+                        events[call] = event
+                lanes.leave(streams)
+                outputs = issuer.outputs()
+            outputs = arena.settled(outputs)
+            issuer.tensors.clear()
+            arena.capture_ended()
+            if arena.misplaced:
+                self._unplaced |= arena.misplaced
+                raise PlacementError(
+                    f"not placed from now on: {', '.join(name for name, _ in sorted(arena.misplaced))}"
+                )
+        except BaseException:
+            issuer.tensors.clear()
+            arena.close()
+            raise
         raw, held = self._instantiated(graph, before)
         owner: list[int | None] = [None] * len(raw.nodes)
         for call, (first, last) in enumerate(bounds):
             owner[first:last] = [call] * (last - first)
+        raw = replace(raw, owner=tuple(owner))
         return CudaExecutable(
-            self.device, graph, schedule, buffers, outputs, raw, tuple(owner), recording.written_inputs, held
+            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena
         )
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
@@ -170,8 +213,7 @@ class CudaDevice:
         held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
         calls = len(recording.program.calls)
         schedule = Schedule("single", (0,) * calls, tuple(range(calls)), ())
-        owner: tuple[int | None, ...] = (None,) * len(raw.nodes)
-        return CudaExecutable(self.device, graph, schedule, buffers, outputs, raw, owner, (), held)
+        return CudaExecutable(self.device, graph, schedule, buffers, outputs, raw, (), held, None)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Times of every replayed node, by call, through CUPTI; without it, no times and a note why."""
@@ -184,7 +226,7 @@ class CudaDevice:
                 executable.replay()
 
         seen = cupti.collect(replay, self.synchronize)
-        return _observation(executable, seen, replays, median(wall))
+        return _observation(executable, seen, replays, median(wall), _multiprocessors(self.device))
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Peak of torch's allocator during ``run`` above what was allocated before."""
@@ -222,8 +264,9 @@ class CudaDevice:
             # A workspace left on these streams by an earlier engine is not ours to bake into this graph.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.set_stream(streams[0])
+            pool = torch.cuda.graph_pool_handle()
             try:
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     fork = torch.cuda.Event()
                     fork.record(streams[0])
@@ -237,6 +280,9 @@ class CudaDevice:
                         _join(streams)
                     with suppress(Exception):
                         _end(graph)
+                    # Where CUDA invalidated the capture, torch's allocator was not told that it is over.
+                    with suppress(Exception):
+                        torch._C._cuda_endAllocateToPool(self.device.index, pool)
                     _settle_generator(caller)
                     raise
             finally:
@@ -255,20 +301,21 @@ class CudaExecutable:
         buffers: list[torch.Tensor],
         outputs: list[torch.Tensor],
         raw: RawGraph,
-        owner: tuple[int | None, ...],
         written_inputs: tuple[int, ...],
-        nbytes: int,
+        pool_nbytes: int,
+        arena: _Arena | None,
     ) -> None:
         self.device = device
         self.schedule = schedule
         self.raw = raw
-        self.owner = owner
-        self.nbytes = nbytes
-        self.counts = _emitted(schedule, raw, owner)
+        self.memory = arena.memory if arena else None
+        self.nbytes = pool_nbytes + sum(buffer.nbytes for buffer in buffers) + (arena.nbytes if arena else 0)
+        self.counts = emitted_counts(schedule, raw)
         self.graph: torch.cuda.CUDAGraph | None = graph
         self.buffers = buffers
         self.outputs = outputs
         self._written = written_inputs
+        self._arena = arena
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._stream_id = 0
@@ -318,9 +365,152 @@ class CudaExecutable:
         """Wait for the last run and free graph and buffers."""
         with self._lock:
             if self.graph is not None:
-                torch.cuda.synchronize(self.device)
+                with _CAPTURE_LOCK:
+                    torch.cuda.synchronize(self.device)
                 self.graph.reset()
                 self.graph, self.buffers, self.outputs = None, [], []
+                if self._arena is not None:
+                    self._arena.close()
+                    self._arena = None
+
+
+class _Arena:
+    """The memory of one captured schedule: a single block, and the allocator told where in it each call's results go.
+
+    Args:
+        device: which GPU.
+        program: the calls.
+        schedule: the schedule to be captured.
+        layout: what each call allocates; None: all is left to torch's allocator, which reuses memory on each stream.
+        memory: where it goes.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        program: Program,
+        schedule: Schedule,
+        layout: Layout | None,
+        memory: MemoryPlan | None,
+    ) -> None:
+        self.memory = memory
+        self.misplaced: frozenset[CallKey] = frozenset()
+        self._surprises = 0
+        self.nbytes = 0
+        self._program = program
+        self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
+        self._planned: list[list[tuple[int, int]]] = []
+        self._address: dict[int, int] = {}
+        self._placer: Placer | None = None
+        self._block: torch.Tensor | None = None
+        if layout is None or memory is None:
+            return
+        placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
+        self._releases = _last_uses(program, schedule, placed, self._releases)
+        kept, scratch = memory.nbytes, memory.nbytes + layout.kept_nbytes
+        self.nbytes = scratch + memory.scratch_nbytes
+        if not self.nbytes:
+            return
+        self._placer = Placer(device.index)
+        self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
+        start = self._block.data_ptr() + _GUARD_BYTES
+        for call, blocks in enumerate(layout.blocks):
+            next_scratch = start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0)
+            planned = []
+            for block in blocks:
+                if block.home == "arena" and block.storage is not None:
+                    address = start + memory.offsets[block.storage]
+                elif block.home == "kept" and block.storage is not None:
+                    address = start + kept + layout.kept[block.storage]
+                else:
+                    address = next_scratch
+                    next_scratch += -(-block.nbytes // memory.alignment) * memory.alignment
+                if block.storage is not None:
+                    self._address[block.storage] = address
+                planned.append((address, block.nbytes))
+            self._planned.append(planned)
+        self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]
+
+    def dead_before(self, position: int) -> Sequence[int]:
+        """Storages to let go of before the call at this place of the issue order."""
+        return self._releases[position]
+
+    @contextmanager
+    def placing(self, call: int) -> Iterator[None]:
+        """Inside, what ``call`` allocates goes where it was planned."""
+        if self._placer is None or not self._planned[call]:
+            yield
+            return
+        # A library's workspace that an earlier call got is not this call's: it asks for its own.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with self._placer.placing(self._planned[call]):
+                yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def compare(self, call: int, issuer: Issuer) -> None:
+        """Note the call if its results are not where they should be, or it asked for more than was planned."""
+        if self._placer is None:
+            return
+        surprised = len(self._placer.surprises) > self._surprises
+        self._surprises = len(self._placer.surprises)
+        wrong = any(
+            tensor.untyped_storage().data_ptr() != self._address[storage]
+            for storage in self._made[call]
+            if (tensor := issuer.tensor_on(storage)) is not None
+        )
+        if wrong or surprised:
+            self.misplaced |= {call_key(self._program.calls[call])}
+
+    def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs as views of the block itself, so that the allocator's pools can go."""
+        if self._block is None:
+            return outputs
+        block = self._block
+        start, end = block.data_ptr(), block.data_ptr() + block.nbytes
+        settled = []
+        for tensor in outputs:
+            address = tensor.untyped_storage().data_ptr()
+            if start < address < end:
+                view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                offset = (address - start) // tensor.element_size() + tensor.storage_offset()
+                view.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())
+                view = torch._conj(view) if tensor.is_conj() else view
+                tensor = torch._neg_view(view) if tensor.is_neg() else view
+            settled.append(tensor)
+        return settled
+
+    def capture_ended(self) -> None:
+        """Let the pools go; nothing may be alive in them."""
+        if self._placer is not None:
+            self._placer.release()
+
+    def close(self) -> None:
+        """Free the block."""
+        self._block = None
+        if self._placer is not None:
+            self._placer.release()
+            self._placer.close()
+            self._placer = None
+
+
+def _last_uses(
+    program: Program, schedule: Schedule, placed: set[int], releases: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Placed storages go right after their last use was issued: their bytes are the plan's; the others as before."""
+    last: dict[int, int] = {}
+    for position, call in enumerate(schedule.order):
+        for access in program.calls[call].accesses:
+            if access.ref.storage in placed:
+                last[access.ref.storage] = position
+    for ref in program.outputs:
+        last.pop(ref.storage, None)
+    before = [[storage for storage in storages if storage not in placed] for storages in releases]
+    for storage, position in last.items():
+        if position + 1 < len(before):
+            before[position + 1].append(storage)
+    return before
 
 
 class _Lanes:
@@ -359,6 +549,11 @@ class _Counter:
     def __init__(self, probe: CaptureProbe, device: torch.device) -> None:
         self.nodes = probe.nodes
         self._device = device
+
+    def allocations(self) -> tuple[int, int]:
+        # A workspace that a library kept from the call before would not show.
+        torch._C._cuda_clearCublasWorkspaces()
+        return _allocations(self._device.index)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -428,14 +623,41 @@ def _errors_explained() -> Iterator[None]:
         ) from error
 
 
-def _emitted(schedule: Schedule, raw: RawGraph, owner: Sequence[int | None]) -> SyncCounts:
-    """The schedule's counts with the cross-stream edges of the captured graph."""
-    crossing = 0
-    for tail, head in raw.edges:
-        producer, consumer = owner[tail], owner[head]
-        if producer is not None and consumer is not None:
-            crossing += schedule.stream[producer] != schedule.stream[consumer]
-    return replace(schedule.counts, emitted=crossing)
+def _allocations(device: int) -> tuple[int, int]:
+    """``(allocations, bytes asked for)`` so far."""
+    stats = torch._C._cuda_memoryStats(device)
+    return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
+
+
+@cache
+def _workspace_nbytes(device: int) -> int:
+    """What a matrix library takes as its workspace for each stream that it runs on."""
+    with torch.cuda.device(device), torch.no_grad():
+        one = torch.ones(8, 8, device=f"cuda:{device}")
+        torch._C._cuda_clearCublasWorkspaces()
+        before = _allocations(device)
+        out = one @ one
+        after = _allocations(device)
+        torch._C._cuda_clearCublasWorkspaces()
+    return max(after[1] - before[1] - out.nbytes, 0)
+
+
+@cache
+def _places_memory() -> bool:
+    """Whether this torch has what placing memory takes."""
+    names = ("_cuda_customAllocator", "_cuda_beginAllocateCurrentThreadToPool", "_cuda_releasePool")
+    return torch.cuda.get_allocator_backend() == "native" and all(hasattr(torch._C, name) for name in names)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> Multiprocessors:
+    found = torch.cuda.get_device_properties(device)
+    return Multiprocessors(
+        count=found.multi_processor_count,
+        threads=found.max_threads_per_multi_processor,
+        registers=getattr(found, "regs_per_multiprocessor", 65536),
+        shared_bytes=found.shared_memory_per_multiprocessor,
+    )
 
 
 def _event_times_ns(executable: Executable, count: int) -> list[float]:
@@ -451,7 +673,11 @@ def _event_times_ns(executable: Executable, count: int) -> list[float]:
 
 
 def _observation(
-    executable: CudaExecutable, seen: Sequence[cupti.Activity], replays: int, wall_ns: float
+    executable: CudaExecutable,
+    seen: Sequence[cupti.Activity],
+    replays: int,
+    wall_ns: float,
+    gpu: Multiprocessors,
 ) -> Observation:
     schedule, calls = executable.schedule, len(executable.schedule.stream)
     timed = [i for i, kind in enumerate(executable.raw.kinds) if kind in ("kernel", "memcpy", "memset")]
@@ -466,7 +692,7 @@ def _observation(
     for node in sorted(complete):
         runs = complete[node]
         durations = [float(run.end_ns - run.start_ns) for run in runs]
-        middle, call = median(durations), executable.owner[node]
+        middle, call = median(durations), executable.raw.owner[node]
         if call is not None:
             cost[call] += middle
             spread[call] += quantile(durations, 0.75) - quantile(durations, 0.25)
@@ -489,6 +715,7 @@ def _observation(
         source=f"CUPTI, kernels of {replays} replays of policy {schedule.policy}" if complete else "unknown: " + note,
         spread_ns=tuple(spread),
         kernels=tuple(kernels),
+        demand=call_demands(kernels, calls, gpu),
         observed=replays,
         expected=len(timed),
         seen=len(complete),
@@ -520,7 +747,7 @@ def _median_replay(
     chosen = order[len(order) // 2]
     spans = []
     for node, runs in complete.items():
-        call, run = executable.owner[node], runs[chosen]
+        call, run = executable.raw.owner[node], runs[chosen]
         lane = executable.schedule.stream[call] if call is not None else 0
         start, end = run.start_ns - starts[chosen], run.end_ns - starts[chosen]
         spans.append(Span(lane, float(start), float(end), call, short_kernel_name(run.name)))

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nimble_core.arena import MemoryPlan
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable, Observation
+from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.graph import build_graph
-from nimble_core.memory import live_peak, release_plan
+from nimble_core.layout import Layout, lay_out
 from nimble_core.preserve import run_preserved
 from nimble_core.program import Call, Program
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.schedule import Schedule, SyncCounts
-from nimble_core.simulate import simulate
+from nimble_core.simulate import EXACT, DeviceModel, simulate
 from nimble_core.structure import builder, flatten
 from nimble_core.timeline import Timeline
 
@@ -38,9 +40,8 @@ class FakeDevice:
 
     Args:
         cost_ns: duration of each call: one number for all, or a function of the call.
-        sync_cost_ns: time that each wait across streams takes to be noticed.
+        model: gaps, waits and crowding of its simulated time.
         overhead_ns_per_call: what the framework adds to each call of an eager run.
-        concurrency: most calls that run at one time, None for no limit.
     """
 
     kind = "fake"
@@ -50,13 +51,11 @@ class FakeDevice:
         self,
         cost_ns: Callable[[Call], float] | float = 1000.0,
         *,
-        sync_cost_ns: float = 0.0,
+        model: DeviceModel = EXACT,
         overhead_ns_per_call: float = 0.0,
-        concurrency: int | None = None,
     ) -> None:
-        self.sync_cost_ns = sync_cost_ns
+        self.model = model
         self.overhead_ns_per_call = overhead_ns_per_call
-        self.concurrency = concurrency
         self._cost_ns = cost_ns
         self._now_ns = 0.0
         self._eager_ns = 0.0
@@ -105,17 +104,27 @@ class FakeDevice:
         self._eager_ns = self.costs(recording.program).total_ns + calls * self.overhead_ns_per_call
         return recording
 
-    def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> FakeExecutable:
+    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
+        """All results of all calls; nothing is needed only while a call runs."""
+        program = recording.program
+        return lay_out(program, schedule, [(0, 0)] * len(program.calls))
+
+    def capture(
+        self,
+        recording: Recording,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        layout: Layout | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> FakeExecutable:
         """``schedule`` and the time that a replay of it takes. Raises ScheduleError if it deadlocks."""
         timeline = simulate(
             build_graph(recording.program),
             schedule,
             self.costs(recording.program),
-            sync_cost_ns=self.sync_cost_ns,
-            concurrency=self.concurrency,
+            self.model,
             names=[call.label for call in recording.program.calls],
         )
-        peak = live_peak(recording.program, release_plan(recording.program, schedule), schedule).planned
 
         def issue(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             issuer = Issuer(recording, tensors)
@@ -124,7 +133,7 @@ class FakeDevice:
                     issuer.issue(call)
                 return issuer.outputs()
 
-        return FakeExecutable(self, schedule, timeline, peak, issue, _held(recording, inputs))
+        return FakeExecutable(self, schedule, timeline, memory, issue, _held(recording, inputs))
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> FakeExecutable:
         """The model itself on one stream; a replay takes the sum of its calls' costs."""
@@ -138,7 +147,7 @@ class FakeDevice:
                 return flatten(model(*args, **kwargs), what="output")[0]
 
         timeline = simulate(build_graph(recording.program), schedule, self.costs(recording.program))
-        return FakeExecutable(self, schedule, timeline, 0, issue, _held(recording, signature.tensors))
+        return FakeExecutable(self, schedule, timeline, None, issue, _held(recording, signature.tensors))
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """The simulated timeline and the given costs: watching takes as long as the replays."""
@@ -164,12 +173,14 @@ class FakeExecutable:
         device: FakeDevice,
         schedule: Schedule,
         timeline: Timeline,
-        nbytes: int,
+        memory: MemoryPlan | None,
         issue: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
         inputs: Sequence[torch.Tensor],
     ) -> None:
         self.schedule = schedule
-        self.nbytes = nbytes
+        self.memory = memory
+        self.nbytes = memory.nbytes if memory else 0
+        self.raw: RawGraph | None = None
         self.counts: SyncCounts = schedule.counts
         self.timeline = timeline
         self._device = device

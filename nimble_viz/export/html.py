@@ -9,6 +9,7 @@ from string import Template
 from typing import Any
 
 from nimble_viz.report import Report
+from nimble_viz.views.labels import plural
 from nimble_viz.views.payload import view_data
 from nimble_viz.views.summary import summary
 
@@ -63,9 +64,15 @@ def plain_summary(report: Report) -> str:
     for plan in data["plans"]:
         emitted = "not read" if plan["emitted"] is None else plan["emitted"]
         lines.append(
-            f"  {plan['label']}: {plan['streams']} streams; synchronisations: full {plan['full']}, "
+            f"  {plan['label']}: {plural(plan['streams'], 'stream')}; synchronisations: full {plan['full']}, "
             f"MEG {plan['meg']}, planned {plan['planned']}, emitted {emitted}"
         )
+        if plan["promise"]:
+            lines[-1] += f" ({plan['promise']['text']})"
+    for row in data["candidates"]["rows"] if data["candidates"] else ():
+        lines.append(f"  tried {row['label']}: {row['median'] or 'not measured'}, {row['outcome']}")
+    if data["what_if"]:
+        lines.append(f"  {data['what_if']['answer']}")
     lines += [f"  {name}: {value}" for name, value in data["facts"]]
     if data["preparation"]:
         lines.append(f"  Preparation: {data['preparation_total']}")

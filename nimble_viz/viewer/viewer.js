@@ -255,6 +255,7 @@ const NimbleViewer = (() => {
       return el("label", null, "Schedule", picker);
     };
     const table = (heads, rows) => el("div", { class: "nv-scroll" }, el("table", null, el("thead", null, el("tr", null, heads.map(([text, numeric]) => el("th", { scope: "col", class: numeric && "nv-num" }, text)))), el("tbody", null, rows)));
+    const kept = (entry) => entry.promise && (entry.streams > 1 || !entry.promise.kept) && el("span", { class: entry.promise.kept ? "nv-small nv-kept" : "nv-cross", style: "white-space:normal;display:block" }, `${entry.promise.kept ? "✓" : "✗"} ${entry.promise.text}`);
     const definitions = (rows) => el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)]));
     const card = (title, wide, ...children) => el("section", { class: `nv-card${wide ? " nv-wide" : ""}` }, el("h2", null, title), children);
 
@@ -270,21 +271,49 @@ const NimbleViewer = (() => {
         el("td", { class: "nv-num" }, ratio(row.eager)), el("td", { class: "nv-num" }, ratio(row.single)),
         el("td", { class: "nv-num" }, row.distance || "–"),
         el("td", { class: "nv-num" }, row.samples, el("span", { class: "nv-small" }, `after ${row.warmup}`))));
+      const number = (text, ...more) => el("td", { class: "nv-num" }, text === null || text === "" ? "–" : text, more);
+      const optional = (value) => number(value === null ? null : count(value));
+      const named = (row) => [row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")];
+      const tried = ({ rows, folded }) => {
+        const heads = [["Plan"], ["Streams", 1], ["Syncs", 1], ["Median", 1], ["Over one stream", 1], ["Simulated", 1], ["Memory", 1], ["Outputs"], ["Outcome"]];
+        const line = (row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
+          el("td", null, named(row), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")),
+          number(count(row.streams)), number(count(row.syncs)), number(row.median, row.quartiles && el("span", { class: "nv-small" }, row.quartiles)), el("td", { class: "nv-num" }, ratio(row.single)), number(row.simulated), number(row.memory),
+          el("td", null, el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, row.wrong ? "✗ differ" : row.equal ? "✓ equal" : row.outputs)),
+          el("td", { class: row.wrong ? "nv-cross" : null }, row.outcome));
+        return [el("p", null, "Captured while preparing, compared with eager, and timed in turn with one stream; quartiles below each median. A plan whose outputs differ cannot be chosen."),
+          el("div", { class: "nv-tried" }, table(heads, rows.map(line))),
+          folded.map((group) => el("details", { class: "nv-folded" }, el("summary", null, group.text), table([["Plan"], ["Streams", 1], ["Syncs", 1], ["Simulated", 1]], group.rows.map((row) => el("tr", null, el("td", null, row.label), number(count(row.streams)), number(count(row.syncs)), number(row.simulated))))))];
+      };
+      const plansTable = () => {
+        const what = facts.host ? "Calls" : "Kernels", read = facts.plans.some((entry) => entry.forks !== null), seen = facts.plans.some((entry) => entry.observed);
+        return [el("p", null, `Width of the DAG: ${facts.width}. So many calls at most need not wait for each other; no schedule has more calls in flight.`),
+          table([["Plan"], ["Streams", 1], ...(seen ? [[`${what} in flight`, 1]] : []), ...data.sync_counts.map(([, name]) => [name, 1]), ...(read ? data.sync_ends.map(([, name]) => [name, 1]) : [])], facts.plans.map((entry) => el("tr", null,
+            el("td", { class: "nv-plan" }, named(entry), kept(entry), el("span", { class: "nv-small", style: "white-space:normal" }, `promises: ${entry.promises}${entry.added_order ? `; adds ${count(entry.added_order)} orders` : ""}`)),
+            number(count(entry.streams)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
+            ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))), ...(read ? data.sync_ends.map(([key]) => optional(entry[key])) : []))))];
+      };
+      const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1]], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held"].map((key) => number(row[key]))))),
+        el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
         card("Speed", true,
-          el("p", null, `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over critical path: how far a replay is from the longest path of isolated calls, which no schedule can beat.`),
-          facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over critical path", 1], ["Samples", 1]], speed)) : el("p", null, "Nothing was measured.")),
+          el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over critical path: how far a replay is from the longest path of isolated calls, which no schedule can beat.`),
+          facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over critical path", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
-        card("Same outputs as eager?", false, facts.checks.length
+        facts.candidates && card("Plans that were tried", true, ...tried(facts.candidates)),
+        card("Plans and synchronisations", true, facts.plans.length
+          ? plansTable()
+          : el("p", null, "No plan was made.")),
+        !facts.planned && card("Same outputs as eager?", false, facts.checks.length
           ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect))))]
           : el("p", null, "Outputs were not compared.")),
-        card("Plans and synchronisations", false, facts.plans.length
-          ? [table([["Plan"], ["Streams", 1], ["Full", 1], ["MEG", 1], ["Planned", 1], ["Emitted", 1]], facts.plans.map((entry) => el("tr", null, el("td", null, entry.label, entry.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), el("span", { class: "nv-small", style: "white-space:normal" }, `promises: ${entry.promises}${entry.added_order ? `; adds ${count(entry.added_order)} orders` : ""}`)), ...[entry.streams, entry.full, entry.meg, entry.planned].map((value) => el("td", { class: "nv-num" }, count(value))), el("td", { class: "nv-num" }, entry.emitted === null ? "not read" : count(entry.emitted)))))]
-          : el("p", null, "No plan was made.")),
+        facts.what_if && card("How many streams are worth it?", false, el("p", { class: "nv-answer" }, facts.what_if.answer),
+          table([["Streams", 1], [""], ["Simulated", 1], ["Over one stream", 1]], facts.what_if.rows.map((row) => el("tr", { class: row.enough ? "nv-on" : null }, el("td", { class: "nv-num" }, count(row.streams)), el("td", { style: "width:40%" }, el("div", { class: "nv-bar nv-simulated", style: `width:${(100 * row.ns) / facts.what_if.rows.reduce((most, other) => Math.max(most, other.ns), 1)}%` })), el("td", { class: "nv-num" }, row.text), el("td", { class: "nv-num" }, row.over)))),
+          el("p", { class: "nv-under" }, facts.what_if.note)),
         card("Program and limit", false, definitions(facts.facts)),
         card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
-        card("Memory", false, facts.memory.length ? definitions(facts.memory) : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
+        !facts.planned && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engines(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
         card("Environment", false, definitions(facts.environment))));
     }
 
@@ -1006,12 +1035,16 @@ const NimbleViewer = (() => {
 
     // ---------------------------------------------------------------- Syncs
     function buildSyncs(node) {
+      const ends = (entry) => {
+        const known = data.sync_ends.filter(([key]) => entry[key] !== null);
+        return known.length > 0 && el("div", { class: "nv-counts nv-ends" }, known.map(([key, name, meaning]) => el("div", null, el("strong", null, count(entry[key])), el("em", null, name), el("small", null, meaning))));
+      };
       const counts = el("div"), list = el("div"), view = { limit: 200, text: "" };
       const field = el("input", { type: "search", placeholder: "Search operator, module, source", "aria-label": "Search synchronisations", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
       function fill() {
         const entry = facts.plans[state.plan], now = plan();
         if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, "No plan was made, so nothing has to wait.")); return; }
-        counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))));
+        counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))), kept(entry) || "", ends(entry) || "");
         const keep = view.text ? new Set(matches(view.text)) : null, rows = [];
         now.producer.forEach((u, at) => { const v = now.consumer[at]; if (!keep || keep.has(u) || keep.has(v)) rows.push([at, u, v]); });
         if (!now.producer.length) { list.replaceChildren(el("p", { class: "nv-sub" }, `${planLabel(now)} needs no synchronisation: ${now.streams > 1 ? "its streams never meet" : "all calls are on one stream"}.`)); return; }
@@ -1025,7 +1058,7 @@ const NimbleViewer = (() => {
       }
       const host = data.host_syncs;
       node.append(plans.length > 0 && el("div", { class: "nv-tools" }, planPicker(), field), el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" },
-        el("section", { "aria-label": "Counts" }, el("h2", { class: "nv-h2" }, "Synchronisations across streams, counted four ways"), el("p", { class: "nv-sub" }, "Fork from and join to the capture stream are not counted here."), counts),
+        el("section", { "aria-label": "Counts" }, el("h2", { class: "nv-h2" }, "Synchronisations across streams, counted four ways"), el("p", { class: "nv-sub" }, "Fork from and join to the capture stream, and edges inside one call, are counted apart."), counts),
         el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Where eager made the host wait"),
           host === null ? el("p", null, "Eager was not profiled, so its host synchronisations are unknown.") : host.length ? table([["Kind"], ["Count", 1], ["Total", 1], ["Source line"], ["What to do"]], host.map((row) => el("tr", null, el("td", null, row.kind), el("td", { class: "nv-num" }, count(row.count)), el("td", { class: "nv-num" }, row.total), el("td", null, row.source || "unknown"), el("td", null, row.hint)))) : el("p", null, facts.host ? "None: on the host device there is nothing to wait for." : "None was seen in the profiled iteration.")),
         plans.length > 0 && el("section", { class: "nv-card" }, el("h2", null, "Planned synchronisations"), list)));

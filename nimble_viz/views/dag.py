@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nimble_viz.report import Report
-from nimble_viz.views.summary import label_run
+from nimble_viz.views.labels import label_run
 
 __all__ = ["Boxes", "Lane", "Layout", "components", "dag", "lay_out", "layers", "nest", "order", "spread_row"]
 

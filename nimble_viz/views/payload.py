@@ -15,7 +15,7 @@ from nimble_viz.report import Report
 from nimble_viz.views.dag import dag
 from nimble_viz.views.overhead import overhead
 from nimble_viz.views.summary import summary
-from nimble_viz.views.syncs import COUNTS, host_syncs
+from nimble_viz.views.syncs import COUNTS, ENDS, host_syncs
 from nimble_viz.views.timeline import timelines
 
 __all__ = ["PAYLOAD_VERSION", "pack", "unpack", "view_data"]
@@ -50,6 +50,7 @@ def view_data(report: Report) -> dict[str, Any]:
         "dag": graph,
         "timelines": lines,
         "sync_counts": COUNTS,
+        "sync_ends": ENDS,
         "host_syncs": host_syncs(report),
         "strings": list(strings),
     }

@@ -5,26 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from nimble_core.measurement import Measurement, Ratio
-from nimble_core.units import format_bytes, format_count, format_ns, format_percent, format_ratio
+from nimble_core.schedule import Schedule
+from nimble_core.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.report import Report
+from nimble_viz.views.candidates import candidates
+from nimble_viz.views.concurrency import graph_width, observed
+from nimble_viz.views.labels import SAME_BAND, context, label_run, planned, plural, ratio_cell
+from nimble_viz.views.memory import memory
+from nimble_viz.views.syncs import promise
+from nimble_viz.views.what_if import what_if
 
-__all__ = ["context", "label_run", "summary", "verdict"]
-
-SAME_BAND = 0.02
-"""Ratios closer to 1 than this are called "as fast as": the machine cannot tell them apart."""
-
-
-def context(report: Report) -> str:
-    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``."""
-    batch = f"batch {report.batch}" if report.batch else "no batch dimension"
-    return f"{report.dtype}, {batch}, {_place(report)}"
-
-
-def label_run(report: Report, name: str) -> str:
-    """A run's name for people: ``"single"`` reads ``"one-stream replay"``, ``"nimble"`` ``"nimble replay"``."""
-    if name == "single":
-        return "one-stream replay"
-    return f"{name} replay" if report.schedule(name) else name
+__all__ = ["context", "label_run", "planned", "summary", "verdict"]
 
 
 def verdict(report: Report) -> str:
@@ -33,7 +24,10 @@ def verdict(report: Report) -> str:
     ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
     at 1.08x of the critical path; outputs equal eager's within tolerance."`` It is about ``report.chosen`` if that
     was measured, else about the fastest replay. A replay with wrong outputs is named first, and wins nothing.
+    Of a plan it says that nothing was run.
     """
+    if planned(report):
+        return _outlook(report)
     doubts = _doubts(report)
     name = _best(report)
     against = report.ratio(name) if name else None
@@ -55,7 +49,7 @@ def verdict(report: Report) -> str:
 
 
 def summary(report: Report) -> dict[str, Any]:
-    """Tables of the summary: speed, checks, preparation, plans, limits, environment, memory, warnings.
+    """Tables of the summary: speed, checks, candidates, plans, what-if, preparation, environment, memory, warnings.
 
     Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
     """
@@ -65,6 +59,7 @@ def summary(report: Report) -> dict[str, Any]:
         "context": context(report),
         "host": report.environment.device != "cuda",
         "complete": report.complete,
+        "planned": planned(report),
         "chosen": report.chosen,
         "speed": [_speed(report, taken) for taken in report.measurements],
         "checks": [
@@ -83,33 +78,28 @@ def summary(report: Report) -> dict[str, Any]:
             for step in report.preparation
         ],
         "preparation_total": format_ns(sum(step.seconds for step in report.preparation) * 1e9),
-        "plans": [
-            {
-                "policy": plan.policy,
-                "label": label_run(report, plan.policy),
-                "chosen": plan.policy == report.chosen,
-                "streams": plan.streams,
-                "full": plan.counts.full,
-                "meg": plan.counts.meg,
-                "planned": plan.counts.planned,
-                "emitted": plan.counts.emitted,
-                "added_order": len(plan.added_order),
-                "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
-            }
-            for plan in report.schedules
-        ],
+        "candidates": candidates(report),
+        "plans": [_plan(report, plan) for plan in report.schedules],
+        "width": graph_width(report.graph)[1],
+        "what_if": what_if(report),
         "facts": _facts(report),
         "environment": _environment(report),
-        "memory": _memory(report),
+        "memory": memory(report),
         "warnings": _warnings(report),
     }
 
 
-def _place(report: Report) -> str:
-    where = report.environment
-    if where.device == "cuda":
-        return where.device_name
-    return f"host replay on {where.device_name or where.host_cpu or 'an unnamed CPU'}, no GPU"
+def _outlook(report: Report) -> str:
+    """The verdict on a plan."""
+    plan, calls = report.schedule(report.chosen), format_count(len(report.program.calls))
+    if plan is None:
+        return f"plan: nothing was run, and no streams were chosen for {calls} calls ({context(report)})."
+    streams = plural(plan.streams, "stream")
+    return (
+        f"plan: nothing was run; {label_run(report, plan.policy)} puts {calls} calls on {streams} with "
+        f"{format_count(plan.counts.planned)} synchronisations, {format_count(plan.counts.full)} if every hazard were "
+        f"waited for ({context(report)})."
+    )
 
 
 def _best(report: Report) -> str:
@@ -154,6 +144,7 @@ def _doubts(report: Report) -> list[str]:
 
 def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
     replayed = report.schedule(taken.name) is not None
+    single = report.ratio(taken.name, "single") if taken.name not in ("eager", "single") else None
     distance = format_ratio(taken.median_ns / report.critical_path_ns) if replayed and report.critical_path_ns else ""
     return {
         "name": taken.name,
@@ -167,22 +158,30 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
         "warmup": taken.warmup,
         "stable": taken.stable,
         "warnings": list(taken.warnings),
-        "eager": _ratio(report, report.ratio(taken.name)) if taken.name != "eager" else None,
-        "single": _ratio(report, report.ratio(taken.name, "single")) if taken.name not in ("eager", "single") else None,
+        "eager": ratio_cell(report, report.ratio(taken.name)) if taken.name != "eager" else None,
+        "single": ratio_cell(report, single),
         "distance": distance,
     }
 
 
-def _ratio(report: Report, ratio: Ratio | None) -> dict[str, Any] | None:
-    if ratio is None:
-        return None
+def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
+    counts = plan.counts
     return {
-        "text": format_ratio(ratio.value),
-        "quartiles": f"{format_ratio(ratio.low)} to {format_ratio(ratio.high)}",
-        "stable": ratio.stable,
-        "faster": ratio.value > 1 + SAME_BAND,
-        "slower": ratio.value < 1 - SAME_BAND,
-        "full": f"{label_run(report, ratio.name)} over {label_run(report, ratio.baseline)}, {context(report)}",
+        "policy": plan.policy,
+        "label": label_run(report, plan.policy),
+        "chosen": plan.policy == report.chosen,
+        "streams": plan.streams,
+        "full": counts.full,
+        "meg": counts.meg,
+        "planned": counts.planned,
+        "emitted": counts.emitted,
+        "forks": counts.forks,
+        "joins": counts.joins,
+        "inside": counts.inside,
+        "promise": promise(plan),
+        "observed": observed(report, plan.policy),
+        "added_order": len(plan.added_order),
+        "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
     }
 
 
@@ -212,7 +211,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 def _environment(report: Report) -> list[tuple[str, str]]:
     where = report.environment
     rows = [
-        ("Device", where.device_name if where.device == "cuda" else f"{where.device_name} (host replay, no GPU)"),
+        ("Device", _device(report)),
         ("Host CPU", where.host_cpu),
         ("Cores / torch threads", f"{where.cores} / {where.threads}"),
         ("torch", where.torch),
@@ -221,7 +220,10 @@ def _environment(report: Report) -> list[tuple[str, str]]:
         ("Python", where.python),
         ("System", where.system),
         ("SM clock before and after", " → ".join(f"{mhz} MHz" for mhz in where.sm_clock_mhz)),
-        ("Throttling", ", ".join(where.throttling) or ("none reported" if where.device == "cuda" else "")),
+        (
+            "Throttling",
+            ", ".join(where.throttling) or ("none reported" if where.device == "cuda" and not planned(report) else ""),
+        ),
         ("Other processes on the GPU", "" if where.other_processes is None else str(where.other_processes)),
         ("Load of the host, 1 minute", f"{where.load:.2f}" if where.load >= 0 else ""),
         *where.settings,
@@ -230,11 +232,11 @@ def _environment(report: Report) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def _memory(report: Report) -> list[tuple[str, str]]:
-    rows = [("Eager peak above the model", report.memory.eager_peak)]
-    rows += [(f"Pool of {label_run(report, name)}", nbytes) for name, nbytes in report.memory.engines]
-    rows.append(("Peak of the whole comparison", report.memory.compare_peak))
-    return [(name, format_bytes(nbytes)) for name, nbytes in rows if nbytes]
+def _device(report: Report) -> str:
+    name = report.environment.device_name
+    if planned(report) or report.environment.device == "cuda":
+        return name
+    return f"{name} (host replay, no GPU)"
 
 
 def _warnings(report: Report) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from nimble_core.units import format_ns
+from nimble_core.schedule import Schedule
+from nimble_core.units import format_count, format_ns
 from nimble_viz.report import Report
+from nimble_viz.views.labels import plural
 
-__all__ = ["COUNTS", "hint", "host_syncs"]
+__all__ = ["COUNTS", "ENDS", "hint", "host_syncs", "promise"]
 
 COUNTS = (
     ("full", "Full DAG", "hazard edges whose ends are on different streams: what waiting on every hazard costs"),
@@ -17,6 +19,13 @@ COUNTS = (
 )
 """The four counts of synchronisations: key, name, definition. Fork and join of the capture stream are apart."""
 
+ENDS = (
+    ("forks", "Fork", "nodes that wait for nothing: the streams that start at once, the capture stream included"),
+    ("joins", "Join", "nodes that nothing waits for: the streams that the end of the graph joins"),
+    ("inside", "Inside calls", "edges between nodes of one call: what the call itself orders"),
+)
+"""What else the captured graph holds, counted apart: key, name, definition."""
+
 _HINTS = (
     (("item", "local_scalar", "_is_nonzero"), "keep the value on the device, or read it once after the loop"),
     (("memcpy", "copy", "to(", ".cpu"), "use pinned memory and non_blocking=True, or move the copy out of the model"),
@@ -24,6 +33,27 @@ _HINTS = (
     (("streamsynchronize", "eventsynchronize"), "a value was needed on the host: see what reads it on this line"),
     (("nonzero", "unique", "masked_select"), "its shape depends on data: use a fixed-size variant (torch.where)"),
 )
+
+
+def promise(plan: Schedule) -> dict[str, Any] | None:
+    """Whether the captured graph holds the waits it should: ``text`` and ``kept``; None if the graph was not read.
+
+    ``"emitted as promised: |E'| - |M| = 412 - 310 = 102"``. A plan that promises no minimum should hold its own waits.
+    """
+    emitted = plan.counts.emitted
+    if emitted is None:
+        return None
+    if plan.minimum_syncs:
+        due = plan.meg_edges - plan.matched
+        sum_ = f"|E'| - |M| = {format_count(plan.meg_edges)} - {format_count(plan.matched)} = {format_count(due)}"
+        words = "promised", f"promised: {sum_}"
+    else:
+        due = plan.counts.planned
+        words = "planned", f"planned: {format_count(due)}"
+    if emitted == due:
+        return {"kept": True, "text": f"emitted as {words[1]}"}
+    more = f"{plural(abs(emitted - due), 'wait')} {'more' if emitted > due else 'fewer'} than {words[0]}"
+    return {"kept": False, "text": f"emitted {format_count(emitted)}, {more} ({words[1].partition(': ')[2]})"}
 
 
 def hint(kind: str) -> str:

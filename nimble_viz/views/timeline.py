@@ -7,7 +7,7 @@ from typing import Any
 
 from nimble_core.timeline import Lane, Span
 from nimble_viz.report import Report
-from nimble_viz.views.summary import label_run
+from nimble_viz.views.labels import label_run
 
 __all__ = ["DISTORTION_BOUND", "timelines"]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nimble_viz.report import EqualityCheck
+from nimble_core.candidates import EqualityCheck
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,108 @@
+"""The plans that were tried before one was chosen, and why the others were not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nimble_core.candidates import Candidate
+from nimble_core.measurement import TIE, Measurement, quantile, ratio
+from nimble_core.units import format_bytes, format_ns, format_percent
+from nimble_viz.report import Report
+from nimble_viz.views.labels import label_plan, plural, ratio_cell
+
+__all__ = ["FOLDED_ABOVE", "candidates"]
+
+FOLDED_ABOVE = 3
+"""So many plans that were never captured are listed one by one; more are folded to one line for each reason."""
+
+
+def candidates(report: Report) -> dict[str, list[dict[str, Any]]] | None:
+    """``rows``: the chosen one, then by median, then those not measured and those not captured; ``folded``: groups.
+
+    Many plans that were not captured are no rows but groups, one for each reason. None where there was no choice.
+    """
+    found = report.candidates
+    if len(found) < 2:
+        return None
+    tried = sorted((one for one in found if _captured(one)), key=_rank)
+    rest = sorted((one for one in found if not _captured(one)), key=lambda one: one.simulated_ns)
+    shown = tried if len(rest) > FOLDED_ABOVE else tried + rest
+    single = next((one.measurement for one in found if one.name == "single"), None)
+    reasons = dict.fromkeys(one.note for one in rest) if len(rest) > FOLDED_ABOVE else {}
+    return {
+        "rows": [_row(report, one, single) for one in shown],
+        "folded": [_group(report, [one for one in rest if one.note == note]) for note in reasons],
+    }
+
+
+def _captured(one: Candidate) -> bool:
+    return one.chosen or one.measurement is not None or one.check is not None or one.capture_s > 0
+
+
+def _rank(one: Candidate) -> tuple[bool, bool, float]:
+    return not one.chosen, one.measurement is None, one.measurement.median_ns if one.measurement else 0.0
+
+
+def _row(report: Report, one: Candidate, single: Measurement | None) -> dict[str, Any]:
+    taken, check = one.measurement, one.check
+    wrong = check is not None and check.differs
+    against = ratio(taken, single) if taken and single and one.name != "single" and not wrong else None
+    return {
+        "name": one.name,
+        "label": label_plan(one.name),
+        "streams": one.streams,
+        "syncs": one.syncs,
+        "median": format_ns(taken.median_ns) if taken else "",
+        "quartiles": _quartiles(taken) if taken else "",
+        "stable": taken is None or taken.stable,
+        "single": ratio_cell(report, against),
+        "simulated": format_ns(one.simulated_ns) if one.simulated_ns else "",
+        "memory": format_bytes(one.nbytes) if one.nbytes else "",
+        "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
+        "wrong": wrong,
+        "equal": check is not None and check.passed,
+        "chosen": one.chosen,
+        "outcome": _outcome(report, one),
+    }
+
+
+def _quartiles(taken: Measurement) -> str:
+    if not taken.samples_ns:
+        return ""
+    return " to ".join(format_ns(quantile(taken.samples_ns, q)) for q in (0.25, 0.75))
+
+
+def _outcome(report: Report, one: Candidate) -> str:
+    """``"chosen"``, or why not."""
+    if one.chosen:
+        return "chosen"
+    if one.check is not None and one.check.differs:
+        return "outputs differ from eager's"
+    if one.note:
+        return one.note
+    # The comparison measures the finalists again, and chooses by that; else what tuning measured counts.
+    taken, best = report.measurement(one.name), report.measurement(report.chosen)
+    again = ", measured again"
+    if taken is None or best is None:
+        again = ""
+        chosen = next((other for other in report.candidates if other.chosen), None)
+        taken, best = one.measurement, chosen.measurement if chosen else None
+    if one.measurement is None:
+        return "not measured"
+    if taken is None or best is None or not best.median_ns:
+        return "not chosen"
+    behind = taken.median_ns / best.median_ns
+    if behind > TIE:
+        return f"{format_percent(behind - 1)} slower{again}"
+    return "as fast, no better" if behind >= 1 / TIE else "faster here, not measured again"
+
+
+def _group(report: Report, members: list[Candidate]) -> dict[str, Any]:
+    times = [one.simulated_ns for one in members if one.simulated_ns]
+    low, high = (format_ns(min(times)), format_ns(max(times))) if times else ("", "")
+    reason = members[0].note or "not captured"
+    span = f" ({low if low == high else f'{low} to {high}'})" if times else ""
+    return {
+        "text": f"{plural(len(members), 'plan')} more, {reason}{span}",
+        "rows": [_row(report, one, None) for one in members],
+    }
