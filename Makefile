@@ -35,7 +35,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.test
-	-$(BIN)/python -m benchmarks.scheduling
+	-$(BIN)/python -m benchmarks.scheduling --calls 10000
 	-$(BIN)/python -m benchmarks.host
 	@if command -v nvidia-smi >/dev/null 2>&1; then echo "On this GPU: $(BIN)/python -m benchmarks.cuda --out FILE"; fi
 

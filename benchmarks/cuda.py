@@ -3,9 +3,9 @@
     python -m benchmarks.cuda --out benchmarks/results/cuda-h200.json
 
 For every model and dtype: wall time of eager, of one-stream and multi-stream calls and of bare replays, interleaved,
-with quartiles; synchronisations full, MEG, planned, emitted; critical path; preparation by step; equality with eager
-on fresh inputs. Then what a call costs beyond replay and copies. Results are written after each model, and a model
-that the file holds already is not measured again.
+each after an untimed run of the same, with quartiles; synchronisations full, MEG, planned, emitted; critical path;
+preparation by step; equality with eager on fresh inputs. Then what a call costs beyond replay and copies. Results are
+written after each model, and a model that the file holds already is not measured again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.zoo import CASES, ZOO, load
 from nimble_core.algorithms.critical_path import critical_path
+from nimble_core.equality import check_equality
 from nimble_core.graph import predecessors
 from nimble_core.host_info import environment, finish
 from nimble_core.measurement import Measurement, interleave, quantile, ratio
@@ -33,13 +34,12 @@ from nimble_core.pipeline import (
     check_inputs,
     device_for,
     observe,
-    plan,
     record_static,
+    schedule_by,
     state_kept,
 )
 from nimble_core.static import other_values
 from nimble_core.structure import builder, flatten
-from nimble_viz.equality import check_equality
 
 TARGETS = {"NASNet-A large": 2.0, "HRNet-W18": 2.2, "GoogLeNet": 1.8, "Inception-v3": 1.5}
 CALL_BUDGET_US = 10.0
@@ -91,9 +91,9 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
 
     recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
     with state_kept(recorded):
-        single = capture(device, recorded, plan(recorded, "single", None, 1))
-        costs = observe(device, recorded, single.executable).costs
-        multi = capture(device, recorded, plan(recorded, "nimble", costs, None))
+        single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
+        costs = observe(device, recorded, single).costs
+        multi = capture(device, recorded, schedule_by(recorded, "nimble", costs, None))
         build = builder(recorded.recording.output_structure)
 
         def eager() -> object:
@@ -103,15 +103,16 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
         taken = interleave(
             {
                 "eager": eager,
-                "single call": lambda: build(single.executable.run(signature.tensors)),
-                "multi call": lambda: build(multi.executable.run(signature.tensors)),
-                "single replay": single.executable.replay,
-                "multi replay": multi.executable.replay,
+                "single call": lambda: build(single.run(signature.tensors)),
+                "multi call": lambda: build(multi.run(signature.tensors)),
+                "single replay": single.replay,
+                "multi replay": multi.replay,
             },
             clock_ns=device.clock_ns,
             synchronize=device.synchronize,
             rounds=200,
             budget_s=seconds,
+            rehearse=True,
         )
         cases = []
         for seed in (1, 2):
@@ -119,21 +120,21 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
             again, named = builder(signature.structure)(inputs)
             with torch.no_grad():
                 cases.append((inputs, [out.clone() for out in flatten(model(*again, **named))[0]]))
-        checks = [check_equality(one.schedule.policy, one.executable.run, cases) for one in (single, multi)]
+        checks = [check_equality(one.schedule.policy, one.run, cases) for one in (single, multi)]
         path_ns, _ = critical_path(predecessors(recorded.graph, meg=True), costs.ns)
         result = {
             "calls": recorded.graph.size,
-            "nodes": len(multi.executable.raw.nodes),
+            "nodes": len(multi.raw.nodes),
             "edges": len(recorded.graph.edges),
             "meg edges": len(recorded.graph.meg),
             "streams": multi.schedule.streams,
-            "syncs": asdict(multi.executable.counts),
+            "syncs": asdict(multi.counts),
             "kernels seen": costs.seen,
             "kernels expected": costs.expected,
             "sum of kernels us": costs.total_ns / 1e3,
             "critical path us": path_ns / 1e3,
             "distance to critical path": taken["multi replay"].median_ns / path_ns if path_ns else None,
-            "memory bytes": {"single": single.executable.nbytes, "multi": multi.executable.nbytes},
+            "memory bytes": {"single": single.nbytes, "multi": multi.nbytes},
             "times": {key: figures(one) for key, one in taken.items()},
             "ratios": {
                 "multi over single, replay": asdict(ratio(taken["multi replay"], taken["single replay"])),
@@ -145,8 +146,8 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
             "prepare s": prepare_s,
             "prepare steps s": prepare_steps,
         }
-        single.executable.close()
-        multi.executable.close()
+        single.close()
+        multi.close()
     return result
 
 
@@ -194,7 +195,7 @@ def call_cost(rounds: int = 400) -> list[dict[str, Any]]:
 
 def _extra(case: str, model: Any, args: Any, kwargs: Any, rounds: int) -> dict[str, Any]:
     net = Nimble(model, Options(policy="single", tune="off")).prepare(*args, **kwargs)
-    executable: Any = net.engines[0].plan.executable
+    executable: Any = net.engines[0].executable
     given = net.engines[0].signature.tensors
     buffers, outputs, graph = executable.buffers, executable.outputs, executable.graph
 

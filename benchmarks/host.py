@@ -36,7 +36,7 @@ from nimble_core.devices.host import HostDevice
 from nimble_core.host_info import environment
 from nimble_core.measurement import interleave, ratio
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, capture, observe, plan, record_static
+from nimble_core.pipeline import Stopwatch, capture, observe, record_static, schedule_by
 from nimble_core.recording import Recording, fill, flat_tensors, issuing
 from nimble_core.signature import Signature
 from nimble_core.units import format_ns, format_percent
@@ -97,11 +97,11 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=True, step=watch)
     with watch("capture single"):
-        single = capture(device, recorded, plan(recorded, "single", None, 1))
+        single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
     with watch("measure calls"):
-        costs = observe(device, recorded, single.executable).costs
+        costs = observe(device, recorded, single).costs
     with watch("schedule"):
-        schedule = plan(recorded, "nimble", costs, device.stream_cap(Options().max_streams))
+        schedule = schedule_by(recorded, "nimble", costs, device.stream_cap(Options().max_streams))
     with watch("capture nimble"):
         several = capture(device, recorded, schedule)
 
@@ -109,13 +109,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         with torch.inference_mode():
             return model(*args, **kwargs)
 
-    timed = _Timed(single.executable)
+    timed = _Timed(single)
     sequence = _Sequence(recorded.recording, signature.tensors)
     taken = interleave(
         {
             "eager": eager,
-            "single": lambda: single.executable.run(signature.tensors),
-            "nimble": lambda: several.executable.run(signature.tensors),
+            "single": lambda: single.run(signature.tensors),
+            "nimble": lambda: several.run(signature.tensors),
             "work": sequence.run,
             "timed": timed.add,
         },
@@ -151,13 +151,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "share": share,
         "share_is_measurable": measurable,
         "removed": removed,
-        "nbytes": {"single": single.executable.nbytes, "nimble": several.executable.nbytes},
+        "nbytes": {"single": single.nbytes, "nimble": several.nbytes},
         "equal": _agreement(model, args, kwargs, signature, (single, several)),
         "preparation_s": dict(watch.seconds),
         "met": ratios[best].value >= 1 - NOISE and (not measurable or removed["in sequence"] >= REMOVED),
     }
-    single.executable.close()
-    several.executable.close()
+    single.close()
+    several.close()
     return result
 
 
@@ -247,7 +247,7 @@ def _agreement(model: Any, args: Any, kwargs: Any, signature: Signature, plans: 
         expected, _ = flatten(model(*args, **kwargs), what="output")
     differences = {}
     for one in plans:
-        pairs = zip(one.executable.run(signature.tensors), expected, strict=True)
+        pairs = zip(one.run(signature.tensors), expected, strict=True)
         worst = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
         differences[one.schedule.policy] = worst
     return differences
