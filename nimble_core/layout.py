@@ -6,8 +6,9 @@ while it runs goes to scratch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from nimble_core.program import Call, Program
 from nimble_core.schedule import Schedule
@@ -31,8 +32,8 @@ class Block:
     Args:
         nbytes: size.
         storage: the storage it holds, None for what the call frees again while it runs.
-        home: ``"arena"`` (shared with storages that are dead by then), ``"kept"`` (its own for good) or ``"scratch"``
-            (the call's own while it runs).
+        home: ``"arena"`` (shared with storages that are dead by then), ``"front"`` and ``"kept"`` (its own for good,
+            below and above the arena) or ``"scratch"`` (the call's own while it runs).
     """
 
     nbytes: int
@@ -47,9 +48,12 @@ class Layout:
     Args:
         blocks: by call; empty for calls that allocate nothing, or that are not placed.
         arena: storages for the arena.
-        kept: offset of each storage that keeps its memory for good, by storage.
+        kept: offset of each storage that keeps its memory above the arena, by storage.
         kept_nbytes: what these take.
         scratch: bytes each call needs while it runs.
+        front: offset of each storage that keeps its memory below the arena, by storage.
+        front_nbytes: what these take.
+        beside_nbytes: what an engine holds beside all that: buffers for its inputs, constants.
     """
 
     blocks: tuple[tuple[Block, ...], ...]
@@ -57,6 +61,9 @@ class Layout:
     kept: dict[int, int]
     kept_nbytes: int
     scratch: tuple[int, ...]
+    front: dict[int, int] = field(default_factory=dict)
+    front_nbytes: int = 0
+    beside_nbytes: int = 0
 
 
 def lay_out(
@@ -65,19 +72,22 @@ def lay_out(
     temporaries: Sequence[Temporaries],
     *,
     workspace: int = 0,
+    orders: Mapping[CallKey, tuple[int, ...]] = MappingProxyType({}),
     skip: frozenset[CallKey] = frozenset(),
     alignment: int = 512,
 ) -> Layout:
     """Decide where each allocation of each call may live.
 
-    Equal blocks are handed out by address, and scratch lies above what is kept, which lies above the arena: so of a
-    call's small results only the first can go to the arena.
+    Equal blocks are handed out by address: of a call's small results only the first that is used later can go to the
+    arena. What is asked for before it lies below the arena, what comes after it above, and scratch above all.
 
     Args:
         program: the calls and what they touch.
         schedule: gives the issue order: a storage is made by the first call that touches it.
         temporaries: of each call, as recorded.
         workspace: bytes of a matrix library's workspace, to tell it from other temporaries.
+        orders: for calls that do not ask for their results one after the other: which they ask for first, as places
+            among the results.
         skip: calls that are not placed.
         alignment: of every block.
     """
@@ -85,38 +95,61 @@ def lay_out(
     outputs = {ref.storage for ref in program.outputs}
     blocks: list[tuple[Block, ...]] = []
     arena: set[int] = set()
-    kept: dict[int, int] = {}
-    kept_nbytes = 0
+    front, kept = _Shelf(alignment), _Shelf(alignment)
     scratch: list[int] = []
     for call in program.calls:
-        if skip and call_key(call) in skip:
+        key = call_key(call)
+        if key in skip:
             blocks.append(())
             scratch.append(0)
             continue
-        sizes = [program.storages[storage].nbytes for storage in made[call.index]]
-        alive = [touched[storage] > 1 or storage in outputs for storage in made[call.index]]
+        storages = made[call.index]
+        if key in orders:
+            storages = [storages[place] for place in orders[key]]
+        sizes = [program.storages[storage].nbytes for storage in storages]
+        alive = [touched[storage] > 1 or storage in outputs for storage in storages]
+        wanted = [place for place, size in enumerate(sizes) if size <= SMALL_NBYTES and alive[place]]
+        first, last = (wanted[0], wanted[-1]) if wanted else (-1, -1)
         own: list[Block] = []
-        first_small = True
-        for position, (storage, nbytes) in enumerate(zip(made[call.index], sizes, strict=True)):
+        for place, (storage, nbytes) in enumerate(zip(storages, sizes, strict=True)):
             small = nbytes <= SMALL_NBYTES
-            small_alive_follow = any(
-                live and size <= SMALL_NBYTES for live, size in zip(alive[position:], sizes[position:], strict=True)
-            )
-            if alive[position] and (not small or first_small):
+            if alive[place] and (not small or place == first):
                 home = "arena"
                 arena.add(storage)
-            elif alive[position] or (small and small_alive_follow):
+            elif small and place < first:
+                home = "front"
+                front.put(storage, nbytes)
+            elif small and place <= last:
                 home = "kept"
-                kept[storage] = kept_nbytes
-                kept_nbytes += _aligned(nbytes, alignment)
+                kept.put(storage, nbytes)
             else:
                 home = "scratch"
-            first_small &= not small
             own.append(Block(nbytes, storage, home))
         own += [Block(nbytes, None, "scratch") for nbytes in _temporary_sizes(*temporaries[call.index], workspace)]
         blocks.append(tuple(own))
         scratch.append(sum(_aligned(block.nbytes, alignment) for block in own if block.home == "scratch"))
-    return Layout(tuple(blocks), frozenset(arena), kept, kept_nbytes, tuple(scratch))
+    return Layout(
+        blocks=tuple(blocks),
+        arena=frozenset(arena),
+        kept=kept.offsets,
+        kept_nbytes=kept.nbytes,
+        scratch=tuple(scratch),
+        front=front.offsets,
+        front_nbytes=front.nbytes,
+    )
+
+
+class _Shelf:
+    """Blocks side by side."""
+
+    def __init__(self, alignment: int) -> None:
+        self.offsets: dict[int, int] = {}
+        self.nbytes = 0
+        self._alignment = alignment
+
+    def put(self, storage: int, nbytes: int) -> None:
+        self.offsets[storage] = self.nbytes
+        self.nbytes += _aligned(nbytes, self._alignment)
 
 
 def call_key(call: Call) -> CallKey:
@@ -142,9 +175,10 @@ def _temporary_sizes(count: int, nbytes: int, workspace: int) -> list[int]:
     if count <= 0 or nbytes <= 0:
         return []
     if count > 1 and nbytes > workspace > 0:
-        rest = nbytes - workspace
-        return [workspace, *[rest] * (count - 1)]
-    return [nbytes] * count
+        return [workspace, *_temporary_sizes(count - 1, nbytes - workspace, 0)]
+    # Large blocks do not serve small requests: beside a large one there may be small ones.
+    small = [SMALL_NBYTES] * (count - 1) if nbytes > SMALL_NBYTES else []
+    return [nbytes] * count + small
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

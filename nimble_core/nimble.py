@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ import torch
 
 from nimble_core.candidates import Candidate
 from nimble_core.devices.base import Executable
-from nimble_core.errors import InputError, NimbleWarning
+from nimble_core.errors import DeviceError, InputError, NimbleWarning
 from nimble_core.freshness import Watch
 from nimble_core.options import Options, require_options
 from nimble_core.pipeline import (
@@ -20,6 +21,7 @@ from nimble_core.pipeline import (
     capture,
     check_inputs,
     device_for,
+    preparing,
     record_static,
     state_kept,
     whole_note,
@@ -95,7 +97,8 @@ class Nimble(torch.nn.Module):
         # Beside the module system: registering the model would prefix every name in state_dict.
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_options", options)
-        object.__setattr__(self, "_engines", [])
+        object.__setattr__(self, "_engines", ())
+        object.__setattr__(self, "_swapping", threading.Lock())
         if isinstance(model, torch.nn.Module):
             for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 object.__setattr__(self, table, getattr(model, table))
@@ -104,7 +107,7 @@ class Nimble(torch.nn.Module):
     @property
     def engines(self) -> tuple[Engine, ...]:
         """What was prepared, latest first."""
-        return tuple(self._engines)
+        return self._engines  # type: ignore[no-any-return]
 
     def prepare(self, *args: Any, training: bool = False, plan: Plan | None = None, **kwargs: Any) -> Nimble:
         """Record, schedule and capture the model for inputs like these; returns self.
@@ -130,12 +133,16 @@ class Nimble(torch.nn.Module):
                 "prepare(training=True) is not available in this version",
                 fix="prepare(...) captures inference; train the wrapped model itself, its parameters are shared",
             )
-        engine = _prepare(self._model, args, kwargs, self._options, plan)
-        mode = engine.mode
-        for old in [e for e in self._engines if e.mode == mode and e.signature.bind(args, kwargs) is not None]:
-            self._engines.remove(old)
-            old.executable.close()
-        self._engines.insert(0, engine)
+        with preparing():
+            engine = _prepare(self._model, args, kwargs, self._options, plan)
+        with self._swapping:
+            replaced = [
+                one for one in self._engines if one.mode == engine.mode and one.signature.bind(args, kwargs) is not None
+            ]
+            kept = (one for one in self._engines if not any(one is other for other in replaced))
+            object.__setattr__(self, "_engines", (engine, *kept))
+        for one in replaced:
+            one.executable.close()
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,21 +151,25 @@ class Nimble(torch.nn.Module):
         Raises:
             InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given.
         """
-        model = self._model
-        mode = getattr(model, "training", False)
-        for engine in self._engines:
-            if engine.mode == mode:
-                tensors = engine.signature.bind(args, kwargs)
-                if tensors is not None:
-                    static = self._options.outputs == "static"
-                    outputs = engine.executable.run(tensors, static=static)
-                    change = engine.watch.change()
-                    if change:
-                        raise InputError(
-                            f"the model is not the one that was prepared: {change}", fix="call prepare(...) again"
-                        )
-                    return engine.build(outputs)
-        return self._unprepared(args, kwargs, mode)
+        mode = getattr(self._model, "training", False)
+        while True:
+            for engine in self._engines:
+                if engine.mode == mode:
+                    tensors = engine.signature.bind(args, kwargs)
+                    if tensors is not None:
+                        break
+            else:
+                return self._unprepared(args, kwargs, mode)
+            try:
+                outputs = engine.executable.run(tensors, static=self._options.outputs == "static")
+            except DeviceError:
+                if any(one is engine for one in self._engines):
+                    raise
+                continue  # another thread has prepared the model again meanwhile, and closed this engine
+            change = engine.watch.change()
+            if change:
+                raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
+            return engine.build(outputs)
 
     def _unprepared(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Any:
         answer = self._options.on_new_shape
@@ -183,8 +194,11 @@ class Nimble(torch.nn.Module):
 
     def close(self) -> None:
         """Free every engine."""
-        while self._engines:
-            self._engines.pop().executable.close()
+        with self._swapping:
+            engines = self._engines
+            object.__setattr__(self, "_engines", ())
+        for engine in engines:
+            engine.executable.close()
 
     def train(self, mode: bool = True) -> Nimble:
         """Set the wrapped model's mode."""

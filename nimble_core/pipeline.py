@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,13 +42,18 @@ __all__ = [
     "capture",
     "device_for",
     "observe",
+    "preparing",
     "record_static",
     "schedule_by",
     "state_kept",
 ]
 
 _OBSERVED_CALLS = 6_000
+_PLANNED_STORAGES = 20_000
+"""Above this, planning memory would take longer than recording: the device reuses it on each stream, as best it can."""
 _OTHER_SEED = 20_001
+_LIMIT_ATTEMPTS = 3
+_PREPARING = threading.RLock()
 
 Step = Callable[[str], AbstractContextManager[Any]]
 
@@ -81,6 +87,13 @@ class Recorded:
     def whole(self) -> bool:
         """Whether the Program is incomplete, so that only the module as a whole can be captured."""
         return self.recording.unseen > 0
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """One preparation at a time: random state is put back for the whole process, and captures exclude each other."""
+    with _PREPARING:
+        yield
 
 
 def device_for(device: torch.device) -> Device:
@@ -255,11 +268,32 @@ def capture(
         CaptureError: a call that cannot be issued again.
         DeviceError: out of memory, or more than the limit.
     """
+    check_schedule(recorded.graph, schedule, recorded.recording.program)
+    if memory_limit is None:
+        return _captured(device, recorded, schedule, None, costs)
+    allowed, held = memory_limit, 0
+    for _ in range(_LIMIT_ATTEMPTS):
+        executable = _captured(device, recorded, schedule, allowed, costs)
+        held = executable.nbytes
+        if held <= memory_limit:
+            return executable
+        # What torch's allocator keeps for calls that could not be placed is known only now.
+        allowed -= held - memory_limit
+        executable.close()
+    raise DeviceError(
+        f"the engine holds {format_bytes(held)}, more than memory_limit={format_bytes(memory_limit)}",
+        fix="raise the limit, or prepare smaller inputs",
+    )
+
+
+def _captured(
+    device: Device, recorded: Recorded, schedule: Schedule, limit: int | None, costs: Costs | None
+) -> Executable:
+    """Plan memory, capture, and look for races in the captured graph."""
     recording, inputs = recorded.recording, recorded.signature.tensors
     program = recording.program
-    check_schedule(recorded.graph, schedule, program)
     while True:
-        planned, layout, memory = _with_memory(device, recorded, schedule, memory_limit, costs)
+        planned, layout, memory = _with_memory(device, recorded, schedule, limit, costs)
         try:
             executable = device.capture(recording, planned, inputs, layout, memory)
         except PlacementError:
@@ -269,12 +303,6 @@ def capture(
         if executable.raw is not None and executable.raw.owner:
             reused = reuse_hazards(program, planned, memory) if memory else ()
             check_emitted(planned, executable.raw, (*recorded.graph.edges, *reused), program)
-        if memory_limit is not None and executable.nbytes > memory_limit:
-            raise DeviceError(
-                f"the engine holds {format_bytes(executable.nbytes)}, more than "
-                f"memory_limit={format_bytes(memory_limit)}",
-                fix="raise the limit, or prepare smaller inputs",
-            )
     except BaseException:
         executable.close()
         raise
@@ -287,11 +315,11 @@ def _with_memory(
     """The schedule, with order added where a limit asks for it, and where its storages lie: checked."""
     recording, program = recorded.recording, recorded.recording.program
     layout = device.lay_out(recording, schedule)
-    if layout is None:
+    if layout is None or len(program.storages) > _PLANNED_STORAGES:
         return schedule, None, None
     memory = plan_memory(program, schedule, scratch=layout.scratch, place=layout.arena)
     if limit is not None:
-        fixed = layout.kept_nbytes + sum(tensor.nbytes for tensor in recorded.signature.tensors)
+        fixed = layout.front_nbytes + layout.kept_nbytes + layout.beside_nbytes
         if memory.nbytes + memory.scratch_nbytes + fixed > limit:
             known = costs or uniform_costs(recorded.graph.size)
             try:
@@ -306,8 +334,9 @@ def _with_memory(
                 )
             except ScheduleError as error:
                 raise DeviceError(
-                    f"memory_limit={format_bytes(limit)} is too little: {error.what}, and {format_bytes(fixed)} "
-                    f"beside the arena, {format_bytes(memory.scratch_nbytes)} of it workspaces",
+                    f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside the arena there are "
+                    f"{format_bytes(fixed)} of inputs and constants and "
+                    f"{format_bytes(memory.scratch_nbytes)} of workspaces",
                     fix="raise the limit, or prepare smaller inputs",
                 ) from error
             check_schedule(recorded.graph, schedule, program)

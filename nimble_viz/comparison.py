@@ -70,7 +70,7 @@ def compare(
         CaptureError: a call that cannot be captured; names it, its module path and source line.
         DeviceError: out of memory.
     """
-    from nimble_core.pipeline import check_inputs, device_for
+    from nimble_core.pipeline import check_inputs, device_for, preparing
     from nimble_viz.progress import default_progress
 
     if target is not None or loss_fn is not None or optimizer is not None:
@@ -84,7 +84,7 @@ def compare(
     named = dict(kwargs or {})
     signature = check_inputs(model, args, named)
     run = _Comparison(model, args, named, signature, device or device_for(signature.device), options)
-    with progress or default_progress() as told:
+    with preparing(), progress or default_progress() as told:
         try:
             run.measure(told)
         except KeyboardInterrupt:

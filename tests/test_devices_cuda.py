@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nimble_core import CaptureError, DeviceError, InputError, Nimble, Options, cupti
+from nimble_core.arena import check_memory
 from nimble_core.pipeline import (
     Stopwatch,
     capture,
@@ -36,6 +37,20 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([branch(x) for branch in self.branches], 1).mean((2, 3))
+
+
+class Towers(nn.Module):
+    """Independent branches whose results are small beside what they need on the way."""
+
+    def __init__(self, branches: int = 4, channels: int = 8) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3))
+            for _ in range(branches)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(x).mean((2, 3)) for branch in self.branches], 1)
 
 
 @pytest.fixture
@@ -362,3 +377,90 @@ def test_compare_reports_everything(wide: Wide) -> None:
     assert report.overhead is not None
     assert report.overhead.matched == report.overhead.total
     assert 0 <= report.overhead.device_idle_share <= 1
+
+
+@torch.no_grad()
+def test_results_lie_where_they_were_planned_and_no_reader_sees_what_was_there_before(wide: Wide) -> None:
+    _, recorded, single, multi, _ = plans(wide, inputs())
+    for one in (single, multi):
+        memory = one.memory
+        assert memory is not None
+        check_memory(recorded.recording.program, one.schedule, memory)
+        unshared = sum(
+            storage.nbytes
+            for storage, offset in zip(recorded.recording.program.storages, memory.offsets, strict=True)
+            if offset >= 0
+        )
+        assert 0 < memory.nbytes < unshared
+        block = one._arena._block
+        start, end = block.data_ptr(), block.data_ptr() + block.nbytes
+        assert all(start < output.data_ptr() < end for output in one.outputs)
+        for poison in (0xFF, 0x7F, 0):  # NaN, a large number, nothing
+            block.fill_(poison)
+            x = inputs()
+            assert torch.equal(one.run([x])[0], wide(x))
+
+
+@torch.no_grad()
+def test_a_memory_limit_adds_order_or_is_refused() -> None:
+    wide = Towers().cuda().eval()
+    x = torch.randn(2, 8, 128, 128, device="cuda")
+    free = Nimble(wide, Options(policy="nimble")).prepare(x)
+    one = Nimble(wide, Options(policy="single")).prepare(x)
+    held, least = free.engines[0].executable.nbytes, one.engines[0].executable.nbytes
+    assert least < held
+    limit = (held + least) // 2
+    limited = Nimble(wide, Options(policy="nimble", memory_limit=limit)).prepare(x)
+    engine = limited.engines[0]
+    assert engine.executable.nbytes <= limit
+    assert engine.schedule.added_order
+    assert torch.equal(limited(x), wide(x))
+    with pytest.raises(DeviceError, match="memory_limit"):
+        Nimble(wide, Options(policy="nimble", memory_limit=4096)).prepare(x)
+
+
+def test_captures_that_fail_leave_the_process_usable(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nimble_core.recording import Issuer
+
+    real, issued = Issuer.issue, []
+
+    def failing(self: Issuer, call: int) -> None:
+        issued.append(call)
+        if len(issued) == 3:
+            torch.cuda.synchronize()  # which no capture survives
+        real(self, call)
+
+    monkeypatch.setattr(Issuer, "issue", failing)
+    with pytest.raises(CaptureError):
+        Nimble(wide, Options(tune="off")).prepare(inputs())
+    monkeypatch.undo()
+    net, x = Nimble(wide).prepare(inputs()), inputs()
+    with torch.no_grad():
+        assert torch.equal(net(x), wide(x))
+    torch.cuda.empty_cache()
+    torch.rand(2, device="cuda")
+
+
+@torch.no_grad()
+def test_allocations_that_nobody_planned_are_noticed(wide: Wide) -> None:
+    x = inputs()
+    signature = check_inputs(wide, (x,), {})
+    device = device_for(signature.device)
+    recorded = record_static(device, wide, signature, (x,), {}, strict=True, step=Stopwatch())
+    real = torch.ops.aten.relu.default
+    recording = recorded.recording
+    greedy = [
+        dataclasses.replace(step, func=lambda x: (torch.ones(64, device="cuda"), real(x))[1])
+        if step.func is real
+        else step
+        for step in recording.steps
+    ]
+    recorded = dataclasses.replace(recorded, recording=dataclasses.replace(recording, steps=tuple(greedy)))
+    made = capture(device, recorded, schedule_by(recorded, "nimble", None, None))
+    x = inputs()
+    assert torch.equal(made.run([x])[0], wide(x))
+    assert made.memory is not None
+    relus = [call for call in recording.program.calls if call.label == "relu"]
+    placed = {storage for storage, offset in enumerate(made.memory.offsets) if offset >= 0}
+    assert relus
+    assert not placed & {ref.storage for call in relus for ref in call.writes}

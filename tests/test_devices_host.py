@@ -1,28 +1,40 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import models
+import networkx
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_models import happens_before
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from nimble_core.arena import MemoryPlan, check_memory, plan_memory
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice, HostExecutable
-from nimble_core.errors import DeviceError
-from nimble_core.graph import build_graph
+from nimble_core.errors import DeviceError, ScheduleError
+from nimble_core.graph import CallGraph, build_graph
+from nimble_core.layout import Layout
+from nimble_core.pipeline import Stopwatch, capture, record_static, state_kept
 from nimble_core.policies import nimble, single
 from nimble_core.policies.base import plan_streams
 from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
+from nimble_core.simulate import EXACT
 from nimble_core.structure import flatten
+from nimble_core.tuning import eager_cases, from_same_state
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
@@ -36,6 +48,12 @@ class Prepared:
         self.recording: Recording = self.device.record(model, self.signature, args, kwargs)
         self.graph = build_graph(self.recording.program)
         self.costs = uniform_costs(self.graph.size)
+
+    def layout(self, schedule: Schedule) -> Layout:
+        return self.device.lay_out(self.recording, schedule)
+
+    def plan(self, schedule: Schedule) -> MemoryPlan:
+        return plan_memory(self.recording.program, schedule, place=self.layout(schedule).arena)
 
     def capture(self, schedule: Schedule | None = None) -> HostExecutable:
         schedule = schedule or single(self.graph, self.costs)
@@ -191,6 +209,173 @@ def test_any_program_on_any_streams_equals_eager(steps: list[tuple[str, int, int
         x = torch.randn(4, 4)
         assert same(executable.run([x]), eager(model, [x]))
     executable.close()
+
+
+def drawn_streams(graph: CallGraph, draw: random.Random, lanes: int, order: Sequence[int] | None = None) -> Schedule:
+    """A safe schedule that puts each call on any of ``lanes`` streams."""
+    draws = [draw.randrange(lanes) for _ in range(graph.size)]
+    names = {lane: index for index, lane in enumerate(dict.fromkeys(draws))}
+    return plan_streams(graph, [names[lane] for lane in draws], policy="drawn", order=order)
+
+
+def poison(executable: HostExecutable) -> None:
+    assert executable.arena is not None
+    executable.arena.fill_(0xFF)
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_nothing_is_read_from_the_arena_that_the_run_did_not_write(name: str) -> None:
+    model, args, kwargs = models.make(name)
+    device, signature = HostDevice(), Signature(args, kwargs)
+    recorded = record_static(device, model, signature, args, kwargs, strict=False, step=Stopwatch())
+    if recorded.whole:
+        return
+    draw = random.Random(name)
+    with state_kept(recorded):
+        for lanes in (1, 2, 4):
+            executable = capture(device, recorded, drawn_streams(recorded.graph, draw, lanes))
+            assert isinstance(executable, HostExecutable)
+            run = from_same_state(recorded, executable)
+            for inputs, expected in eager_cases(recorded):
+                poison(executable)
+                torch.testing.assert_close(run([one.clone() for one in inputs]), list(expected), equal_nan=True)
+            executable.close()
+
+
+@settings(max_examples=60)
+@given(programs(), st.randoms(use_true_random=False))
+def test_memory_of_several_workers_holds_in_any_order_that_they_may_run_in(
+    steps: list[tuple[str, int, int, int]], draw: random.Random
+) -> None:
+    model = interpreted(steps)
+    made = Prepared(model, torch.randn(4, 4))
+    several = drawn_streams(made.graph, draw, 3)
+    memory = made.plan(several)
+    ranks = [draw.random() for _ in range(made.graph.size)]
+    order = list(networkx.lexicographical_topological_sort(happens_before(several), key=ranks.__getitem__))
+    one = plan_streams(made.graph, [0] * made.graph.size, policy="one of the runs", order=order)
+    executable = made.device.capture(made.recording, one, made.signature.tensors, made.layout(several), memory)
+    x = torch.randn(4, 4)
+    poison(executable)
+    assert same(executable.run([x]), eager(model, [x]))
+    executable.close()
+
+
+def test_a_plan_that_gives_bytes_away_too_early_is_refused_and_would_be_wrong() -> None:
+    model = Branches().eval()
+    made = Prepared(model, torch.randn(3, 8))
+    schedule, program = single(made.graph, made.costs), made.recording.program
+    good = check_memory(program, schedule, made.plan(schedule))
+    together = [{access.ref.storage for access in call.accesses} for call in program.calls]
+    placed = sorted(made.layout(schedule).arena)
+    uses = {s: [call for call in schedule.order if s in together[call]] for s in placed}
+    overlapping = {
+        frozenset((a, b))
+        for a, b in itertools.combinations(placed, 2)
+        if uses[a][0] <= uses[b][-1] and uses[b][0] <= uses[a][-1]
+    }
+    refused = 0
+    for old, new in itertools.combinations(placed, 2):
+        sizes = {program.storages[old].nbytes, program.storages[new].nbytes}
+        if len(sizes) > 1 or any({old, new} <= touched for touched in together):
+            continue  # torch itself refuses calls whose operands overlap in part
+        offsets = list(good.offsets)
+        offsets[old] = offsets[new] = good.nbytes
+        plan = replace(good, offsets=tuple(offsets), nbytes=good.nbytes + 512)
+        right = frozenset((old, new)) not in overlapping
+        if not right:
+            refused += 1
+            with pytest.raises(ScheduleError, match="share bytes and nothing orders them"):
+                check_memory(program, schedule, plan)
+        executable = made.device.capture(made.recording, schedule, made.signature.tensors, memory=plan)
+        x = torch.randn(3, 8)
+        assert same(executable.run([x]), eager(model, [x])) is right
+        executable.close()
+    assert refused > 3
+
+
+def test_the_arena_holds_what_calls_fill_and_neither_constants_nor_outputs() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        hidden = (x + torch.arange(128.0)).exp()
+        made = torch.empty(2, 128)
+        made[0] = hidden
+        made[1] = x
+        return made.sum(0) * 2
+
+    made = Prepared(model, torch.randn(128))
+    storages, program = made.recording.program.storages, made.recording.program
+    layout = made.layout(single(made.graph, made.costs))
+    assert sorted(storages[one].nbytes for one in layout.arena) == [512, 512, 512, 1024]
+    assert not layout.arena & {ref.storage for ref in program.outputs}
+    assert layout.kept_nbytes == 0
+    assert layout.beside_nbytes == 512
+    executable = made.capture()
+    assert executable.memory is not None
+    assert {s for s, offset in enumerate(executable.memory.offsets) if offset >= 0} == layout.arena
+    assert executable.nbytes == executable.memory.nbytes + 512
+    assert executable.memory.nbytes < 512 * 3 + 1024
+
+
+def test_streams_that_allocate_between_calls_may_share_that_memory() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            made = torch.empty(2, 64)
+            made[0] = x[0].exp()
+            made[1] = x[1].sin()
+            x = made * 0.5
+        return x
+
+    made = Prepared(model, torch.randn(2, 64))
+    executable = made.wide(2)
+    assert executable.memory is not None
+    assert executable.memory.nbytes < 6 * 512
+    for _ in range(20):
+        x = torch.randn(2, 64)
+        poison(executable)
+        assert same(executable.run([x]), eager(model, [x]))
+    executable.close()
+
+
+class Stages(nn.Module):
+    """Independent chains, whose results are small beside what they need on the way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([((x.repeat(8) + i).sin() * 2).exp().sum() for i in range(8)])
+
+
+def test_a_memory_limit_adds_order_or_says_the_smallest_that_works() -> None:
+    x = torch.randn(512)
+    recorded = record_static(HostDevice(), Stages(), Signature([x], {}), [x], {}, strict=True, step=Stopwatch())
+    device = HostDevice()
+    device.model = EXACT  # type: ignore[misc]  # else one stream is the faster way to fit
+    lanes = [call.index % 4 for call in recorded.recording.program.calls]
+    schedule = plan_streams(recorded.graph, lanes, policy="four")
+    free = capture(device, recorded, schedule)
+    one = capture(device, recorded, single(recorded.graph, uniform_costs(recorded.graph.size)))
+    limit = one.nbytes + x.nbytes + 1024
+    assert limit < free.nbytes
+    limited = capture(device, recorded, schedule, memory_limit=limit)
+    assert limited.nbytes <= limit
+    assert limited.schedule.stream == schedule.stream
+    assert limited.schedule != schedule
+    y = torch.randn(512)
+    for executable in (free, one, limited):
+        assert isinstance(executable, HostExecutable)
+        poison(executable)
+        assert same(executable.run([y]), eager(recorded.model, [y]))
+        executable.close()
+    with pytest.raises(DeviceError, match=r"memory_limit=.* is too little: .* the smallest has \d+"):
+        capture(device, recorded, schedule, memory_limit=4096)
+
+
+def test_nothing_is_held_after_close() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    executable = made.wide(2)
+    executable.replay()
+    arena = StorageWeakRef(executable.arena)
+    executable.close()
+    assert executable.arena is None
+    assert arena.expired()
 
 
 def test_small_results_share_memory_and_large_chains_need_two_buffers() -> None:
@@ -362,6 +547,38 @@ def test_the_callers_modes_and_threads_are_put_back() -> None:
     assert torch.is_grad_enabled()
     assert torch.get_num_threads() == before
     executable.close()
+
+
+def test_runs_from_new_threads_leave_the_process_its_number_of_threads() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    usual = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        executables = [made.wide(2) for _ in range(4)]
+        together = threading.Barrier(len(executables))
+        seen: list[int] = []
+
+        def work(executable: HostExecutable) -> None:
+            together.wait()
+            for _ in range(10):
+                executable.replay()
+            seen.append(torch.get_num_threads())
+
+        def in_threads(work: Callable[..., None], args: Sequence[Any]) -> None:
+            threads = [threading.Thread(target=work, args=(arg,)) for arg in args]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        in_threads(work, executables)
+        in_threads(lambda _: seen.append(torch.get_num_threads()), [None])
+        assert seen == [5] * 5
+        assert torch.get_num_threads() == 5
+        for executable in executables:
+            executable.close()
+    finally:
+        torch.set_num_threads(usual)
 
 
 def test_observing_sees_every_call_once() -> None:

@@ -58,7 +58,16 @@ def test_results_that_nobody_uses_are_scratch_unless_a_small_one_follows() -> No
     made = program([8, 100, 200], [([0], [1, 2]), ([1], [])], [])
     assert [block.home for block in lay_out(made, plan(2), [(0, 0)] * 2).blocks[0]] == ["arena", "scratch"]
     made = program([8, 100, 200], [([0], [1, 2]), ([2], [])], [])
-    assert [block.home for block in lay_out(made, plan(2), [(0, 0)] * 2).blocks[0]] == ["kept", "kept"]
+    layout = lay_out(made, plan(2), [(0, 0)] * 2)
+    assert [block.home for block in layout.blocks[0]] == ["front", "arena"]
+    assert (layout.front, layout.front_nbytes) == ({1: 0}, 512)
+
+
+def test_results_can_be_asked_for_in_another_order() -> None:
+    made = program([8, 100, 200, 300], [([0], [1, 2, 3]), ([1], [])], [])
+    layout = lay_out(made, plan(2), [(0, 0)] * 2, orders={call_key(made.calls[0]): (1, 2, 0)})
+    homes = [(block.storage, block.home) for block in layout.blocks[0]]
+    assert homes == [(2, "front"), (3, "front"), (1, "arena")]
 
 
 def test_skipped_calls_are_left_alone() -> None:
@@ -79,6 +88,7 @@ def test_several_temporaries_fit_whatever_each_of_them_takes() -> None:
     assert temporaries(2, 1000) == [1000, 1000]
     assert temporaries(2, 1000, workspace=900) == [900, 100]
     assert temporaries(1, 900, workspace=900) == [900]
+    assert temporaries(2, LARGE) == [LARGE, LARGE, SMALL_NBYTES]
     assert temporaries(0, 0) == temporaries(-1, 5) == []
 
 

@@ -92,6 +92,7 @@ class CudaDevice:
             raise DeviceError("torch sees no CUDA GPU", fix="run on the host: move model and inputs to the CPU")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.name = torch.cuda.get_device_name(self.device)
+        self._orders: dict[CallKey, tuple[int, ...]] = {}
         self._unplaced: frozenset[CallKey] = frozenset()
 
     def stream_cap(self, asked: int | None) -> int | None:
@@ -125,7 +126,16 @@ class CudaDevice:
         if not _places_memory():
             return None
         workspace = _workspace_nbytes(self.device.index)
-        return lay_out(recording.program, schedule, recording.temporaries, workspace=workspace, skip=self._unplaced)
+        program = recording.program
+        layout = lay_out(
+            program,
+            schedule,
+            recording.temporaries,
+            workspace=workspace,
+            orders=self._orders,
+            skip=self._unplaced,
+        )
+        return replace(layout, beside_nbytes=sum(ref.nbytes for ref in program.inputs))
 
     def capture(
         self,
@@ -181,10 +191,13 @@ class CudaDevice:
             issuer.tensors.clear()
             arena.capture_ended()
             if arena.misplaced:
-                self._unplaced |= arena.misplaced
-                raise PlacementError(
-                    f"not placed from now on: {', '.join(name for name, _ in sorted(arena.misplaced))}"
-                )
+                for key, order in arena.misplaced.items():
+                    if order and key not in self._orders:
+                        self._orders[key] = order
+                    else:
+                        self._unplaced |= {key}
+                names = ", ".join(sorted({name for name, _ in arena.misplaced}))
+                raise PlacementError(f"not placed as planned: {names}")
         except BaseException:
             issuer.tensors.clear()
             arena.close()
@@ -322,11 +335,11 @@ class CudaExecutable:
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Copy ``inputs`` in, replay on the caller's stream, return copies of the outputs (or the buffers)."""
-        graph = self.graph
-        if graph is None:
-            raise _closed()
         grad = torch.is_grad_enabled()
         with self._lock:
+            graph = self.graph
+            if graph is None:
+                raise _closed()
             if grad:
                 torch._C._set_grad_enabled(False)
             try:
@@ -346,9 +359,9 @@ class CudaExecutable:
 
     def replay(self) -> None:
         """Replay on the caller's stream."""
-        if self.graph is None:
-            raise _closed()
         with self._lock:
+            if self.graph is None:
+                raise _closed()
             self._follow_last_run()
             self.graph.replay()
 
@@ -363,10 +376,9 @@ class CudaExecutable:
 
     def close(self) -> None:
         """Wait for the last run and free graph and buffers."""
-        with self._lock:
+        with _CAPTURE_LOCK, self._lock:
             if self.graph is not None:
-                with _CAPTURE_LOCK:
-                    torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self.device)
                 self.graph.reset()
                 self.graph, self.buffers, self.outputs = None, [], []
                 if self._arena is not None:
@@ -394,7 +406,8 @@ class _Arena:
         memory: MemoryPlan | None,
     ) -> None:
         self.memory = memory
-        self.misplaced: frozenset[CallKey] = frozenset()
+        self.misplaced: dict[CallKey, tuple[int, ...]] = {}
+        """Calls that did not allocate as planned, and the order in which they asked for results, if it is known."""
         self._surprises = 0
         self.nbytes = 0
         self._program = program
@@ -407,7 +420,9 @@ class _Arena:
             return
         placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
         self._releases = _last_uses(program, schedule, placed, self._releases)
-        kept, scratch = memory.nbytes, memory.nbytes + layout.kept_nbytes
+        shared = layout.front_nbytes
+        kept = shared + memory.nbytes
+        scratch = kept + layout.kept_nbytes
         self.nbytes = scratch + memory.scratch_nbytes
         if not self.nbytes:
             return
@@ -419,7 +434,9 @@ class _Arena:
             planned = []
             for block in blocks:
                 if block.home == "arena" and block.storage is not None:
-                    address = start + memory.offsets[block.storage]
+                    address = start + shared + memory.offsets[block.storage]
+                elif block.home == "front" and block.storage is not None:
+                    address = start + layout.front[block.storage]
                 elif block.home == "kept" and block.storage is not None:
                     address = start + kept + layout.kept[block.storage]
                 else:
@@ -455,13 +472,21 @@ class _Arena:
             return
         surprised = len(self._placer.surprises) > self._surprises
         self._surprises = len(self._placer.surprises)
-        wrong = any(
-            tensor.untyped_storage().data_ptr() != self._address[storage]
-            for storage in self._made[call]
-            if (tensor := issuer.tensor_on(storage)) is not None
-        )
-        if wrong or surprised:
-            self.misplaced |= {call_key(self._program.calls[call])}
+        made = self._made[call]
+        found = [
+            self._address[storage]
+            if (tensor := issuer.tensor_on(storage)) is None
+            else tensor.untyped_storage().data_ptr()
+            for storage in made
+        ]
+        wanted = [self._address[storage] for storage in made]
+        if not surprised and found == wanted:
+            return
+        order: tuple[int, ...] = ()
+        if not surprised and sorted(found) == sorted(wanted):
+            # What took the block of the first result was asked for first.
+            order = tuple(found.index(address) for address in wanted)
+        self.misplaced[call_key(self._program.calls[call])] = order
 
     def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs as views of the block itself, so that the allocator's pools can go."""
@@ -632,7 +657,7 @@ def _allocations(device: int) -> tuple[int, int]:
 @cache
 def _workspace_nbytes(device: int) -> int:
     """What a matrix library takes as its workspace for each stream that it runs on."""
-    with torch.cuda.device(device), torch.no_grad():
+    with _CAPTURE_LOCK, torch.cuda.device(device), torch.no_grad():
         one = torch.ones(8, 8, device=f"cuda:{device}")
         torch._C._cuda_clearCublasWorkspaces()
         before = _allocations(device)

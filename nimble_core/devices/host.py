@@ -6,7 +6,10 @@ Called what it is: host replay. There is no graph to launch; what is saved is th
 Threads: with k workers on c cores every worker gets ``max(1, c // k)`` of torch's intra-operator threads. Where that is
 fewer than the caller has, sums may be split differently, so results agree with eager to rounding; one worker keeps the
 caller's setting and agrees bit for bit. The setting is put back after each run. OpenMP counts threads per calling
-thread, MKL for the whole process: while a run of several workers lasts, MKL calls elsewhere in the process see it too.
+thread, MKL for the whole process: while a run of several workers lasts, MKL calls elsewhere in the process see it too,
+and so does a thread that calls torch for the first time.
+
+Memory: results that calls can be told to fill lie in one arena, at the offsets of a plan made ahead (``arena``).
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from threading import Lock, Thread, current_thread
@@ -23,16 +27,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nimble_core.arena import MemoryPlan, plan_memory
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable, Observation
-from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording
+from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording, lay_out_buffers
+from nimble_core.emitted import RawGraph
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.host_info import cpu_name
+from nimble_core.layout import Layout
 from nimble_core.measurement import quantile
 from nimble_core.preserve import run_preserved
 from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
 from nimble_core.schedule import Schedule, SyncCounts
+from nimble_core.simulate import DeviceModel
 from nimble_core.structure import builder, flatten
 from nimble_core.timeline import Lane, Span, Timeline
 
@@ -54,6 +62,7 @@ class HostDevice:
     """Runs models on the CPU."""
 
     kind = "cpu"
+    model = DeviceModel("host", sync_ns=22_000.0)
 
     def __init__(self) -> None:
         self.name = cpu_name()
@@ -80,17 +89,31 @@ class HostDevice:
         """One live run, recorded. Raises CaptureError."""
         return record(model, signature, args=args, kwargs=kwargs)
 
-    def capture(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> HostExecutable:
-        """Compile ``schedule``; runs each call once on copies of what it writes.
+    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout:
+        """What calls can fill; results that an operator must allocate itself, outputs among them, are its own."""
+        return lay_out_buffers(recording)
+
+    def capture(
+        self,
+        recording: Recording,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        layout: Layout | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> HostExecutable:
+        """Compile ``schedule``; runs each call once on copies of what it writes. Plans the memory if it is not given.
 
         Raises:
             CaptureError: a call that cannot be issued again.
             DeviceError: out of memory.
         """
+        if memory is None:
+            layout = layout or self.lay_out(recording, schedule)
+            memory = plan_memory(recording.program, schedule, place=layout.arena)
         state = torch.get_rng_state()
         try:
             with torch.inference_mode(False), issuing("cpu"), torch._C.DisableTorchFunction():
-                return HostExecutable(compile_recording(recording, schedule, inputs), inputs)
+                return HostExecutable(compile_recording(recording, schedule, inputs, memory), inputs)
         except NimbleError:
             raise
         except MemoryError as error:
@@ -201,12 +224,15 @@ class HostExecutable:
     def __init__(self, code: Code, inputs: Sequence[torch.Tensor]) -> None:
         self.schedule: Schedule = code.schedule
         self.counts: SyncCounts = code.schedule.counts
-        self.nbytes: int = code.nbytes
+        self.raw: RawGraph | None = None
+        self.memory: MemoryPlan | None = code.memory
+        self.arena: torch.UntypedStorage | None = code.arena
         self.folded = len(code.folded)
         self._lock = Lock()
         written = self._written = code.recording.written_inputs
         self._strides = [ref.strides for ref in code.recording.program.inputs]
         self._inputs = [t.clone() if p in written else t for p, t in enumerate(inputs)]
+        self.nbytes: int = code.nbytes + sum(self._inputs[position].nbytes for position in written)
         self._copied = code.copied
         self._run: _Runner | None = _Runner(code, code.lines())
         self._timed: _Runner | None = None
@@ -256,7 +282,7 @@ class HostExecutable:
             for runner in (self._run, self._timed):
                 if runner is not None:
                     runner.stop()
-            self._run = self._timed = None
+            self._run = self._timed = self.arena = None
             self.__dict__.pop("_code", None)
             self._inputs = []
 
@@ -270,6 +296,8 @@ class WholeExecutable:
     """The model itself, called as it is without autograd; no schedule, no buffers."""
 
     nbytes = 0
+    raw: RawGraph | None = None
+    memory: MemoryPlan | None = None
 
     def __init__(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> None:
         calls = len(recording.program.calls)
@@ -298,6 +326,44 @@ class WholeExecutable:
         self._model = None
 
 
+class _Fewer:
+    """The one count of torch's intra-operator threads that all runs of several workers put back.
+
+    Setting it sets the process's default as well as the thread's own, and a new thread starts from the default: what
+    is found there while another run lasts must not be taken for the caller's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._running = 0
+        self._usual = 0
+
+    @contextmanager
+    def __call__(self, threads: int) -> Iterator[None]:
+        """Inside, this thread's operators use ``threads`` threads."""
+        with self._lock:
+            if not self._running:
+                self._usual = torch.get_num_threads()
+            self._running += 1
+            usual = self._usual
+        _use_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(usual)
+            with self._lock:
+                self._running -= 1
+
+
+_fewer = _Fewer()
+
+
+def _use_threads(count: int) -> None:
+    # A thread takes the process's default over at its first look: before it is told otherwise, not after.
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What a worker is told for one run."""
@@ -309,7 +375,7 @@ class _Job:
 
 
 class _Worker:
-    """A thread that runs one function each time it is told to.
+    """A thread that runs one function each time it is told to. Made while fewer threads are asked for, see ``_fewer``.
 
     Between runs the thread knows nothing of the executable, so that one which nobody uses any more can be collected.
     """
@@ -324,10 +390,12 @@ class _Worker:
         self.alive = True
         self.thread = Thread(target=self._loop, name="nimble host worker", daemon=True)
         self.thread.start()
+        self.done.acquire()
 
     def _loop(self) -> None:
         torch._C._set_grad_enabled(False)
-        torch.set_num_threads(self.threads)
+        _use_threads(self.threads)
+        self.done.release()
         while True:
             self.go.acquire()
             job = self.job
@@ -367,8 +435,8 @@ class _Runner:
         self.errors: list[BaseException] = []
         self.pending: list[_Worker] = []
 
-    def __call__(self, inputs: Sequence[torch.Tensor], copied: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Run on ``inputs``; outputs at the positions ``copied`` are copied."""
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on ``inputs``."""
         # What recording.issuing does, at a tenth of its price.
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         torch._C._set_grad_enabled(False)
@@ -376,10 +444,10 @@ class _Runner:
             torch.set_autocast_enabled("cpu", False)
         try:
             with torch._C.DisableTorchFunction():
-                outputs = self.main(inputs, []) if len(self.lines) == 1 else self._with_workers(inputs)
-                for position in copied:
-                    outputs[position] = outputs[position].clone()
-                return outputs
+                if len(self.lines) == 1:
+                    return self.main(inputs, [])
+                with _fewer(self.threads):
+                    return self._with_workers(inputs)
         except (NimbleError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -391,7 +459,7 @@ class _Runner:
 
     def _with_workers(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self.workers:
-            self.workers = [_Worker(lines.function, self.threads) for lines in self.lines[1:]]
+            self.workers = _started([lines.function for lines in self.lines[1:]], self.threads)
             self.finalizer = weakref.finalize(self, _stop_all, self.workers)
         cells = [None] * self.code.cells
         job = _Job(inputs, cells, torch.is_inference_mode_enabled(), self._fail)
@@ -399,8 +467,6 @@ class _Runner:
             worker.job = job
         namespace = self.code.namespace
         namespace["kick"], namespace["join"] = self._kick, self._join
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
         outputs: list[torch.Tensor] = []
         try:
             outputs = self.main(inputs, cells)
@@ -408,7 +474,6 @@ class _Runner:
             self._fail(error)
             self._wait()
         finally:
-            torch.set_num_threads(threads)
             # A worker must not keep the inputs or this object alive.
             namespace["kick"] = namespace["join"] = None
             for worker in self.workers:
@@ -468,6 +533,18 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if 0 in strides:  # expanded: what was recorded for it runs on a full one, which takes other rows too
         return tensor.detach().contiguous()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _started(functions: Sequence[Callable[[Sequence[torch.Tensor], list[Any]], Any]], threads: int) -> list[_Worker]:
+    """A worker for each function; none if the system refuses one of them a thread."""
+    workers: list[_Worker] = []
+    try:
+        for function in functions:
+            workers.append(_Worker(function, threads))
+    except BaseException:
+        _stop_all(workers)
+        raise
+    return workers
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:

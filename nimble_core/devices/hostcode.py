@@ -8,7 +8,7 @@ call is one line, such as ``f12(g40, g41, out=g7)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Lock
@@ -20,13 +20,12 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimble_core.memory import release_plan
+from nimble_core.arena import MemoryPlan
+from nimble_core.layout import Layout
 from nimble_core.recording import Recording, Slot, Step, fill, flat_tensors
 from nimble_core.schedule import Schedule
 
-__all__ = ["Code", "Lines", "Stopped", "compile_recording"]
-
-_ALIGNMENT = 64
+__all__ = ["Code", "Lines", "Stopped", "compile_recording", "lay_out_buffers"]
 
 # Where torch keeps the functions behind its Python interface. They parse arguments in C++: about 0.35 µs less per call
 # than an OpOverload's own entry.
@@ -52,8 +51,10 @@ class Code:
     Args:
         recording: what was compiled.
         schedule: for which schedule.
+        memory: where the buffers lie.
+        arena: the memory they lie in; may hold anything between runs.
         namespace: globals of the generated functions.
-        nbytes: memory held by buffers and constants.
+        nbytes: memory held by the arena and by constants.
         cells: length of the list through which workers hand over tensors.
         folded: calls that were run here, once, because they depend on constants alone.
         copied: positions of outputs that alias what the executable or its caller holds.
@@ -61,6 +62,8 @@ class Code:
 
     recording: Recording
     schedule: Schedule
+    memory: MemoryPlan
+    arena: torch.UntypedStorage
     namespace: dict[str, Any]
     nbytes: int
     cells: int
@@ -99,7 +102,32 @@ class Code:
                 continue
 
 
-def compile_recording(recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> Code:
+def lay_out_buffers(recording: Recording) -> Layout:
+    """Which storages are the replay's own buffers: those that a call can fill, and those allocated between calls.
+
+    Calls are given their results, they allocate none of these: there are no blocks. Constants keep their memory.
+
+    Complexity:
+        Linear in steps.
+    """
+    program = recording.program
+    visible = _visible(recording)
+    _, constant = _constants(recording, visible)
+    calls = len(program.calls)
+    return Layout(
+        blocks=((),) * calls,
+        arena=_buffers(recording, visible | constant),
+        kept={},
+        kept_nbytes=0,
+        scratch=(0,) * calls,
+        beside_nbytes=_constant_nbytes(recording, constant)
+        + sum(program.inputs[position].nbytes for position in recording.written_inputs),
+    )
+
+
+def compile_recording(
+    recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor], memory: MemoryPlan
+) -> Code:
     """Compile ``recording`` for ``schedule``.
 
     Runs every call once, on copies of what it writes.
@@ -108,17 +136,20 @@ def compile_recording(recording: Recording, schedule: Schedule, inputs: Sequence
         recording: made on the host.
         schedule: a checked schedule of its program.
         inputs: example values.
+        memory: where the buffers of :func:`lay_out_buffers` lie; what it does not place is allocated in every run.
 
     Complexity:
         Linear in steps, and one run of the model through the dispatcher.
     """
-    plan = _Plan(recording, schedule, inputs)
+    plan = _Plan(recording, schedule, inputs, memory)
     outside = {storage for storage, kept in enumerate(recording.program.storages) if kept.role != "intermediate"}
     code = Code(
         recording=recording,
         schedule=schedule,
+        memory=memory,
+        arena=plan.arena,
         namespace={"Stopped": Stopped, "flat": flat_tensors} | {f"g{slot}": one for slot, one in plan.fixed.items()},
-        nbytes=plan.nbytes,
+        nbytes=memory.nbytes + _constant_nbytes(recording, plan.constant),
         cells=len(plan.cells),
         folded=plan.folded,
         copied=tuple(p for p, slot in enumerate(recording.outputs) if recording.storage_of[slot] in outside),
@@ -212,34 +243,40 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     return None
 
 
-def _into(step: Step, args: list[Any], kwargs: dict[str, Any], result: Any) -> Step | None:
-    """``step`` as a call that fills the tensors of its output slots; None if no kernel does."""
+def _filler(step: Step) -> tuple[Any, tuple[str, ...], tuple[int, ...]] | None:
+    """The operator that does what ``step`` does, but fills tensors that are there; None if no kernel does.
+
+    Returns:
+        The operator, the names of the arguments that it fills (none: the first one), and arguments to add.
+    """
     if step.call is None or not step.outputs or min(step.outputs) < 0:
         return None
     name = getattr(getattr(step.func, "_schema", None), "name", "")
     if name in ("aten::clone", "aten::_to_copy"):
         # Both are an allocation and this copy.
-        target = Slot(step.outputs[0])
-        function = _entry(torch.ops.aten.copy_.default, [result, args[0]], {}, result)
-        return Step(function, (target, step.args[0]), (), (), (*step.reads, target.index), step.call)
-    func: Any = step.func
-    extra: tuple[int, ...] = ()
-    if name == "aten::relu":
-        # What relu itself calls.
-        func, extra = torch.ops.aten.clamp_min.default, (0,)
+        return torch.ops.aten.copy_.default, (), ()
+    # What relu itself calls.
+    func, extra = (torch.ops.aten.clamp_min.default, (0,)) if name == "aten::relu" else (step.func, ())
     found = _out_variant(func)
-    results = flat_tensors(result)
-    if found is None or len(results) != len(found[1]):
+    return (*found, extra) if found is not None and len(found[1]) == len(step.outputs) else None
+
+
+def _into(step: Step, args: list[Any], kwargs: dict[str, Any], result: Any) -> Step | None:
+    """``step`` as a call that fills the tensors of its output slots; None if no kernel does."""
+    found = _filler(step)
+    if found is None:
         return None
-    variant, names = found
+    variant, names, extra = found
     slots = tuple(Slot(slot) for slot in step.outputs)
-    args, template = [*args, *extra], (*step.args, *extra)
     reads = (*step.reads, *step.outputs)
-    python = {"out": results[0] if len(results) == 1 else tuple(results)}
-    function = _entry(variant, args, kwargs | python, result) if len(results) == 1 else variant._op
-    if len(results) > 1:
+    if not names:
+        function = _entry(variant, [result, args[0]], {}, result)
+        return Step(function, (slots[0], step.args[0]), (), (), reads, step.call)
+    args, template = [*args, *extra], (*step.args, *extra)
+    if len(names) > 1:
         named = tuple(zip(names, slots, strict=True))
-        return Step(function, template, (*step.kwargs, *named), (), reads, step.call)
+        return Step(variant._op, template, (*step.kwargs, *named), (), reads, step.call)
+    function = _entry(variant, args, kwargs | {"out": result}, result)
     key = "out" if function is not variant._op else names[0]
     return Step(function, template, (*step.kwargs, (key, slots[0])), (), reads, step.call)
 
@@ -278,16 +315,18 @@ class _Plan:
     A tensor is fixed if it is the same object in every replay: the model's own, constants, buffers, and views of these.
     """
 
-    def __init__(self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor], memory: MemoryPlan
+    ) -> None:
         self.recording = recording
         self.schedule = schedule
-        self.visible = {recording.storage_of[slot] for slot in recording.outputs}
+        self.visible = _visible(recording)
         self.fixed: dict[int, torch.Tensor] = dict(recording.given)
         self.metas: dict[int, _Meta] = {}
         self.folded, self.constant = _constants(recording, self.visible)
-        self.nbytes = sum(recording.program.storages[one].nbytes for one in self.constant if self._ours(one))
         self.forms = self._try(inputs)
-        self._fix_buffers()
+        self.arena = torch.UntypedStorage(memory.nbytes)
+        self._fix_buffers(memory)
         self._fix_views()
         self.maker = {slot: form for form in self.forms for slot in form.step.outputs if slot >= 0}
         self.cells = self._handed_over()
@@ -303,15 +342,13 @@ class _Plan:
         for index, step in enumerate(recording.steps):
             last |= dict.fromkeys((*step.reads, *step.outputs), index)
         tensors = _without_effect(recording, inputs)
-        known = {storage_of[slot] for slot in tensors}
         forms = []
-        for index, step in enumerate(recording.steps):
+        for index, (step, fresh) in enumerate(zip(recording.steps, _made(recording), strict=True)):
             args, kwargs = fill(list(step.args), tensors), {name: fill(value, tensors) for name, value in step.kwargs}
             result = step.func(*args, **kwargs)
             made = [
                 (slot, tensor) for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True) if slot >= 0
             ]
-            fresh = {storage_of[slot] for slot, _ in made} - known
             for slot, tensor in made:
                 tensors[slot] = tensor
                 offset = int(tensor.storage_offset())
@@ -334,48 +371,24 @@ class _Plan:
                     allocates=step.call is None and bool(fresh),
                 )
             )
-            known |= fresh
             del args, kwargs, result, made
             for slot in {*step.reads, *step.outputs} - {-1}:
                 if last[slot] == index:
                     tensors.pop(slot, None)
         return forms
 
-    def _fix_buffers(self) -> None:
-        """Give a block to every storage that a call can fill; blocks serve again where the release plan allows."""
-        program, storage_of = self.recording.program, self.recording.storage_of
-        plan = release_plan(program, self.schedule)
-        of_call = {form.step.call: form for form in self.forms if form.step.call is not None}
-        blocks: dict[int, torch.UntypedStorage] = {}
-        spare: list[list[torch.UntypedStorage]] = [[] for _ in range(self.schedule.streams)]
-
-        def fix(form: _Form, free: list[torch.UntypedStorage]) -> None:
-            for slot in form.step.outputs:
-                if slot in self.fixed or storage_of[slot] in self.visible:
-                    continue
-                nbytes = program.storages[storage_of[slot]].nbytes
-                wanted = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
-                fits = [block for block in free if wanted <= block.nbytes() <= 2 * wanted]
-                if fits:
-                    # Of the smallest the one that was freed last: it is warmest.
-                    block = min(reversed(fits), key=lambda one: one.nbytes())
-                    free[:] = [one for one in free if one is not block]
-                else:
-                    block = torch.empty(wanted, dtype=torch.uint8).untyped_storage()
-                    self.nbytes += wanted
-                blocks[storage_of[slot]] = block
-                meta = self.metas[slot]
-                self.fixed[slot] = torch.empty(0, dtype=meta.dtype).set_(block, meta.offset, meta.sizes, meta.strides)
-
+    def _fix_buffers(self, memory: MemoryPlan) -> None:
+        """Make the tensors that calls fill, and those allocated between calls, where ``memory`` has them."""
         for form in self.forms:
-            if form.allocates:
-                # Several calls may be the first to write it, in any order: it must not take over a block.
-                fix(form, [])
-        for position, call in enumerate(self.schedule.order):
-            free = spare[self.schedule.stream[call]]
-            free += [blocks[storage] for storage in plan.before[position] if storage in blocks]
-            if of_call[call].into is not None:
-                fix(of_call[call], free)
+            if form.into is None and not form.allocates:
+                continue
+            for slot in form.step.outputs:
+                offset = memory.offsets[self.recording.storage_of[slot]] if slot >= 0 else -1
+                if offset >= 0 and slot not in self.fixed:
+                    meta = self.metas[slot]
+                    start = offset // meta.dtype.itemsize + meta.offset
+                    made = torch.empty(0, dtype=meta.dtype)
+                    self.fixed[slot] = made.set_(self.arena, start, meta.sizes, meta.strides)
 
     def _fix_views(self) -> None:
         """Make every view of fixed tensors."""
@@ -415,6 +428,40 @@ def _shape(result: Any) -> str:
         return "tensor"
     flat = isinstance(result, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in result)
     return "flat" if flat else "nested"
+
+
+def _visible(recording: Recording) -> set[int]:
+    """Storages of the outputs: these belong to the caller."""
+    return {recording.storage_of[slot] for slot in recording.outputs}
+
+
+def _made(recording: Recording) -> list[set[int]]:
+    """Storages that each step makes."""
+    storage_of = recording.storage_of
+    known = {storage_of[slot] for slot in (*recording.given, *recording.inputs)}
+    made = []
+    for step in recording.steps:
+        fresh = {storage_of[slot] for slot in step.outputs if slot >= 0} - known
+        known |= fresh
+        made.append(fresh)
+    return made
+
+
+def _buffers(recording: Recording, others: Collection[int]) -> frozenset[int]:
+    """Storages whose memory can be given to the step that makes them, but for ``others``."""
+    found: set[int] = set()
+    for step, fresh in zip(recording.steps, _made(recording), strict=True):
+        if step.call is None:
+            found |= fresh - set(others)
+        elif len(fresh) == len(step.outputs) and fresh.isdisjoint(others) and _filler(step):
+            found |= fresh
+    storages = recording.program.storages
+    return frozenset(one for one in found if storages[one].nbytes and storages[one].role == "intermediate")
+
+
+def _constant_nbytes(recording: Recording, constant: Collection[int]) -> int:
+    storages = recording.program.storages
+    return sum(storages[one].nbytes for one in constant if storages[one].role == "intermediate")
 
 
 def _without_effect(recording: Recording, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
