@@ -257,6 +257,7 @@ def _prepare(
     program, graph = recorded.recording.program, recorded.graph
     candidates: tuple[Candidate, ...] = ()
     plan: Plan | None = None
+    wrong = ""
     if recorded.whole:
         if given is not None:
             raise InputError(
@@ -275,19 +276,24 @@ def _prepare(
             tuned = tune(device, recorded, options, step=watch)
         executable, candidates = tuned.best, tuned.candidates
         tuned.close(keep=executable)
-        if tuned.wrong:
-            warnings.warn(tuned.wrong, NimbleWarning, stacklevel=3)
+        wrong = tuned.wrong
         notes = (*notes, *tuned.notes)
-    if not recorded.whole:
-        plan = make_plan(
-            program,
-            graph,
-            executable.schedule,
-            device_name=device.name,
-            torch=str(torch.__version__),
-            max_streams=options.max_streams,
-            memory_limit=options.memory_limit,
-        )
+    try:
+        if wrong:
+            warnings.warn(wrong, NimbleWarning, stacklevel=3)
+        if not recorded.whole:
+            plan = make_plan(
+                program,
+                graph,
+                executable.schedule,
+                device_name=device.name,
+                torch=str(torch.__version__),
+                max_streams=options.max_streams,
+                memory_limit=options.memory_limit,
+            )
+    except BaseException:
+        executable.close()
+        raise
     return Engine(
         signature=signature,
         executable=executable,

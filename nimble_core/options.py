@@ -26,13 +26,14 @@ class Options:
     Args:
         fuse: which kernels to use: ``"none"`` keeps the eager ones.
         policy: stream assignment: ``"auto"`` measures the candidates and takes the fastest, or a policy's name
-            (``"single"``, ``"nimble"``, ``"critical_path"``, ``"opara"``, ``"torchsched"``), or any callable
-            ``(graph, costs) -> Schedule``.
+            (``"single"``, ``"nimble"``, ``"critical_path"``, ``"opara"``, ``"torchsched"``, ``"contention"``), or any
+            callable ``(graph, costs) -> Schedule``.
         tune: how much to measure while preparing: ``"off"`` nothing (``policy="auto"`` then means ``"nimble"`` on
             CUDA and ``"single"`` on the host), ``"fast"`` a few replays of each candidate, ``"full"`` many.
         budget_s: seconds that measuring candidates may take.
         max_streams: cap on streams, None for no cap.
-        memory_limit: bytes the engine may hold, None for no limit; more is refused at preparation.
+        memory_limit: bytes the engine may hold, None for no limit: where a plan needs more, order is added, and what
+            does not fit even then is refused.
         outputs: ``"copy"`` gives each call its own outputs; ``"static"`` the engine's buffers on CUDA, overwritten by
             the next call (on the host every call makes its own).
         strict: refuse what would otherwise be captured as it is (launches that were not seen).

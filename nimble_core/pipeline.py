@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,12 +41,14 @@ __all__ = [
     "Recorded",
     "Stopwatch",
     "capture",
+    "check_inputs",
     "device_for",
     "observe",
     "preparing",
     "record_static",
     "schedule_by",
     "state_kept",
+    "whole_note",
 ]
 
 _OBSERVED_CALLS = 6_000
@@ -157,7 +160,10 @@ def record_static(
         again_args, again_kwargs = build(other_values(signature.tensors))
         again = Signature(again_args, again_kwargs)
         with random_state_kept(signature.device), announced(capturing):
-            random.seed(_OTHER_SEED)  # a branch on Python's random numbers shows as well
+            # A branch on random numbers of Python or numpy shows as well.
+            random.seed(_OTHER_SEED)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(_OTHER_SEED)
             second = device.record(model, again, again_args, again_kwargs)
         check_static(recording.program, second.program)
         recording = _hold_to_seen(device, recording, second)
@@ -270,16 +276,17 @@ def capture(
     """
     check_schedule(recorded.graph, schedule, recorded.recording.program)
     if memory_limit is None:
-        return _captured(device, recorded, schedule, None, costs)
-    allowed, held = memory_limit, 0
+        return _captured(device, recorded, schedule, None, 0, costs)[0]
+    held = unplanned = 0
     for _ in range(_LIMIT_ATTEMPTS):
-        executable = _captured(device, recorded, schedule, allowed, costs)
-        held = executable.nbytes
-        if held <= memory_limit:
+        executable, planned = _captured(device, recorded, schedule, memory_limit, unplanned, costs)
+        if executable.nbytes <= memory_limit:
             return executable
-        # What torch's allocator keeps for calls that could not be placed is known only now.
-        allowed -= held - memory_limit
+        # What torch's allocator keeps beside the plan is known only now.
+        held, unplanned = executable.nbytes, executable.nbytes - planned
         executable.close()
+        if not planned:
+            break
     raise DeviceError(
         f"the engine holds {format_bytes(held)}, more than memory_limit={format_bytes(memory_limit)}",
         fix="raise the limit, or prepare smaller inputs",
@@ -287,62 +294,84 @@ def capture(
 
 
 def _captured(
-    device: Device, recorded: Recorded, schedule: Schedule, limit: int | None, costs: Costs | None
-) -> Executable:
-    """Plan memory, capture, and look for races in the captured graph."""
+    device: Device,
+    recorded: Recorded,
+    schedule: Schedule,
+    limit: int | None,
+    unplanned: int,
+    costs: Costs | None,
+) -> tuple[Executable, int]:
+    """Plan memory, capture, and look for races in the captured graph; also the bytes that were planned."""
     recording, inputs = recorded.recording, recorded.signature.tensors
     program = recording.program
     while True:
-        planned, layout, memory = _with_memory(device, recorded, schedule, limit, costs)
+        ordered, layout, memory = _with_memory(device, recorded, schedule, limit, unplanned, costs)
         try:
-            executable = device.capture(recording, planned, inputs, layout, memory)
+            executable = device.capture(recording, ordered, inputs, layout, memory)
         except PlacementError:
             continue  # the device asks for less now
         break
     try:
         if executable.raw is not None and executable.raw.owner:
-            reused = reuse_hazards(program, planned, memory) if memory else ()
-            check_emitted(planned, executable.raw, (*recorded.graph.edges, *reused), program)
+            reused = reuse_hazards(program, ordered, memory) if memory else ()
+            check_emitted(ordered, executable.raw, (*recorded.graph.edges, *reused), program)
     except BaseException:
         executable.close()
         raise
-    return executable
+    return executable, memory.nbytes + memory.scratch_nbytes + _beside(layout) if layout and memory else 0
+
+
+def _beside(layout: Layout) -> int:
+    """Bytes that a layout asks for beside arena and scratch."""
+    return layout.front_nbytes + layout.kept_nbytes + layout.beside_nbytes
 
 
 def _with_memory(
-    device: Device, recorded: Recorded, schedule: Schedule, limit: int | None, costs: Costs | None
+    device: Device,
+    recorded: Recorded,
+    schedule: Schedule,
+    limit: int | None,
+    unplanned: int,
+    costs: Costs | None,
 ) -> tuple[Schedule, Layout | None, MemoryPlan | None]:
-    """The schedule, with order added where a limit asks for it, and where its storages lie: checked."""
+    """The schedule, with order added where a limit asks for it, and where its storages lie: checked.
+
+    ``unplanned`` bytes are known to be held beside all that is planned.
+    """
     recording, program = recorded.recording, recorded.recording.program
     layout = device.lay_out(recording, schedule)
     if layout is None or len(program.storages) > _PLANNED_STORAGES:
-        return schedule, None, None
+        return schedule, None, plan_memory(program, schedule, place=())
     memory = plan_memory(program, schedule, scratch=layout.scratch, place=layout.arena)
-    if limit is not None:
-        fixed = layout.front_nbytes + layout.kept_nbytes + layout.beside_nbytes
-        if memory.nbytes + memory.scratch_nbytes + fixed > limit:
-            known = costs or uniform_costs(recorded.graph.size)
-            try:
-                schedule, memory = limit_memory(
-                    recorded.graph,
-                    program,
-                    schedule,
-                    limit - fixed - memory.scratch_nbytes,
-                    costs=known,
-                    device=device.model,
-                    place=layout.arena,
-                )
-            except ScheduleError as error:
-                raise DeviceError(
-                    f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside the arena there are "
-                    f"{format_bytes(fixed)} of inputs and constants and "
-                    f"{format_bytes(memory.scratch_nbytes)} of workspaces",
-                    fix="raise the limit, or prepare smaller inputs",
-                ) from error
-            check_schedule(recorded.graph, schedule, program)
-            layout = device.lay_out(recording, schedule) or layout
-            beside = plan_memory(program, schedule, scratch=layout.scratch, place=())
-            memory = replace(beside, offsets=memory.offsets, nbytes=memory.nbytes)
+    beside = _beside(layout) + unplanned
+    if limit is not None and memory.nbytes + memory.scratch_nbytes + beside > limit:
+        try:
+            schedule, memory = limit_memory(
+                recorded.graph,
+                program,
+                schedule,
+                limit - beside - memory.scratch_nbytes,
+                costs=costs or uniform_costs(recorded.graph.size),
+                device=device.model,
+                place=layout.arena,
+            )
+        except ScheduleError as error:
+            raise DeviceError(
+                f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside the arena there are "
+                f"{format_bytes(beside)} of inputs, constants and what the allocator keeps, and "
+                f"{format_bytes(memory.scratch_nbytes)} of workspaces",
+                fix="raise the limit, or prepare smaller inputs",
+            ) from error
+        check_schedule(recorded.graph, schedule, program)
+        layout = device.lay_out(recording, schedule) or layout
+        if any(memory.offsets[storage] < 0 for storage in layout.arena):
+            raise DeviceError(
+                f"memory_limit={format_bytes(limit)} cannot be kept: in the order that it asks for, a call allocates "
+                "two results in another order",
+                fix="raise the limit, or prepare without one",
+            )
+        scratch = plan_memory(program, schedule, scratch=layout.scratch, place=())
+        memory = replace(scratch, offsets=memory.offsets, nbytes=memory.nbytes)
     check_memory(program, schedule, memory)
     return schedule, layout, memory
 

@@ -18,7 +18,6 @@ from nimble_core.errors import CaptureError, DeviceError
 from nimble_core.measurement import TIE, Measurement, interleave
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
-from nimble_core.policies import POLICIES
 from nimble_core.preserve import preserved
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
@@ -34,6 +33,8 @@ Cases = Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
 _POLICIES = ("contention", "nimble", "critical_path", "opara", "torchsched")
 """In the order of promise where simulation cannot tell: it knows neither launch priorities nor issue order."""
 _CAPS = (2, 3, 4, 6, 8)
+_TAKEN = ("single", "eager", "whole")
+"""Names in reports that a policy of the user's cannot have."""
 _CAPTURED = {"cuda": 3}
 """Candidates beside one stream that ``tune="fast"`` captures: the first two policies above and the most promising of
 the others; only the most promising one where not listed."""
@@ -188,19 +189,15 @@ class _Tuning:
             if policy == "auto":
                 policy = "nimble" if device.kind != "cpu" or "single" in self.executables else "single"
             schedule = schedule_by(self.recorded, policy, costs, cap)
-            if schedule.policy in self.executables:
+            if policy in self.executables:
                 return {}
+            if schedule.policy in _TAKEN and schedule.policy != policy:
+                schedule = replace(schedule, policy=f"{schedule.policy} of your own")
             self._note(schedule.policy, schedule)
             return {schedule.policy: schedule}
-        wanted: list[tuple[str, int | None]] = [(policy, cap) for policy in _POLICIES if policy in POLICIES]
+        wanted: list[tuple[str, int | None]] = [(policy, cap) for policy in _POLICIES]
         if options.tune == "full":
-            wanted += [
-                (policy, fewer)
-                for policy in _POLICIES
-                if policy in POLICIES
-                for fewer in _CAPS
-                if cap is None or fewer < cap
-            ]
+            wanted += [(policy, fewer) for policy in _POLICIES for fewer in _CAPS if cap is None or fewer < cap]
         single = self.executables["single"].schedule
         seen = {_essence(single)}
         found: dict[str, Schedule] = {}

@@ -146,9 +146,10 @@ class CudaDevice:
         memory: MemoryPlan | None = None,
     ) -> CudaExecutable:
         """Capture a multi-stream graph with the schedule's waits, and instantiate it."""
-        buffers = [_like(tensor) for tensor in inputs]
+        with _errors_explained():
+            buffers = [_like(tensor) for tensor in inputs]
+            arena = _Arena(self.device, recording.program, schedule, layout, memory)
         issuer = Issuer(recording, buffers)
-        arena = _Arena(self.device, recording.program, schedule, layout, memory)
         producers = {producer for producer, _ in schedule.syncs}
         waits: dict[int, list[int]] = {}
         for producer, consumer in schedule.syncs:
@@ -156,10 +157,10 @@ class CudaDevice:
         events: dict[int, torch.cuda.Event] = {}
         bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        lanes = _Lanes(self.device, schedule)
         before = torch.cuda.memory_reserved(self.device)
         try:
             with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
+                lanes = _Lanes(self.device, schedule)
                 nodes = probe.nodes()
                 for position, call in enumerate(schedule.order):
                     stream = lanes.enter(call, streams)
@@ -202,7 +203,11 @@ class CudaDevice:
             issuer.tensors.clear()
             arena.close()
             raise
-        raw, held = self._instantiated(graph, before)
+        try:
+            raw, held = self._instantiated(graph, before)
+        except BaseException:
+            arena.close()
+            raise
         owner: list[int | None] = [None] * len(raw.nodes)
         for call, (first, last) in enumerate(bounds):
             owner[first:last] = [call] * (last - first)
@@ -213,7 +218,8 @@ class CudaDevice:
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
-        buffers = [_like(tensor) for tensor in signature.tensors]
+        with _errors_explained():
+            buffers = [_like(tensor) for tensor in signature.tensors]
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
@@ -226,7 +232,7 @@ class CudaDevice:
         held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
         calls = len(recording.program.calls)
         schedule = Schedule("single", (0,) * calls, tuple(range(calls)), ())
-        return CudaExecutable(self.device, graph, schedule, buffers, outputs, raw, (), held, None)
+        return CudaExecutable(self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, None)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Times of every replayed node, by call, through CUPTI; without it, no times and a note why."""
@@ -321,7 +327,7 @@ class CudaExecutable:
         self.device = device
         self.schedule = schedule
         self.raw = raw
-        self.memory = arena.memory if arena else None
+        self.memory = arena.memory if arena and arena.nbytes else None
         self.nbytes = pool_nbytes + sum(buffer.nbytes for buffer in buffers) + (arena.nbytes if arena else 0)
         self.counts = emitted_counts(schedule, raw)
         self.graph: torch.cuda.CUDAGraph | None = graph
@@ -376,14 +382,18 @@ class CudaExecutable:
 
     def close(self) -> None:
         """Wait for the last run and free graph and buffers."""
-        with _CAPTURE_LOCK, self._lock:
-            if self.graph is not None:
+        with self._lock:
+            graph, arena = self.graph, self._arena
+            held = self.buffers, self.outputs
+            self.graph, self._arena, self.buffers, self.outputs = None, None, [], []
+        if graph is not None:
+            # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
+            with _CAPTURE_LOCK:
                 torch.cuda.synchronize(self.device)
-                self.graph.reset()
-                self.graph, self.buffers, self.outputs = None, [], []
-                if self._arena is not None:
-                    self._arena.close()
-                    self._arena = None
+                graph.reset()
+                if arena is not None:
+                    arena.close()
+        del held  # only now: a run may have been using them
 
 
 class _Arena:

@@ -189,9 +189,10 @@ class FakeExecutable:
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Issue every call, in issue order; the clock moves by the schedule's length."""
-        if self._issue is None:
+        issue = self._issue
+        if issue is None:
             raise DeviceError("this executable was closed", fix="prepare again")
-        outputs = self._issue(inputs)
+        outputs = issue(inputs)
         self._device.advance(self.timeline.length_ns)
         return outputs
 

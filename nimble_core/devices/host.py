@@ -310,11 +310,12 @@ class WholeExecutable:
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Call the model; its outputs are what it returned."""
-        if self._model is None:
+        model = self._model
+        if model is None:
             raise DeviceError("this executable was closed", fix="prepare again")
         args, kwargs = self._build(inputs)
         with torch.no_grad():
-            tensors, _ = flatten(self._model(*args, **kwargs), what="output")
+            tensors, _ = flatten(model(*args, **kwargs), what="output")
         return tensors
 
     def replay(self) -> None:
