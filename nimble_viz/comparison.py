@@ -16,7 +16,7 @@ from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.errors import InputError, NimbleError
 from nimble_core.graph import predecessors
-from nimble_core.measurement import TIE, Measurement, interleave
+from nimble_core.measurement import TIE, Measurement, interleave, ratio
 from nimble_core.options import Options, require_options
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
@@ -318,8 +318,7 @@ class _Comparison:
         medians = {
             name: taken.median_ns for name, taken in self.measurements.items() if name != "eager" and name not in differ
         }
-        close = [name for name, ns in medians.items() if ns <= min(medians.values()) * TIE]
-        chosen = min(close, key=lambda name: self.schedules[name].streams, default="")
+        chosen = self._chosen(medians)
         return Report(
             model=_name(self.model),
             dtype=_dtype(self.model, self.signature.tensors),
@@ -342,6 +341,16 @@ class _Comparison:
             warnings=tuple(self.warnings),
             complete=not self.interrupted,
         )
+
+    def _chosen(self, medians: Mapping[str, float]) -> str:
+        """What preparation chose, unless these measurements clearly speak for another plan."""
+        close = [name for name, ns in medians.items() if ns <= min(medians.values()) * TIE]
+        fastest = min(close, key=lambda name: self.schedules[name].streams, default="")
+        prepared = next((one.name for one in self.candidates if one.chosen), "")
+        if prepared not in medians or prepared == fastest:
+            return fastest
+        over = ratio(self.measurements[fastest], self.measurements[prepared])
+        return fastest if over.stable and over.low > 1 else prepared
 
     def _stamped(self, line: Timeline) -> Timeline:
         taken = self.measurements.get(line.run)
