@@ -187,27 +187,30 @@ def growth(file: dict[str, Any], out: Path) -> None:
                 panel.set(title=f"{what} against {axis}", xlabel=label)
                 if axis == "calls":
                     panel.set_xticks((1_300, 10_000, 100_000))
-        figure.text(
-            0.01,
+        signed(
+            figure,
             0.012,
             f"* given up on larger graphs: over {file['give_up_s']:g} s.   Time: fastest of up to five runs on one "
             f"thread; memory: peak of what a step allocates.\n{stamp['cpu']}, Python {stamp['python']}, "
             f"{stamp['date'][:10]}; python -m benchmarks.scheduling",
-            color=GREY,
-            fontsize=8.5,
-            linespacing=1.5,
+            out,
         )
-        figure.savefig(out, metadata={"Date": None}, facecolor="white")
 
 
-def main() -> None:
+def signed(figure: Figure, height: float, text: str, out: Path) -> None:
+    """Write what a figure rests on below it, and the figure to ``out``: the same bytes for the same results."""
+    figure.text(0.01, height, text, color=GREY, fontsize=8.5, linespacing=1.5)
+    figure.savefig(out, metadata={"Date": None}, facecolor="white")
+
+
+def from_command_line(draw: Callable[[Any, Path], None], results: str, image: str, what: str | None) -> None:
     """Draw the figure from the committed results, or from those of ``--results``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "scheduling.json")
-    parser.add_argument("--out", type=Path, default=ROOT.parent / "docs" / "images" / "scheduling-growth.svg")
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / results)
+    parser.add_argument("--out", type=Path, default=ROOT.parent / "docs" / "images" / image)
     options = parser.parse_args()
-    growth(json.loads(options.results.read_text()), options.out)
+    draw(json.loads(options.results.read_text()), options.out)
 
 
 if __name__ == "__main__":
-    main()
+    from_command_line(growth, "scheduling.json", "scheduling-growth.svg", __doc__)

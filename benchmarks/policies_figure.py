@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -15,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from benchmarks.figures import GREY, ROOT, STYLE
+from benchmarks.figures import GREY, STYLE, from_command_line, signed
 
 MARKS: dict[str, dict[str, Any]] = {
     "nimble": {"marker": "o", "color": "#0072b2", "markersize": 5.5},
@@ -124,27 +122,15 @@ def compare(file: dict[str, Any], out: Path) -> None:
             columnspacing=1.9,
             labelcolor=[style["color"] for style in MARKS.values()],
         )
-        figure.text(
-            0.01,
+        signed(
+            figure,
             0.1 / height,
             "Bare replays, host clock, medians; thin lines: quartiles over neighbouring rounds. "
             f"In numbers: auto, the plan that is used by default.\n{stamp['device_name']}, torch {stamp['torch']}, "
             f"{stamp['date'][:10]}; python -m benchmarks.policies",
-            color=GREY,
-            fontsize=8.5,
-            linespacing=1.5,
+            out,
         )
-        figure.savefig(out, metadata={"Date": None}, facecolor="white")
-
-
-def main() -> None:
-    """Draw the figure from the committed results, or from those of ``--results``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "policies-h200.json")
-    parser.add_argument("--out", type=Path, default=ROOT.parent / "docs" / "images" / "policies.svg")
-    options = parser.parse_args()
-    compare(json.loads(options.results.read_text()), options.out)
 
 
 if __name__ == "__main__":
-    main()
+    from_command_line(compare, "policies-h200.json", "policies.svg", __doc__)

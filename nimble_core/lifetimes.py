@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nimble_core.algorithms.reachability import predecessor_lists
+from nimble_core.algorithms.reachability import inherited, predecessor_lists
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, stream_neighbours
 
@@ -101,21 +101,7 @@ def dead_before(predecessors: Sequence[Sequence[int]], last: Sequence[Sequence[i
     # Storages without an end have no bit in any row: what is read there belongs to the next row.
     mortal = sum(1 << index for index, uses in enumerate(last) if uses)
 
-    users_left = [0] * len(predecessors)
-    for sources in predecessors:
-        for source in sources:
-            users_left[source] += 1
-    inclusive: list[int] = [0] * len(predecessors)
-    for call, sources in enumerate(predecessors):
-        known = 0
-        for source in sources:
-            bits = inclusive[source]
-            known = known | bits if known else bits
-            users_left[source] -= 1
-            if not users_left[source]:
-                inclusive[source] = 0
-        if users_left[call]:
-            inclusive[call] = known | ends[call]
+    for known in inherited(predecessors, ends.__getitem__):
         dead = known & mortal
         for start, missing in zip(starts, absent, strict=True):
             dead &= known >> start | missing

@@ -66,8 +66,7 @@ class Tuned:
     @property
     def costs(self) -> Costs | None:
         """Isolated time of each call, None if unknown."""
-        costs = self.observed.costs if self.observed else None
-        return costs if costs and any(costs.ns) else None
+        return _known_costs(self.observed)
 
     def close(self, *, keep: Executable | None = None) -> None:
         """Close all executables but ``keep``."""
@@ -153,7 +152,7 @@ class _Tuning:
                 self._capture("single", schedule_by(self.recorded, "single", None, 1), None)
             with self.step("measure calls"):
                 observed = observe(self.device, self.recorded, self.executables["single"])
-        costs = observed.costs if observed and any(observed.costs.ns) else None
+        costs = _known_costs(observed)
         with self.step("schedule"):
             planned = self._planned(auto and measured, costs)
         for name, schedule in planned.items():
@@ -303,6 +302,10 @@ class _Tuning:
         for name in several:
             if name not in kept:
                 self.executables.pop(name).close()
+
+
+def _known_costs(observed: Observation | None) -> Costs | None:
+    return observed.costs if observed and any(observed.costs.ns) else None
 
 
 def _essence(schedule: Schedule) -> tuple[object, ...]:

@@ -5,9 +5,9 @@ Nodes are ``0 … size - 1`` in topological order: every edge goes from a lower 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["ancestors", "predecessor_lists", "successor_lists", "unconnected"]
+__all__ = ["ancestors", "inherited", "predecessor_lists", "successor_lists", "unconnected"]
 
 
 def predecessor_lists(size: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -29,8 +29,7 @@ def successor_lists(size: int, edges: Iterable[tuple[int, int]]) -> list[list[in
 def ancestors(predecessors: Sequence[Sequence[int]], marked: Iterable[int]) -> Iterator[int]:
     """For each node in turn, the bitset of the marked nodes that reach it.
 
-    Bit ``i`` stands for the ``i``-th marked node. A node's set is dropped as soon as its last successor was served,
-    and nodes that add nothing share their predecessor's set, so layered graphs need memory for a few layers only.
+    Bit ``i`` stands for the ``i``-th marked node.
 
     Args:
         predecessors: direct predecessors of each node, all of a lower index.
@@ -45,11 +44,33 @@ def ancestors(predecessors: Sequence[Sequence[int]], marked: Iterable[int]) -> I
     >>> [bin(bits) for bits in ancestors([[], [0], [0], [1, 2], [3]], [0, 2])]
     ['0b0', '0b1', '0b1', '0b11', '0b11']
     """
+    rank = {node: bit for bit, node in enumerate(marked)}
+    return inherited(predecessors, lambda node: 1 << rank[node] if node in rank else 0)
+
+
+def inherited(predecessors: Sequence[Sequence[int]], own: Callable[[int], int]) -> Iterator[int]:
+    """For each node in turn, the union of the bitsets that its ancestors bring.
+
+    A node's set is dropped as soon as its last successor was served, and nodes that bring nothing share their
+    predecessor's set, so layered graphs need memory for a few layers only.
+
+    Args:
+        predecessors: direct predecessors of each node, all of a lower index.
+        own: what a node brings, 0 for nothing; asked once for each node that has successors.
+
+    Yields:
+        One ``int`` per node, in index order.
+
+    Complexity:
+        O(edges * bits / word size) time.
+
+    >>> list(inherited([[], [0], [0], [1, 2]], lambda node: 1 << node))
+    [0, 1, 1, 7]
+    """
     users = [0] * len(predecessors)
     for sources in predecessors:
         for source in sources:
             users[source] += 1
-    rank = {node: bit for bit, node in enumerate(marked)}
     inclusive: list[int] = [0] * len(predecessors)
     for node, sources in enumerate(predecessors):
         known = 0
@@ -60,8 +81,8 @@ def ancestors(predecessors: Sequence[Sequence[int]], marked: Iterable[int]) -> I
             if not users[source]:
                 inclusive[source] = 0
         if users[node]:
-            bit = rank.get(node)
-            inclusive[node] = known if bit is None else known | 1 << bit
+            brought = own(node)
+            inclusive[node] = known | brought if brought else known
         yield known
 
 
