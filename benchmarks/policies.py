@@ -167,7 +167,7 @@ def measured(
         for name in OURS:
             if name not in same:
                 seen[name] = observe(device, recorded, executables[name], seconds=0.5)
-        cases = eager_cases(recorded)
+        cases = eager_cases(recorded).eager
         path_ns, _ = critical_path(predecessors(graph, meg=True), costs.ns)
 
         entries: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,7 @@
 """Ahead-of-time, multi-stream scheduling for static PyTorch models.
 
-``Nimble(model).prepare(x)`` replays a model; the steps in between are here too, each a function from value to value.
+``Nimble(model).prepare(x)`` replays a model, in eager's kernels or in faster ones (``Options(fuse=...)``); the steps in
+between are here too, each a function from value to value.
 Importing this package imports neither torch nor anything else that is heavy: names are fetched when first used.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Costs", "Kernel", "uniform_costs"]
+__all__ = ["Costs", "Kernel", "limit_ns", "uniform_costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,24 @@ class Costs:
     def total_ns(self) -> float:
         """Sum over the calls: what one stream needs at least."""
         return float(sum(self.ns))
+
+
+def limit_ns(costs: Costs, critical_path_ns: float) -> float:
+    """What no schedule of these calls can beat: the longer of the critical path and the work shared by all processors.
+
+    Args:
+        costs: isolated time of each call, and its demand: a call that fills a third of the device for 3 µs needs the
+            whole of it for 1 µs. Where demand is unknown, only the critical path counts.
+        critical_path_ns: length of the longest path of isolated calls.
+
+    Source:
+        R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the two lower bounds of a makespan.
+
+    >>> limit_ns(Costs((3000.0, 3000.0), "given", demand=(1.0, 0.5)), 3000.0)
+    4500.0
+    """
+    work = sum(ns * share for ns, share in zip(costs.ns, costs.demand, strict=True)) if costs.demand else 0.0
+    return max(critical_path_ns, work)
 
 
 def uniform_costs(calls: int | Sequence[object], ns: float = 1.0) -> Costs:

@@ -6,6 +6,7 @@ while it runs goes to scratch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,8 +19,10 @@ __all__ = ["SMALL_NBYTES", "Block", "CallKey", "Layout", "call_key", "lay_out"]
 SMALL_NBYTES = 1 << 20
 """Allocations up to this size are handed out by address (see ``devices.placement``)."""
 
-CallKey = tuple[str, tuple[tuple[str, str], ...]]
-"""A call as it is known again in another recording of the same model: operator and arguments."""
+CallKey = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[object, ...], ...]]
+"""What decides how a call allocates: operator, arguments, and shapes and types of its tensors."""
+
+_STORAGE = re.compile(r"%\d+")
 
 Temporaries = tuple[int, int]
 """``(allocations, bytes)`` that a call makes and frees again while it runs."""
@@ -73,7 +76,7 @@ def lay_out(
     *,
     workspace: int = 0,
     orders: Mapping[CallKey, tuple[int, ...]] = MappingProxyType({}),
-    skip: frozenset[CallKey] = frozenset(),
+    skip: frozenset[str] = frozenset(),
     alignment: int = 512,
 ) -> Layout:
     """Decide where each allocation of each call may live.
@@ -88,7 +91,7 @@ def lay_out(
         workspace: bytes of a matrix library's workspace, to tell it from other temporaries.
         orders: for calls that do not ask for their results one after the other: which they ask for first, as places
             among the results.
-        skip: calls that are not placed.
+        skip: operators whose calls are not placed.
         alignment: of every block.
     """
     made, touched = _made_by(program, schedule)
@@ -98,14 +101,14 @@ def lay_out(
     front, kept = _Shelf(alignment), _Shelf(alignment)
     scratch: list[int] = []
     for call in program.calls:
-        key = call_key(call)
-        if key in skip:
+        if call.operator in skip:
             blocks.append(())
             scratch.append(0)
             continue
         storages = made[call.index]
-        if key in orders:
-            storages = [storages[place] for place in orders[key]]
+        order = orders.get(call_key(call)) if orders else None
+        if order is not None:
+            storages = [storages[place] for place in order]
         sizes = [program.storages[storage].nbytes for storage in storages]
         alive = [touched[storage] > 1 or storage in outputs for storage in storages]
         wanted = [place for place, size in enumerate(sizes) if size <= SMALL_NBYTES and alive[place]]
@@ -153,8 +156,10 @@ class _Shelf:
 
 
 def call_key(call: Call) -> CallKey:
-    """Operator and arguments of ``call``."""
-    return call.operator, call.arguments
+    """Operator, arguments and tensors of ``call``, whatever memory they are."""
+    arguments = tuple((name, _STORAGE.sub("%", text) if "%" in text else text) for name, text in call.arguments)
+    tensors = tuple((one.ref.sizes, one.ref.strides, one.ref.dtype, one.write) for one in call.accesses)
+    return call.operator, arguments, tensors
 
 
 def _made_by(program: Program, schedule: Schedule) -> tuple[list[list[int]], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,16 @@ from typing import Any
 import torch
 
 from nimble_core.candidates import Candidate
+from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
+from nimble_core.equality import check_equality
 from nimble_core.errors import DeviceError, InputError, NimbleWarning
-from nimble_core.freshness import Watch
+from nimble_core.folded import Folded
+from nimble_core.freshness import Watch, announce
+from nimble_core.fusing import follow
 from nimble_core.options import Options, require_options
 from nimble_core.pipeline import (
+    Recorded,
     Stopwatch,
     capture,
     check_inputs,
@@ -27,10 +32,11 @@ from nimble_core.pipeline import (
     whole_note,
 )
 from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
+from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
-from nimble_core.tuning import tune
+from nimble_core.tuning import eager_cases, from_same_state, tune
 
 __all__ = ["Engine", "Nimble"]
 
@@ -44,11 +50,17 @@ class Engine:
         executable: what it replays.
         build: makes the model's output from output tensors.
         mode: whether the module was in training mode when it was prepared.
-        watch: notices that the model was changed in a way that a replay cannot follow.
+        watch: notices that the model was changed in a way that a replay cannot follow, and folded weights.
+        check_first: whether it is asked before a run. Otherwise it is asked while the device is busy with the run,
+            which then is repeated on weights that were folded anew.
         seconds: preparation time by step; ``"warm-up"`` holds library loading and autotuning.
         candidates: the plans that were tried before this one was chosen.
         plan: what it runs, as a value to keep and to prepare with again; None if the module was captured as a whole.
         notes: what the user should know.
+        recorded: the calls that it replays.
+        costs: isolated time of each, None if nothing was measured.
+        folded: constants that it reads in place of weights; None if it reads all weights live.
+        writes: addresses of the storages outside of it, inputs not counted, that a run writes.
     """
 
     signature: Signature
@@ -56,15 +68,55 @@ class Engine:
     build: Callable[[Sequence[torch.Tensor]], Any]
     mode: bool
     watch: Watch
+    check_first: bool
     seconds: Mapping[str, float]
+    recorded: Recorded
+    costs: Costs | None = None
     candidates: tuple[Candidate, ...] = ()
     plan: Plan | None = None
     notes: tuple[str, ...] = ()
+    folded: Folded | None = None
+    writes: frozenset[int] = frozenset()
 
     @property
     def schedule(self) -> Schedule:
         """The schedule it replays."""
         return self.executable.schedule
+
+    def run(self, tensors: Sequence[torch.Tensor], *, static: bool) -> list[torch.Tensor]:
+        """Run on ``tensors`` and on the weights as they are now; see ``Executable.run``.
+
+        Raises:
+            InputError: the model is not the one that was prepared.
+            DeviceError: closed, or a call failed.
+        """
+        if self.check_first:
+            self.check()
+            outputs = self.executable.run(tensors, static=static)
+        else:
+            folds = self.watch.folds
+            outputs = self.executable.run(tensors, static=static)
+            self.check()
+            if self.watch.folds != folds:
+                outputs = self.executable.run(tensors, static=static)
+        if self.writes:
+            announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
+        return outputs
+
+    def check(self) -> None:
+        """Refuse a model that a replay cannot follow; fold again what has changed."""
+        change = self.watch.change()
+        if change:
+            raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
+        if self.folded is not None and self.watch.stale():
+            with self.executable.paused():
+                if self.watch.stale():  # no other thread was faster
+                    self.watch.folding()
+                    try:
+                        self.folded.refresh()
+                    except BaseException:
+                        self.watch.doubt()
+                        raise
 
 
 class Nimble(torch.nn.Module):
@@ -161,15 +213,29 @@ class Nimble(torch.nn.Module):
             else:
                 return self._unprepared(args, kwargs, mode)
             try:
-                outputs = engine.executable.run(tensors, static=self._options.outputs == "static")
+                outputs = engine.run(tensors, static=self._options.outputs == "static")
             except DeviceError:
                 if any(one is engine for one in self._engines):
                     raise
                 continue  # another thread has prepared the model again meanwhile, and closed this engine
-            change = engine.watch.change()
-            if change:
-                raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
             return engine.build(outputs)
+
+    def refresh(self) -> None:
+        """Compute folded weights again from the parameters and buffers as they are now.
+
+        Only needed after writes that torch does not count: through ``.data``, numpy, DLPack or a CUDA graph of yours,
+        and to tensors made under ``inference_mode``. Other changes of values (optimizers, ``load_state_dict``, in-place
+        operators) are noticed by the next call. Engines without folded weights read all of them live.
+
+        Raises:
+            InputError: the model is not the one that was prepared.
+            DeviceError: out of memory.
+        """
+        mode = getattr(self._model, "training", False)
+        for engine in self._engines:
+            engine.watch.doubt()
+            if engine.mode == mode:  # the others when they are called
+                engine.check()
 
     def _unprepared(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Any:
         answer = self._options.on_new_shape
@@ -236,6 +302,39 @@ class Nimble(torch.nn.Module):
         )
 
 
+def _repeatable(recording: Recording) -> bool:
+    """Whether running it twice leaves the same behind as running it once."""
+    program = recording.program
+    random = (storage for storage, one in enumerate(program.storages) if one.role == "generator")
+    outside = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)} | set(random)
+    return not any(ref.storage in outside for call in program.calls for ref in call.writes)
+
+
+def _writes(recording: Recording) -> frozenset[int]:
+    written = {ref.storage for call in recording.program.calls for ref in call.writes}
+    given = ((recording.storage_of[slot], tensor) for slot, tensor in recording.given.items())
+    return frozenset(tensor.untyped_storage().data_ptr() for storage, tensor in given if storage in written)
+
+
+def _unlike(recorded: Recorded, executable: Executable) -> str:
+    """How a replay of other kernels than eager's differs from eager; empty if it does not."""
+    if recorded.eager is None:
+        return ""
+    cases = eager_cases(recorded, truth=True)
+    run = from_same_state(recorded, executable)
+    check = check_equality("plan", run, cases.eager, references=cases.truth, lowest=cases.lowest)
+    return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
+
+
+def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
+    yield (
+        f"{len(folded.sources)} parameters and buffers are folded into constants, which follow their values; "
+        "after writes that torch does not count (.data, numpy, DLPack) call refresh()"
+    )
+    if watch.blind:
+        yield f"made under inference_mode, so that only refresh() follows their values: {', '.join(watch.blind)}"
+
+
 def _prepare(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, given: Plan | None
 ) -> Engine:
@@ -255,8 +354,10 @@ def _prepare(
             stacklevel=3,
         )
     program, graph = recorded.recording.program, recorded.graph
+    build = builder(recorded.recording.output_structure)
     candidates: tuple[Candidate, ...] = ()
     plan: Plan | None = None
+    costs: Costs | None = None
     wrong = ""
     if recorded.whole:
         if given is not None:
@@ -267,14 +368,18 @@ def _prepare(
             executable = device.capture_whole(model, recorded.recording, signature)
         notes = (*notes, whole_note(device, recorded))
     elif given is not None:
+        recorded = follow(device, recorded, given, step=watch)
+        program, graph = recorded.recording.program, recorded.graph
         schedule = schedule_of(given, program, graph)
         notes = (*notes, *plan_notes(given, device_name=device.name, torch=str(torch.__version__)))
         with state_kept(recorded), watch("capture"):
             executable = capture(device, recorded, schedule, memory_limit=options.memory_limit)
+            wrong = _unlike(recorded, executable)
     else:
         with state_kept(recorded):
             tuned = tune(device, recorded, options, step=watch)
-        executable, candidates = tuned.best, tuned.candidates
+        executable, candidates, recorded, costs = tuned.best, tuned.candidates, tuned.recorded, tuned.costs
+        program, graph = recorded.recording.program, recorded.graph
         tuned.close(keep=executable)
         wrong = tuned.wrong
         notes = (*notes, *tuned.notes)
@@ -291,17 +396,27 @@ def _prepare(
                 max_streams=options.max_streams,
                 memory_limit=options.memory_limit,
             )
+        folded: Folded | None = recorded.folded
+        fresh = Watch(model, folded.sources if folded else ())
+        engine = Engine(
+            signature=signature,
+            executable=executable,
+            build=build,
+            mode=bool(getattr(model, "training", False)),
+            watch=fresh,
+            # The host has nothing else to do meanwhile; and what writes its inputs or state cannot be run twice.
+            check_first=device.kind == "cpu" or (folded is not None and not _repeatable(recorded.recording)),
+            seconds=dict(watch.seconds),
+            recorded=recorded,
+            costs=costs,
+            candidates=candidates,
+            plan=plan,
+            notes=(*notes, *_fold_notes(folded, fresh)) if folded else notes,
+            folded=folded,
+            writes=_writes(recorded.recording),
+        )
+        engine.check()  # what changed during the preparation is folded as well
     except BaseException:
         executable.close()
         raise
-    return Engine(
-        signature=signature,
-        executable=executable,
-        build=builder(recorded.recording.output_structure),
-        mode=bool(getattr(model, "training", False)),
-        watch=Watch(model),
-        seconds=dict(watch.seconds),
-        candidates=candidates,
-        plan=plan,
-        notes=notes,
-    )
+    return engine

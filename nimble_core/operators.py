@@ -22,6 +22,7 @@ __all__ = [
     "shape_depends_on_data",
     "storage_address",
     "view_form",
+    "written_arguments",
     "written_tensors",
 ]
 
@@ -71,6 +72,11 @@ def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int,
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors that this call of ``func`` writes, by its schema or by the table of operators whose schema is silent."""
+    return flat_tensors(written_arguments(func, args, kwargs))
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments, lists among them, whose tensors this call of ``func`` writes."""
     positions, names = _write_arguments(func)
     silent, silent_names, condition, condition_name = _silent_arguments(func)
     if silent:
@@ -80,7 +86,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     found: list[Any] = []
     for position, name in zip(positions, names, strict=True):
         value = args[position] if position < len(args) else kwargs.get(name)
-        found += flat_tensors(value)
+        found.append(value)
     return found
 
 

@@ -12,7 +12,7 @@ from nimble_core.policies import resolve_policy
 __all__ = ["Options", "require_options"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "fuse": ("none",),
+    "fuse": ("auto", "none", "library", "inductor"),
     "tune": ("off", "fast", "full"),
     "outputs": ("copy", "static"),
     "on_new_shape": ("error", "eager", "prepare"),
@@ -24,13 +24,17 @@ class Options:
     """How to prepare a model.
 
     Args:
-        fuse: which kernels to use: ``"none"`` keeps the eager ones.
+        fuse: which kernels to use: ``"none"`` keeps eager's own; ``"library"`` folds weights, merges siblings and takes
+            the fastest calls of cuDNN and cuBLAS (seconds); ``"inductor"`` compiles (seconds to minutes); ``"auto"``
+            measures these on CUDA, as far as ``tune`` and ``budget_s`` allow, and takes the fastest whose outputs are
+            right. On the host, and with ``tune="off"``, it means ``"none"``.
         policy: stream assignment: ``"auto"`` measures the candidates and takes the fastest, or a policy's name
             (``"single"``, ``"nimble"``, ``"critical_path"``, ``"opara"``, ``"torchsched"``, ``"contention"``), or any
             callable ``(graph, costs) -> Schedule``.
         tune: how much to measure while preparing: ``"off"`` nothing (``policy="auto"`` then means ``"nimble"`` on
             CUDA and ``"single"`` on the host), ``"fast"`` a few replays of each candidate, ``"full"`` many.
-        budget_s: seconds that measuring candidates may take.
+        budget_s: seconds that making and measuring candidates may take; a model that is expected to compile for longer
+            than what is left is not compiled under ``fuse="auto"``.
         max_streams: cap on streams, None for no cap.
         memory_limit: bytes the engine may hold, None for no limit: where a plan needs more, order is added, and what
             does not fit even then is refused.
@@ -43,10 +47,10 @@ class Options:
         InputError: a value that is not among the choices, or out of range.
     """
 
-    fuse: str = "none"
+    fuse: Literal["auto", "none", "library", "inductor"] = "auto"
     policy: str | Callable[..., Any] = "auto"
     tune: Literal["off", "fast", "full"] = "fast"
-    budget_s: float = 5.0
+    budget_s: float = 20.0
     max_streams: int | None = 32
     memory_limit: int | None = None
     outputs: Literal["copy", "static"] = "copy"

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from nimble_core.structure import builder
 from nimble_core.units import format_bytes
 
 if TYPE_CHECKING:
+    from nimble_core.folded import Folded
     from nimble_core.recording import Recording
 
 __all__ = [
@@ -79,12 +80,23 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A model on example inputs: its recording and hazards."""
+    """A model on example inputs: its recording and hazards.
+
+    Args:
+        model: the user's.
+        signature: of the inputs.
+        recording: of the model, or of what was rewritten from it.
+        graph: hazards between its calls.
+        folded: constants that the recording reads and that depend on the model's weights; None if there are none.
+        eager: the recording of the model itself, where this is one of what was rewritten from it.
+    """
 
     model: Callable[..., Any]
     signature: Signature
     recording: Recording
     graph: CallGraph
+    folded: Folded | None = None
+    eager: Recorded | None = None
 
     @property
     def whole(self) -> bool:
@@ -307,7 +319,8 @@ def _captured(
     while True:
         ordered, layout, memory = _with_memory(device, recorded, schedule, limit, unplanned, costs)
         try:
-            executable = device.capture(recording, ordered, inputs, layout, memory)
+            with device.libraries_tuned() if program.fuse != "none" else nullcontext():
+                executable = device.capture(recording, ordered, inputs, layout, memory)
         except PlacementError:
             continue  # the device asks for less now
         break

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
 from nimble_core.check import check_schedule
 from nimble_core.errors import InputError, ReportFileError
 from nimble_core.graph import CallGraph
-from nimble_core.program import Call, Program, TensorRef
+from nimble_core.program import Call, Fuse, KernelChoice, Program, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 
 __all__ = [
@@ -48,19 +47,6 @@ _NOT_A_NUMBER = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
-class KernelChoice:
-    """A kernel that stands for what the eager operator would launch.
-
-    Args:
-        call: index of the call.
-        kernel: name of the kernel.
-    """
-
-    call: int
-    kernel: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """A schedule that can be kept, and all that is needed to refuse another program.
 
@@ -78,8 +64,8 @@ class Plan:
         hazards: number of hazard edges.
         max_streams: cap it was made under, None for none or unknown.
         memory_limit: bytes it was made under, None for none or unknown.
-        fuse: which kernels: ``"none"`` keeps the eager ones.
-        kernels: calls whose kernel was chosen.
+        fuse: whose kernels the program runs (``Program.fuse``), and
+        kernels: what was chosen while it was rewritten (``Program.choices``).
         schema_version: of the JSON.
     """
 
@@ -96,7 +82,7 @@ class Plan:
     hazards: int
     max_streams: int | None = None
     memory_limit: int | None = None
-    fuse: Literal["none"] = "none"
+    fuse: Fuse = "none"
     kernels: tuple[KernelChoice, ...] = ()
     schema_version: int = PLAN_VERSION
 
@@ -233,6 +219,8 @@ def make_plan(
         hazards=len(graph.edges),
         max_streams=max_streams,
         memory_limit=memory_limit,
+        fuse=program.fuse,
+        kernels=program.choices,
     )
 
 
@@ -394,7 +382,7 @@ def _checked(plan: Plan) -> Plan:
     _within((abs(priority) for priority in schedule.priority), _NOT_A_NUMBER, "schedule.priority")
     for name, pairs in (("syncs", schedule.syncs), ("added_order", schedule.added_order)):
         _within((call for pair in pairs for call in pair), size, f"schedule.{name}")
-    _within((choice.call for choice in plan.kernels), size, "kernels")
+    _within((choice.call for choice in plan.kernels), _NOT_A_NUMBER, "kernels")
     counts = schedule.counts
     amounts = (counts.full, counts.meg, counts.planned, schedule.meg_edges, schedule.matched)
     _within((*amounts, plan.hazards), _NOT_A_NUMBER, "schedule.counts, hazards")

@@ -9,9 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Access", "Call", "Origin", "Phase", "Program", "Role", "Storage", "TensorRef"]
+__all__ = [
+    "Access",
+    "Call",
+    "Fuse",
+    "KernelChoice",
+    "Origin",
+    "Phase",
+    "Program",
+    "Role",
+    "Storage",
+    "TensorRef",
+]
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
+Fuse = Literal["none", "library", "inductor"]
 Role = Literal["input", "parameter", "buffer", "constant", "intermediate", "generator"]
 
 
@@ -101,6 +113,8 @@ class Call:
         accesses: tensors read and written, in argument order, outputs last.
         phase: part of the step it belongs to.
         origins: where it comes from.
+        eager: indices of the eager calls that it stands for, where the program was rewritten or compiled; empty in a
+            program of eager calls, and for calls that no eager call explains (changes of layout).
     """
 
     index: int
@@ -109,6 +123,7 @@ class Call:
     accesses: tuple[Access, ...]
     phase: Phase = "forward"
     origins: tuple[Origin, ...] = ()
+    eager: tuple[int, ...] = ()
 
     @property
     def reads(self) -> tuple[TensorRef, ...]:
@@ -153,6 +168,19 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """A way to run eager calls that was preferred to others.
+
+    Args:
+        call: index of the first eager call that it runs.
+        kernel: what it is called, e.g. ``"cudnn fused"``.
+    """
+
+    call: int
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Calls in program order, and what they touch.
 
@@ -164,6 +192,8 @@ class Program:
         host_steps: how many steps (views, ``empty``, no-op copies) were seen that never reach the device.
         device: ``"cuda"``, ``"cpu"``: where it was recorded.
         notes: what the reader should know (attributes that a forward changed, copies made constant, …).
+        fuse: whose kernels these are: ``"none"`` (eager's own), ``"library"`` or ``"inductor"``.
+        choices: what was chosen, by measurement, while they were made of eager calls.
     """
 
     calls: tuple[Call, ...]
@@ -173,3 +203,5 @@ class Program:
     host_steps: int = 0
     device: str = "cpu"
     notes: tuple[str, ...] = field(default=())
+    fuse: Fuse = "none"
+    choices: tuple[KernelChoice, ...] = ()

@@ -26,11 +26,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nimble_core.errors import CaptureError
+from nimble_core.launchers import Launch, launches_seen
 from nimble_core.operators import (
     argument_texts,
     copies_to_host,
@@ -46,6 +47,7 @@ from nimble_core.origins import module_paths, place_of
 from nimble_core.preserve import preserved
 from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, slots_in
+from nimble_core.rewritten import Rewritten
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
@@ -83,6 +85,7 @@ def record(
     kwargs: Mapping[str, Any],
     counter: NodeCounter | None = None,
     stand_in: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+    rewritten: Rewritten | None = None,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once and return what it asked of the device.
 
@@ -94,17 +97,18 @@ def record(
         counter: nodes of the capture this runs under; None for a live run on the host.
         stand_in: for a run on tensors without values (fake ones): ``(func, tensor)`` to what takes the tensor's place
             among the arguments of ``func`` (None for an output of the model).
+        rewritten: what to run in the model's place, on the tensors of ``signature``.
 
     Raises:
         CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
             and source line.
         InputError: an output of an unknown type that holds tensors.
     """
-    recorder = _Recorder(model, signature, counter, stand_in)
+    recorder = _Recorder(model, signature, counter, stand_in, rewritten)
     with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
-        with _tensors_lifted_first(), recorder:
-            result = model(*args, **kwargs)
+        with _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
+            result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
         outputs, structure = flatten(result, what="output")
         if stand_in:
             outputs = [stand_in(None, tensor) for tensor in outputs]
@@ -158,10 +162,13 @@ class _Recorder(TorchDispatchMode):
         signature: Signature,
         counter: NodeCounter | None,
         stand_in: Callable[[Any, torch.Tensor], torch.Tensor] | None,
+        rewritten: Rewritten | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.counter = counter
         self.stand_in = stand_in
+        self._rewritten = rewritten
+        self._inside = 0
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self._modules = module_paths(model)
@@ -172,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         self._storage_of: list[int] = []
         self._ref_of: list[TensorRef] = []
         self._given: dict[int, torch.Tensor] = {}
-        self._owned: list[torch.Tensor] = []
+        self._owners: dict[int, torch.Tensor] = {}
         self._steps: list[Step] = []
         self._calls: list[Call] = []
         self._temporaries: list[tuple[int, int]] = []
@@ -189,6 +196,8 @@ class _Recorder(TorchDispatchMode):
         self._names: dict[int, tuple[Role, str]] = {}
         for role, name, tensor in owned_tensors(model):
             self._names.setdefault(storage_address(tensor), (role, name))
+        for name, tensor in (rewritten.names if rewritten else {}).items():
+            self._names.setdefault(storage_address(tensor), ("constant", name))
         self.inputs = tuple(
             self._give(tensor, "input", path) for tensor, path in zip(signature.tensors, signature.paths, strict=True)
         )
@@ -289,6 +298,7 @@ class _Recorder(TorchDispatchMode):
             outputs=tuple(self._ref_of[slot] for slot in slots),
             host_steps=sum(step.call is None for step in self._steps),
             device=self.device.type,
+            fuse=self._rewritten.fuse if self._rewritten else "none",
         )
         written = tuple(
             position for position, slot in enumerate(self.inputs) if self._storage_of[slot] in self._written
@@ -305,7 +315,7 @@ class _Recorder(TorchDispatchMode):
             steps=tuple(self._steps),
             slots=len(self._storage_of),
             storage_of=tuple(self._storage_of),
-            given={slot: tensor for slot, tensor in self._given.items() if slot not in self.inputs},
+            given={slot: self._counted(slot) for slot in self._given if slot not in self.inputs},
             inputs=self.inputs,
             outputs=slots,
             output_structure=structure,
@@ -313,7 +323,14 @@ class _Recorder(TorchDispatchMode):
             unseen=self._unseen,
             unseen_where=self._unseen_where,
             temporaries=tuple(self._temporaries),
+            refs=tuple(self._ref_of),
         )
+
+    def _counted(self, slot: int) -> torch.Tensor:
+        """The given tensor as an alias that shares its version counter: none that was made inside the mode does."""
+        tensor, alias = self._given[slot], self._owners[slot].detach()
+        same = (alias.data_ptr(), alias.shape, alias.stride()) == (tensor.data_ptr(), tensor.shape, tensor.stride())
+        return alias if same else tensor
 
     def _keep_first_value(self, tensor: torch.Tensor) -> None:
         storage = self._storage(tensor)
@@ -332,7 +349,66 @@ class _Recorder(TorchDispatchMode):
                 tensor.copy_(self._first_values[storage])
         return outputs
 
+    def inside_operator(self) -> bool:
+        """Whether an operator is running, whose launches are part of its call."""
+        return self._inside > 0
+
+    def launched(self, launch: Launch, frame: FrameType) -> Any:
+        """A kernel was launched past the dispatcher: launch it, and write it down as a call."""
+        if self.stand_in:
+            raise CaptureError(
+                f"kernel {launch.name} cannot be planned without launching it",
+                where=str(self._origin(launch.name, frame)),
+                fix="wrap it with torch.library.triton_op, or measure with compare(...)",
+            )
+        if self.counter:
+            self._notice_unseen(frame)
+        with _disable_current_modes():
+            return self._launched(launch, frame)
+
+    def _launched(self, launch: Launch, frame: FrameType) -> Any:
+        named = [*zip(launch.names, launch.args, strict=False), *launch.kwargs.items()]
+        accesses: list[Access] = []
+        for name, tensor in named:
+            if isinstance(tensor, torch.Tensor):
+                reads, writes = launch.roles.get(name, (True, True))
+                accesses += [Access(self._ref(tensor), write=False)] * reads + [
+                    Access(self._ref(tensor), True)
+                ] * writes
+                if writes:
+                    self.before_write(tensor)
+                    self._keep_first_value(tensor)
+        template = tuple(self._template(arg) for arg in launch.args)
+        keywords = tuple((name, self._template(value)) for name, value in launch.kwargs.items())
+        before = self.counter.allocations() if self.counter else (0, 0)
+        result = self._run(launch.launch, launch.args, dict(launch.kwargs), frame)
+        after = self.counter.allocations() if self.counter else (0, 0)
+        if self.counter:
+            nodes, self._nodes = self._nodes, self.counter.nodes()
+            if self._nodes == nodes:
+                return result  # a grid of nothing
+        for access in accesses:
+            if access.write:
+                self._written.add(access.ref.storage)
+                self._constant.discard(access.ref.storage)
+        origins, eager = self._provenance(launch.name, frame)
+        texts = tuple(
+            (name, f"%{self._storage(value)}" if isinstance(value, torch.Tensor) else repr(value))
+            for name, value in named
+        )
+        call = len(self._calls)
+        self._calls.append(Call(call, launch.name, texts, tuple(dict.fromkeys(accesses)), origins=origins, eager=eager))
+        self._temporaries.append((after[0] - before[0], after[1] - before[1]))
+        self._step(launch.launch, template, keywords, (), call)
+        return result
+
+    def _provenance(self, func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
+        if self._rewritten:
+            return self._rewritten.provenance(func, frame)
+        return (self._origin(func, frame),), ()
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        self._inside += 1
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -350,6 +426,8 @@ class _Recorder(TorchDispatchMode):
                 where=str(self._origin(func, frame)),
                 fix="keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error
+        finally:
+            self._inside -= 1
 
     # -- tensors -----------------------------------------------------------------------------------------------
 
@@ -390,7 +468,7 @@ class _Recorder(TorchDispatchMode):
             self._storages[storage] = Storage(self._storages[storage].nbytes, "constant", name)
             self._constant.add(storage)
         self._given[slot] = tensor.detach()
-        self._owned.append(tensor)  # a strong reference: the slot is found by the tensor's identity
+        self._owners[slot] = tensor  # a strong reference: the slot is found by the tensor's identity
         return slot
 
     def _ref(self, tensor: torch.Tensor) -> TensorRef:
@@ -445,12 +523,14 @@ class _Recorder(TorchDispatchMode):
             self._written.add(storage)
             if not inputs_constant:
                 self._constant.discard(storage)
+        origins, eager = self._provenance(func, frame)
         return Call(
             index=len(self._calls),
             operator=str(func),
             arguments=argument_texts(func, args, kwargs, self._storage),
             accesses=tuple(dict.fromkeys(accesses)),
-            origins=(self._origin(func, frame),),
+            origins=origins,
+            eager=eager,
         )
 
     def _origin(self, func: Any, frame: FrameType) -> Origin:

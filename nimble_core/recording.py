@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nimble_core.program import Program
+from nimble_core.program import Program, TensorRef
 from nimble_core.structure import Structure
 
 __all__ = ["Issuer", "Recording", "Slot", "Step", "collector_paused", "fill", "issuing", "slots_in"]
@@ -66,6 +66,7 @@ class Recording:
         written_inputs: positions of inputs that the model writes in place.
         unseen: launches seen in the recording capture that belong to no call: the Program is incomplete.
         unseen_where: where they were, in words.
+        refs: the window that each slot's tensor is, by slot.
         temporaries: ``(allocations, bytes)`` that each call made beyond its results, and freed again: workspaces of
             libraries. Zero on the host.
         changed: attributes of the model that the run changed, and which were put back.
@@ -84,6 +85,7 @@ class Recording:
     unseen_where: str = ""
     changed: tuple[str, ...] = ()
     temporaries: tuple[tuple[int, int], ...] = ()
+    refs: tuple[TensorRef, ...] = ()
 
 
 def slots_in(args: Sequence[Any]) -> Iterator[int]:
@@ -121,7 +123,7 @@ class Issuer:
     def issue(self, call: int) -> None:
         """Run one call, after the host steps it needs."""
         step = self._calls[call]
-        for slot in step.reads:
+        for slot in sorted(step.reads):  # in the order in which they were made: memory is planned in it
             if self.tensors[slot] is None:
                 self._make(slot)
         self._run(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,15 +11,21 @@ from typing import Any
 
 import torch
 
+import nimble_core
 from nimble_core.candidates import Candidate, EqualityCheck
+from nimble_core.choices import cache_directory, choice_key, recall, remember
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Device, Executable, Observation
-from nimble_core.equality import check_equality
-from nimble_core.errors import CaptureError, DeviceError
+from nimble_core.equality import check_equality, lowest_precision
+from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.fusing import follow, fuse
 from nimble_core.measurement import TIE, Measurement, interleave
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
+from nimble_core.plan import fingerprint, make_plan, schedule_of
 from nimble_core.preserve import preserved
+from nimble_core.program import Fuse
+from nimble_core.reference import reference_outputs
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
 from nimble_core.static import other_values
@@ -27,8 +34,6 @@ from nimble_core.structure import builder, flatten
 __all__ = ["Cases", "Tuned", "eager_cases", "from_same_state", "tune"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
-Cases = Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
-"""Fresh inputs, and what eager makes of them."""
 
 _POLICIES = ("contention", "nimble", "critical_path", "opara", "torchsched")
 """In the order of promise where simulation cannot tell: it knows neither launch priorities nor issue order."""
@@ -39,6 +44,29 @@ _CAPTURED = {"cuda": 3}
 """Candidates beside one stream that ``tune="fast"`` captures: the first two policies above and the most promising of
 the others; only the most promising one where not listed."""
 _ROUNDS = {"fast": 15, "full": 101}
+_HOPELESS = 1.25
+"""Kernels whose best simulated plan takes this much longer than that of others are tried on one stream only."""
+_NEGLIGIBLE = 0.02
+"""What costs less than this share of the budget is done even when it is gone."""
+_COMPILE_S = (2.0, 0.03)
+"""What compiling is expected to take on eight cores: at least, and for each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """What outputs are compared on.
+
+    Args:
+        eager: pairs of fresh inputs and what eager makes of them.
+        truth: what the model computes in float64 for each, where it can; None where nobody asked.
+        lowest: the least precise type that eager computes in.
+        why: why there is no truth; empty otherwise.
+    """
+
+    eager: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    truth: Sequence[Sequence[torch.Tensor] | None] | None
+    lowest: str
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -47,15 +75,18 @@ class Tuned:
 
     Args:
         best: what the engine should run.
-        executables: those still open by name: ``single`` if it was captured, the fastest of several streams, ``best``.
+        recorded: what ``best`` runs: the model, or what it was rewritten to.
+        executables: those still open by name: ``single`` if it was captured, one stream and the fastest of several
+            streams of the kernels of ``best``, and ``best``.
         candidates: what was tried.
         checks: each captured candidate's outputs against eager's.
-        observed: the one-stream replay, watched; None if nothing was measured.
+        observed: the one-stream replay of ``recorded``, watched; None if nothing was measured.
         notes: what the user should know.
         wrong: how even one stream's outputs differ from eager's; empty if they do not.
     """
 
     best: Executable
+    recorded: Recorded
     executables: dict[str, Executable]
     candidates: tuple[Candidate, ...] = ()
     checks: tuple[EqualityCheck, ...] = ()
@@ -76,21 +107,24 @@ class Tuned:
 
 
 def tune(device: Device, recorded: Recorded, options: Options, *, step: Step, measure_single: bool = False) -> Tuned:
-    """Find the plan to run.
+    """Find the kernels and the plan to run.
 
-    With ``tune="off"`` nothing is measured: ``policy="auto"`` then means ``nimble`` on CUDA and ``single`` elsewhere.
-    Else one stream is captured and watched first: what each call costs decides the rest. ``policy="auto"`` plans by
-    every policy, simulates the plans, captures the most promising ones as long as the budget lasts (``"full"``: all,
-    with several caps on streams), compares their outputs with eager's, and times them in turn with one stream. The
-    fastest whose outputs are right wins; ties within 1% go to fewer streams. A policy given by name is not compared
-    with others.
+    Kernels: ``fuse`` names them, or ``"auto"`` tries eager's own, libraries' and, as far as the budget goes, compiled
+    ones. Kernels that cannot be made, or whose outputs are not right, are left out with the reason; eager's own remain.
+
+    Plans: with ``tune="off"`` nothing is measured: ``policy="auto"`` then means ``nimble`` on CUDA and ``single``
+    elsewhere. Else one stream is captured and watched first: what each call costs decides the rest. ``policy="auto"``
+    plans by every policy, simulates the plans, captures the most promising ones as long as the budget lasts
+    (``"full"``: all, with several caps on streams), compares their outputs with eager's, and times them in turn with
+    one stream. The fastest whose outputs are right wins; ties within 1% go to fewer streams. A policy given by name is
+    not compared with others.
 
     Args:
         device: where.
         recorded: the model. What replays write of it is the caller's to keep (``state_kept``).
-        options: policy, tune, budget_s, max_streams, memory_limit, strict.
+        options: fuse, policy, tune, budget_s, max_streams, memory_limit, strict.
         step: times the steps.
-        measure_single: capture and watch one stream whatever the options say.
+        measure_single: capture and watch eager's kernels on one stream whatever the options say.
 
     Raises:
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
@@ -105,10 +139,17 @@ def tune(device: Device, recorded: Recorded, options: Options, *, step: Step, me
         raise
 
 
-def eager_cases(recorded: Recorded) -> Cases:
-    """Two fresh sets of inputs and eager's outputs; the model and random state are left as they were."""
+def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
+    """Two fresh sets of inputs and eager's outputs; the model and random state are left as they were.
+
+    Args:
+        recorded: the model, or what it was rewritten to.
+        truth: also what the model computes in float64.
+    """
     build = builder(recorded.signature.structure)
-    cases = []
+    cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
+    truths: list[Sequence[torch.Tensor] | None] = []
+    why = ""
     for seed in (1, 2):
         inputs = other_values(recorded.signature.tensors, seed)
         # Clones: a model that writes its inputs must not spoil the case for the replays.
@@ -116,7 +157,13 @@ def eager_cases(recorded: Recorded) -> Cases:
         with preserved(recorded.model), state_kept(recorded), torch.no_grad():
             outputs, _ = flatten(recorded.model(*args, **kwargs), what="output")
             cases.append((inputs, [output.detach().clone() for output in outputs]))
-    return cases
+        if truth:
+            args, kwargs = build([tensor.clone() for tensor in inputs])
+            found = reference_outputs(recorded.model, args, kwargs)
+            truths.append(found.outputs)
+            why = why or found.reason
+    program = (recorded.eager or recorded).recording.program
+    return Cases(tuple(cases), tuple(truths) if truth else None, lowest_precision(program), why)
 
 
 def from_same_state(
@@ -137,6 +184,9 @@ class _Tuning:
     recorded: Recorded
     options: Options
     step: Step
+    variants: dict[str, Recorded] = field(default_factory=dict)
+    fuse_s: dict[str, float] = field(default_factory=dict)
+    observed: dict[str, Observation] = field(default_factory=dict)
     executables: dict[str, Executable] = field(default_factory=dict)
     candidates: dict[str, Candidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -144,91 +194,228 @@ class _Tuning:
     began: float = field(default_factory=time.perf_counter)
 
     def tuned(self, measure_single: bool) -> Tuned:
-        options, auto = self.options, self.options.policy == "auto"
-        measured = options.tune != "off" and options.policy != "single"
-        observed = None
-        if measured or measure_single:
-            with self.step("capture single"):
-                self._capture("single", schedule_by(self.recorded, "single", None, 1), None)
-            with self.step("measure calls"):
-                observed = observe(self.device, self.recorded, self.executables["single"])
-        costs = _known_costs(observed)
-        with self.step("schedule"):
-            planned = self._planned(auto and measured, costs)
-        for name, schedule in planned.items():
-            if len(self.executables) > 1 and auto and measured and self._spent(0.5):
-                self.candidates[name] = replace(self.candidates[name], note="not captured: the budget was spent")
-                continue
-            with self.step(f"capture {name}"):
-                self._capture(name, schedule, costs, optional="single" in self.executables and (auto or measure_single))
-        checks: tuple[EqualityCheck, ...] = ()
-        if auto and measured and len(self.executables) > 1:
-            with self.step("check equality"):
-                checks = self._check()
-            with self.step("choose"):
-                self._time()
+        kinds = self._kinds()
+        # A report shows what else was tried: it is made anew.
+        checks = None if measure_single or len(kinds) < 2 else self._recalled()
+        if checks is None:
+            checks = self._tried(kinds, measure_single)
+        if not any(name for name in self.executables if not self._wrong(name)) and "none" not in kinds:
+            checks += self._tried(("none",), measure_single)
         best = self._choose()
+        kind = self.candidates[best].fuse
+        if len(kinds) > 1:
+            variant = self.variants[kind]
+            remember(self._key(), make_plan(variant.recording.program, variant.graph, self.executables[best].schedule))
         self._close_losers(best)
         return Tuned(
             self.executables[best],
+            self.variants[kind],
             self.executables,
             tuple(self.candidates.values()),
             checks,
-            observed,
+            self.observed.get(kind),
             tuple(self.notes),
             self.wrong,
         )
 
-    def _planned(self, search: bool, costs: Costs | None) -> dict[str, Schedule]:
+    def _key(self) -> str:
+        """What the choice depends on, for those who choose again."""
+        options, cudnn = self.options, torch.backends.cudnn
+        conditions = {name: getattr(options, name) for name in ("policy", "tune", "max_streams", "memory_limit")}
+        conditions |= {
+            "device": self.device.name,
+            "torch": str(torch.__version__),
+            "nimble": nimble_core.__version__,
+            "matmul": torch.get_float32_matmul_precision(),
+            "convolution": (getattr(cudnn, "conv").fp32_precision, cudnn.deterministic),  # noqa: B009  # torch's stub lacks it
+        }
+        return choice_key(fingerprint(self.recorded.recording.program, self.recorded.graph), conditions)
+
+    def _recalled(self) -> tuple[EqualityCheck, ...] | None:
+        """Make again what an earlier process chose; None if none did, or it does not fit or is not right any more."""
+        plan = recall(self._key()) if self.options.policy == "auto" else None
+        if plan is None:
+            return None
+        kind, name = plan.fuse, plan.policy
+        try:
+            start = time.perf_counter()
+            variant = follow(self.device, self.recorded, plan, step=self.step)
+            self.variants[kind], self.fuse_s[kind] = variant, time.perf_counter() - start
+            schedule = schedule_of(plan, variant.recording.program, variant.graph)
+            with self.step(f"capture {name}"):
+                self._capture(name, kind, schedule, None)
+            with self.step("check equality"):
+                checks = self._check()
+        except NimbleError as error:
+            self.notes.append(f"what an earlier process chose could not be made again: {error.what}")
+        else:
+            if not self._wrong(name):
+                self.notes.append(
+                    f"{name} was chosen by an earlier process; tune again by emptying {cache_directory()}"
+                )
+                return checks
+        for executable in self.executables.values():
+            executable.close()
+        self.executables.clear()
+        self.candidates.clear()
+        return None
+
+    def _kinds(self) -> tuple[Fuse, ...]:
+        """Whose kernels to try, in the order of what they cost to make."""
+        options = self.options
+        if options.fuse != "auto":
+            return (options.fuse,)
+        # On the host eager's kernels are the libraries' already, and a compiler takes longer than it saves.
+        return ("none", "library", "inductor") if self.device.kind == "cuda" and options.tune != "off" else ("none",)
+
+    def _tried(self, kinds: Sequence[Fuse], measure_single: bool) -> tuple[EqualityCheck, ...]:
+        """Capture, check and time what these kernels offer."""
+        options, auto = self.options, self.options.policy == "auto"
+        measured = options.tune != "off" and (options.policy != "single" or len(kinds) > 1)
+        search = auto and measured
+        planned: dict[str, tuple[str, Schedule]] = {}
+        baseline: tuple[Fuse, ...] = (
+            ("none",) if measure_single and "none" not in kinds and "none" not in self.variants else ()
+        )
+        for kind in (*baseline, *kinds):
+            if not self._made(kind):
+                continue
+            single = _named(kind, "single")
+            if measured or measure_single:
+                with self.step(f"capture {single}"):
+                    self._capture(single, kind, schedule_by(self.variants[kind], "single", None, 1), None)
+                with self.step("measure calls"):
+                    self.observed[kind] = observe(self.device, self.variants[kind], self.executables[single])
+            if kind in baseline:
+                continue
+            with self.step("schedule"):
+                planned |= {name: (kind, plan) for name, plan in self._planned(kind, search, measure_single).items()}
+        for name, (fused, schedule) in self._promising(planned).items():
+            single = _named(fused, "single")
+            if len(self.executables) > 1 and search and self._spent(0.8, self.candidates[single].capture_s):
+                self.candidates[name] = replace(self.candidates[name], note="not captured: the budget was spent")
+                continue
+            with self.step(f"capture {name}"):
+                optional = single in self.executables and (auto or measure_single)
+                self._capture(name, fused, schedule, _known_costs(self.observed.get(fused)), optional=optional)
+        checks: tuple[EqualityCheck, ...] = ()
+        several = len(self.executables) > 1
+        if (search and several) or any(kind != "none" for kind in kinds):
+            with self.step("check equality"):
+                checks = self._check()
+        if measured and several and (auto or len(kinds) > 1):
+            with self.step("choose"):
+                self._time()
+        return checks
+
+    def _made(self, kind: Fuse) -> bool:
+        """Whether there are kernels of this kind: made now, if they can be and the budget allows."""
+        if kind == "none":
+            self.variants[kind] = self.recorded
+            return True
+        start = time.perf_counter()
+        expected_s = _compile_s(self.recorded) if kind == "inductor" and self.options.fuse == "auto" else 0.0
+        left_s = self.options.budget_s - (start - self.began)
+        if expected_s > left_s:
+            note = (
+                f"not compiled: about {expected_s:.0f} s expected, {max(left_s, 0):.0f} s left of "
+                f"budget_s={self.options.budget_s:g}"
+            )
+        else:
+            try:
+                self.variants[kind] = fuse(
+                    self.device,
+                    self.recorded,
+                    kind,
+                    measure=self.options.tune != "off",
+                    thorough=self.options.tune == "full",
+                    step=self.step,
+                )
+            except (CaptureError, DeviceError) as error:
+                note = f"left out: {error.what}" + (f" ({error.where})" if error.where else "")
+            else:
+                self.fuse_s[kind] = time.perf_counter() - start
+                return True
+        self.candidates[kind] = Candidate(kind, 0, 0, fuse=kind, fuse_s=time.perf_counter() - start, note=note)
+        self.notes.append(f"{kind}: {note}")
+        return False
+
+    def _planned(self, kind: str, search: bool, measure_single: bool) -> dict[str, Schedule]:
         """Schedules to capture, the most promising first."""
-        options, device = self.options, self.device
+        options, device, recorded = self.options, self.device, self.variants[kind]
+        costs = _known_costs(self.observed.get(kind))
         cap = device.stream_cap(options.max_streams)
+        single = _named(kind, "single")
         if not search:
             policy = options.policy
             if policy == "auto":
-                policy = "nimble" if device.kind != "cpu" or "single" in self.executables else "single"
-            schedule = schedule_by(self.recorded, policy, costs, cap)
-            if policy in self.executables:
+                policy = "nimble" if device.kind != "cpu" or measure_single else "single"
+            if policy == "single" and single in self.executables:
                 return {}
+            schedule = schedule_by(recorded, policy, costs, cap)
             if schedule.policy in _TAKEN and schedule.policy != policy:
                 schedule = replace(schedule, policy=f"{schedule.policy} of your own")
-            self._note(schedule.policy, schedule)
-            return {schedule.policy: schedule}
+            name = _named(kind, schedule.policy)
+            self._note(name, kind, schedule)
+            return {name: replace(schedule, policy=name)}
         wanted: list[tuple[str, int | None]] = [(policy, cap) for policy in _POLICIES]
         if options.tune == "full":
             wanted += [(policy, fewer) for policy in _POLICIES for fewer in _CAPS if cap is None or fewer < cap]
-        single = self.executables["single"].schedule
-        seen = {_essence(single)}
+        seen = {_essence(self.executables[single].schedule)}
         found: dict[str, Schedule] = {}
         for policy, fewer in wanted:
-            schedule = schedule_by(self.recorded, policy, costs, fewer)
-            name = policy if fewer == cap else f"{policy}, {fewer} streams"
+            schedule = schedule_by(recorded, policy, costs, fewer)
+            name = _named(kind, policy if fewer == cap else f"{policy}, {fewer} streams")
             if _essence(schedule) not in seen:
                 seen.add(_essence(schedule))
                 found[name] = replace(schedule, policy=name)
-        simulated = {name: self._simulated(schedule, costs) for name, schedule in found.items()}
+        simulated = {name: self._simulated(recorded, schedule, costs) for name, schedule in found.items()}
         kept = len(found) if options.tune == "full" else _CAPTURED.get(device.kind, 1)
-        certain = _POLICIES[: kept - 1]
+        certain = [_named(kind, policy) for policy in _POLICIES[: kept - 1]]
         ranked = sorted(found, key=lambda name: (name not in certain, simulated[name]))
         for name in ranked:
-            self._note(name, found[name], simulated[name])
+            self._note(name, kind, found[name], simulated[name])
         for name in ranked[kept:]:
             self.candidates[name] = replace(self.candidates[name], note="not captured: simulated slower")
         return {name: found[name] for name in ranked[:kept]}
 
-    def _simulated(self, schedule: Schedule, costs: Costs | None) -> float:
+    def _promising(self, planned: dict[str, tuple[str, Schedule]]) -> dict[str, tuple[str, Schedule]]:
+        """Plans of kernels that may win; the best first."""
+        best: dict[str, float] = {}
+        for kind in {kind for kind, _ in planned.values()}:
+            times = [self.candidates[name].simulated_ns for name, (one, _) in planned.items() if one == kind]
+            costs = _known_costs(self.observed.get(kind))
+            if costs is not None:
+                single = self.executables[_named(kind, "single")].schedule
+                times.append(self._simulated(self.variants[kind], single, costs))
+            best[kind] = min(times)
+        limit = _HOPELESS * min(best.values(), default=0.0)
+        kept = {}
+        for name in sorted(planned, key=lambda name: best[planned[name][0]]):
+            if best[planned[name][0]] <= limit or self.options.tune == "full":
+                kept[name] = planned[name]
+            else:
+                self.candidates[name] = replace(self.candidates[name], note="not captured: other kernels are faster")
+        return kept
+
+    def _simulated(self, recorded: Recorded, schedule: Schedule, costs: Costs | None) -> float:
         if costs is None:
             return 0.0
-        return simulate(self.recorded.graph, schedule, costs, self.device.model).length_ns
+        return simulate(recorded.graph, schedule, costs, self.device.model).length_ns
 
-    def _note(self, name: str, schedule: Schedule, simulated_ns: float = 0.0) -> None:
-        self.candidates[name] = Candidate(name, schedule.streams, len(schedule.syncs), simulated_ns)
+    def _note(self, name: str, kind: str, schedule: Schedule, simulated_ns: float = 0.0) -> None:
+        self.candidates[name] = Candidate(
+            name, schedule.streams, len(schedule.syncs), simulated_ns, fuse=kind, fuse_s=self.fuse_s.get(kind, 0.0)
+        )
 
-    def _capture(self, name: str, schedule: Schedule, costs: Costs | None, *, optional: bool = False) -> None:
+    def _capture(
+        self, name: str, kind: str, schedule: Schedule, costs: Costs | None, *, optional: bool = False
+    ) -> None:
         start = time.perf_counter()
+        schedule = replace(schedule, policy=name)
         try:
             executable = capture(
-                self.device, self.recorded, schedule, memory_limit=self.options.memory_limit, costs=costs
+                self.device, self.variants[kind], schedule, memory_limit=self.options.memory_limit, costs=costs
             )
         except DeviceError as error:  # out of memory, most often: what is known without it is still of use
             if not optional:
@@ -237,19 +424,28 @@ class _Tuning:
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
             return
         self.executables[name] = executable
-        self._note(name, executable.schedule, self.candidates[name].simulated_ns if name in self.candidates else 0.0)
+        simulated = self.candidates[name].simulated_ns if name in self.candidates else 0.0
+        self._note(name, kind, executable.schedule, simulated)
         self.candidates[name] = replace(
             self.candidates[name], nbytes=executable.nbytes, capture_s=time.perf_counter() - start
         )
 
-    def _spent(self, share: float) -> bool:
-        return time.perf_counter() - self.began > share * self.options.budget_s
+    def _spent(self, share: float, more_s: float) -> bool:
+        """Whether a share of the budget is gone, and ``more_s`` counts beside it."""
+        budget_s = self.options.budget_s
+        return time.perf_counter() - self.began > share * budget_s and more_s > _NEGLIGIBLE * budget_s
 
     def _check(self) -> tuple[EqualityCheck, ...]:
-        cases = eager_cases(self.recorded)
+        fused = any(self.candidates[name].fuse != "none" for name in self.executables)
+        cases = eager_cases(self.recorded, truth=fused)
+        if cases.why:
+            self.notes.append(f"compared with eager, not with float64: {cases.why}")
         checks = []
         for name, executable in self.executables.items():
-            check = check_equality(name, from_same_state(self.recorded, executable), cases)
+            kind = self.candidates[name].fuse
+            replay = from_same_state(self.variants[kind], executable)
+            truth = cases.truth if kind != "none" else None
+            check = check_equality(name, replay, cases.eager, references=truth, lowest=cases.lowest)
             checks.append(check)
             self.candidates[name] = replace(self.candidates[name], check=check, note=check.reason)
         return tuple(checks)
@@ -271,23 +467,36 @@ class _Tuning:
         """The fastest candidate that is right; what was asked for where nothing was measured."""
         if self._wrong("single"):
             self._object(self.candidates["single"].note)
+        wanted = self._kinds()
         taken: dict[str, Measurement] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
             if measurement is not None and not self._wrong(name):
                 taken[name] = measurement
+        asked = {name: one for name, one in taken.items() if self._asked(name, wanted)}
+        taken = asked or taken
         if taken:
             fastest = min(one.median_ns for one in taken.values())
             close = [name for name, one in taken.items() if one.median_ns <= fastest * TIE]
             best = min(close, key=lambda name: (self.candidates[name].streams, taken[name].median_ns))
         else:
-            best = "single" if self._wrong("single") else list(self.executables)[-1]
+            right = [name for name in self.executables if not self._wrong(name)]
+            asked_right = [name for name in right if self.candidates[name].fuse in wanted]
+            best = (asked_right or right or [next(iter(self.executables))])[-1]
+        if self._wrong(best):
+            self._object(self.candidates[best].note)
         self.candidates[best] = replace(self.candidates[best], chosen=True)
         return best
 
+    def _asked(self, name: str, kinds: Sequence[str]) -> bool:
+        """Whether the options ask for this one, and not only for what it is compared with."""
+        alone = name == _named(self.candidates[name].fuse, "single")
+        return self.candidates[name].fuse in kinds and (not alone or self.options.policy in ("auto", "single"))
+
     def _wrong(self, name: str) -> bool:
         check = self.candidates[name].check if name in self.candidates else None
-        return check is not None and check.differs
+        # Other kernels have to be shown right; eager's own may run where nothing can be shown.
+        return check is not None and (check.differs or (self.candidates[name].fuse != "none" and not check.passed))
 
     def _object(self, reason: str) -> None:
         if self.options.strict:
@@ -295,13 +504,25 @@ class _Tuning:
         self.wrong = f"a one-stream replay is not what eager computes: {reason}"
 
     def _close_losers(self, best: str) -> None:
-        """Keep one stream, the best, and the fastest of several streams."""
-        several = [name for name in self.executables if name != "single"]
+        """Keep eager's kernels on one stream; of the best kernels one stream, the best, and the fastest of several."""
+        kind = self.candidates[best].fuse
+        single = _named(kind, "single")
+        several = [name for name in self.executables if self.candidates[name].fuse == kind and name != single]
         times = {name: one.median_ns if (one := self.candidates[name].measurement) else 0.0 for name in several}
-        kept = {"single", best, min(several, key=lambda name: times[name], default=best)}
-        for name in several:
+        kept = {"single", single, best, min(several, key=lambda name: times[name], default=best)}
+        for name in list(self.executables):
             if name not in kept:
                 self.executables.pop(name).close()
+
+
+def _named(kind: str, policy: str) -> str:
+    return policy if kind == "none" else f"{kind}, {policy}"
+
+
+def _compile_s(recorded: Recorded) -> float:
+    """What compiling is expected to take on this machine."""
+    least, each = _COMPILE_S
+    return least + each * len(recorded.recording.program.calls) * max(8 / (os.cpu_count() or 1), 1.0)
 
 
 def _known_costs(observed: Observation | None) -> Costs | None:

@@ -6,7 +6,7 @@ eager on fresh ones; the eager run is profiled and the replays are watched, kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nimble_core.arena import MemoryPlan
     from nimble_core.devices.base import Device, Executable
     from nimble_core.pipeline import Recorded
+    from nimble_viz.peers import Peer, PeerRuns
     from nimble_viz.progress import Progress
 
 __all__ = ["compare"]
@@ -42,12 +43,12 @@ def compare(
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = None,
-    against: Sequence[str] = (),
+    against: str | Iterable[str | Peer] = (),
     options: Options | None = None,
     progress: Progress | None = None,
     device: Device | None = None,
 ) -> Report:
-    """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay.
+    """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay, and the peers asked for.
 
     The model, its parameters, buffers and random state are left as they were. An interruption (Ctrl-C) once something
     was recorded returns what there is, marked incomplete.
@@ -59,13 +60,14 @@ def compare(
         target: for training; not available in this version.
         loss_fn: likewise.
         optimizer: likewise.
-        against: peers to measure beside; none are available in this version.
+        against: peers to measure in the same rounds: names (``nimble_viz.peers.peer_names``) and ``Peer`` objects. One
+            that fails, or whose outputs are not eager's, is left out, and ``Report.peers`` says why.
         options: how to prepare; defaults to ``Options()``.
         progress: told what is going on; by default a progress line where someone can see it.
         device: what runs it; by default where the inputs are.
 
     Raises:
-        InputError: no model, no tensor among the inputs, mixed devices, an option that is not available.
+        InputError: no model, no tensor among the inputs, mixed devices, an option that is not available, no such peer.
         NotStaticError: the model does not do the same on every input.
         CaptureError: a call that cannot be captured; names it, its module path and source line.
         DeviceError: out of memory.
@@ -75,15 +77,18 @@ def compare(
 
     if target is not None or loss_fn is not None or optimizer is not None:
         raise InputError("training cannot be compared in this version", fix="leave out target, loss_fn and optimizer")
+    peers: tuple[Peer, ...] = ()
     if against:
-        raise InputError(f"no peer called {against[0]!r} is available in this version", fix="leave out against")
+        from nimble_viz.peers import resolve_peers
+
+        peers = resolve_peers(against)
     options = Options() if options is None else options
     require_options(options)
     if not isinstance(kwargs or {}, Mapping):
         raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     named = dict(kwargs or {})
     signature = check_inputs(model, args, named)
-    run = _Comparison(model, args, named, signature, device or device_for(signature.device), options)
+    run = _Comparison(model, args, named, signature, device or device_for(signature.device), options, peers)
     with preparing(), progress or default_progress() as told:
         try:
             run.measure(told)
@@ -107,17 +112,20 @@ class _Comparison:
         signature: Any,
         device: Device,
         options: Options,
+        against: Sequence[Peer] = (),
     ) -> None:
         from nimble_core.host_info import environment
 
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.signature, self.device, self.options = signature, device, options
+        self.signature, self.device, self.options, self.against = signature, device, options, against
         self.environment = environment("cuda" if device.kind == "cuda" else "cpu")
         self.recorded: Recorded | None = None
+        self.replayed: Recorded | None = None
         self.executables: dict[str, Executable] = {}
         self.schedules: dict[str, Schedule] = {}
         self.candidates: tuple[Candidate, ...] = ()
         self.costs: Costs | None = None
+        self.peers: PeerRuns | None = None
         self.measurements: dict[str, Measurement] = {}
         self.checks: list[EqualityCheck] = []
         self.prepared: tuple[PrepareStep, ...] = ()
@@ -175,7 +183,7 @@ class _Comparison:
             strict=self.options.strict,
             step=progress.step,
         )
-        self.recorded = recorded
+        self.recorded = self.replayed = recorded
 
     def _prepare(self, progress: Progress) -> None:
         try:
@@ -183,10 +191,18 @@ class _Comparison:
         finally:
             self.prepared = progress.steps
         for name, one in self.executables.items():
-            self.schedules[name] = _with_counts(one)
             self.engine_bytes[name] = one.nbytes
-            if one.memory is not None:
-                self.planned.append(_engine_memory(name, one.memory, self.recorded))
+            if self._replays(name):
+                self.schedules[name] = _with_counts(one)
+                if one.memory is not None:
+                    self.planned.append(_engine_memory(name, one.memory, self.replayed))
+
+    def _replays(self, name: str) -> bool:
+        """Whether an executable runs the calls of the report's program, not others for comparison."""
+        kinds = {one.name: one.fuse for one in self.candidates}
+        assert self.replayed is not None
+        fuse = self.replayed.recording.program.fuse
+        return kinds.get(name, fuse) == fuse
 
     def _capture(self, progress: Progress) -> None:
         from nimble_core.pipeline import whole_note
@@ -203,6 +219,7 @@ class _Comparison:
         tuned = tune(device, recorded, self.options, step=progress.step, measure_single=True)
         self.executables = tuned.executables
         self.candidates = tuned.candidates
+        self.replayed = tuned.recorded
         self.checks = [check for check in tuned.checks if check.name in tuned.executables]
         self.costs = tuned.costs
         self.warnings += tuned.notes
@@ -213,9 +230,12 @@ class _Comparison:
         build = _builder(self.recorded)
         inputs = self.signature.tensors
         self._choose_eager()
+        self._prepare_peers(progress)
         candidates: dict[str, Callable[[], object]] = {"eager": self._eager}
         for name, one in self.executables.items():
             candidates[name] = lambda run=one.run: build(run(inputs))
+        if self.peers:
+            candidates |= self.peers.timed()
         with progress.step("measure"):
             self.measurements = interleave(
                 candidates,
@@ -226,11 +246,34 @@ class _Comparison:
                 on_round=progress.advance,
                 on_interrupt=self._interrupt,
             )
+        if self.peers:
+            self.measurements = {name: self.measurements[name] for name in candidates if name not in self.peers.failed}
+            self.peers.close()
         if self.interrupted:
             raise KeyboardInterrupt
 
     def _interrupt(self) -> None:
         self.interrupted = True
+
+    def _prepare_peers(self, progress: Progress) -> None:
+        from nimble_core.tuning import eager_cases
+        from nimble_viz.peers import PeerRuns
+
+        if not self.against:
+            return
+        assert self.recorded is not None
+        self.peers = PeerRuns(
+            self.recorded,
+            self.args,
+            self.kwargs,
+            without_autograd=self._without_autograd,
+            synchronize=self.device.synchronize,
+            taken=("eager", *self.executables),
+        )
+        cases = eager_cases(self.recorded, truth=True)
+        for peer in self.against:
+            with progress.step(f"peer {peer.name}"):
+                self.peers.prepare(peer, cases)
 
     def _check(self, progress: Progress) -> None:
         from nimble_core.equality import check_equality
@@ -241,20 +284,21 @@ class _Comparison:
         if unchecked:
             with progress.step("check equality"):
                 cases = eager_cases(self.recorded)
-                for name in unchecked:
+                for name in unchecked:  # eager's own kernels: others are checked while they are chosen
                     replay = from_same_state(self.recorded, self.executables[name])
-                    self.checks.append(check_equality(name, replay, cases))
+                    self.checks.append(check_equality(name, replay, cases.eager, lowest=cases.lowest))
         self.warnings += [f"{check.name}: {check.reason}" for check in self.checks if not check.passed]
 
     def _watch(self, progress: Progress) -> None:
-        if self.recorded is None or self.recorded.whole:
+        if self.replayed is None or self.replayed.whole:
             return
         from nimble_core.pipeline import observe
 
+        watched = {line.run for line in self.timelines}
         with progress.step("watch replays"):
             for name, one in self.executables.items():
-                if name != "single" or not self.timelines:
-                    seen = observe(self.device, self.recorded, one)
+                if name not in watched and self._replays(name):
+                    seen = observe(self.device, self.replayed, one)
                     self.timelines.append(seen.timeline)
         for line in self.timelines:
             if not line.reliable:
@@ -280,10 +324,12 @@ class _Comparison:
                 self.timelines.insert(0, timeline)
 
     def close(self) -> None:
-        """Free the engines, one by one."""
+        """Free engines and peers, one by one."""
         for one in self.executables.values():
             one.close()
         self.executables.clear()
+        if self.peers:
+            self.peers.close()
 
     # -- eager -------------------------------------------------------------------------------------------------
 
@@ -310,13 +356,16 @@ class _Comparison:
         from nimble_core.host_info import finish
 
         assert self.recorded is not None
-        graph = self.recorded.graph
+        assert self.replayed is not None
+        graph, program = self.replayed.graph, self.replayed.recording.program
         measured = self.costs is not None and self.costs.source != "uniform"
         costs = self.costs or uniform_costs(graph.size)
         length, path = critical_path(predecessors(graph, meg=True), costs.ns)
         differ = {check.name for check in self.checks if check.differs}
         medians = {
-            name: taken.median_ns for name, taken in self.measurements.items() if name != "eager" and name not in differ
+            name: taken.median_ns
+            for name, taken in self.measurements.items()
+            if name in self.schedules and name not in differ
         }
         chosen = self._chosen(medians)
         return Report(
@@ -324,7 +373,7 @@ class _Comparison:
             dtype=_dtype(self.model, self.signature.tensors),
             batch=int(self.signature.tensors[0].shape[0]) if self.signature.tensors[0].dim() else 0,
             environment=finish(self.environment),
-            program=self.recorded.recording.program,
+            program=program,
             graph=graph,
             costs=costs,
             critical_path=tuple(path),
@@ -338,7 +387,9 @@ class _Comparison:
             memory=Memory(self.eager_peak, tuple(self.engine_bytes.items()), self.compare_peak, tuple(self.planned)),
             chosen=chosen,
             candidates=tuple(replace(one, chosen=one.name == chosen) for one in self.candidates),
-            warnings=tuple(self.warnings),
+            eager=None if program.fuse == "none" else self.recorded.recording.program,
+            peers=self.peers.results if self.peers else (),
+            warnings=(*self.warnings, *(self.peers.warnings if self.peers else ())),
             complete=not self.interrupted,
         )
 

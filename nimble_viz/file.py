@@ -13,7 +13,7 @@ from dataclasses import replace
 from gzip import compress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -38,7 +38,8 @@ _GZIP = b"\x1f\x8b"
 _HAZARDS = frozenset({"RAW", "WAR", "WAW"})
 _TAKE_AGAIN = "take the report again, or ask for an undamaged copy"
 
-_NotFinite = tuple[int, Literal["relative_error", "tolerance", "input_effect"], Literal["nan", "inf", "-inf"]]
+_CheckNumber = Literal["relative_error", "tolerance", "input_effect", "eager_error", "reference_error"]
+_NotFinite = tuple[int, _CheckNumber, Literal["nan", "inf", "-inf"]]
 
 
 class _Head(msgspec.Struct):
@@ -130,7 +131,7 @@ def _encode(report: Report) -> bytes:
     found: list[_NotFinite] = []
     checks = _checks(report)
     for index, check in enumerate(checks):
-        for name in ("relative_error", "tolerance", "input_effect"):
+        for name in get_args(_CheckNumber):
             value = getattr(check, name)
             if not math.isfinite(value):
                 found.append((index, name, "nan" if value != value else "inf" if value > 0 else "-inf"))
@@ -170,14 +171,15 @@ def _decode(data: bytes) -> Report:
 
 
 def _checks(report: Report) -> list[EqualityCheck]:
-    """All equality checks, numbered as ``not_finite`` does: the report's, then those of its candidates."""
-    return [*report.checks, *(one.check for one in report.candidates if one.check is not None)]
+    """All equality checks, numbered as ``not_finite`` does: the report's, its candidates', its peers'."""
+    return [*report.checks, *(one.check for one in (*report.candidates, *report.peers) if one.check is not None)]
 
 
 def _with_checks(report: Report, checks: Sequence[EqualityCheck]) -> Report:
     rest = iter(checks[len(report.checks) :])
-    candidates = (replace(one, check=next(rest)) if one.check is not None else one for one in report.candidates)
-    return replace(report, checks=tuple(checks[: len(report.checks)]), candidates=tuple(candidates))
+    candidates = tuple(replace(one, check=next(rest)) if one.check is not None else one for one in report.candidates)
+    peers = tuple(replace(one, check=next(rest)) if one.check is not None else one for one in report.peers)
+    return replace(report, checks=tuple(checks[: len(report.checks)]), candidates=candidates, peers=peers)
 
 
 def _with(check: EqualityCheck, name: str, value: float) -> EqualityCheck:
@@ -195,8 +197,10 @@ def check_report(report: Report) -> Report:
         ReportFileError: an index out of range, lists that do not fit each other, a number that is not finite or
             beyond ``MAX_NUMBER``; ``where`` names the field. Equality checks may hold NaN and infinity: outputs can.
     """
-    size = len(report.program.calls)
-    _check_program(report.program)
+    size, eager = len(report.program.calls), len(report.eager_calls)
+    _check_program(report.program, "program", len(report.eager.calls) if report.eager is not None else 0)
+    if report.eager is not None:
+        _check_program(report.eager, "eager", 0)
     _check_graph(report.graph, size)
     _check_costs(report, size)
     _indices(report.critical_path, size, "critical_path")
@@ -212,14 +216,15 @@ def check_report(report: Report) -> Report:
         _check_measurement(taken, f"measurements[{k}]")
     for k, one in enumerate(report.candidates):
         where = f"candidates[{k}]"
-        _amounts((one.streams, one.syncs, one.simulated_ns, one.nbytes, one.capture_s), where)
+        _amounts((one.streams, one.syncs, one.simulated_ns, one.nbytes, one.capture_s, one.fuse_s), where)
         if one.measurement is not None:
             _check_measurement(one.measurement, f"{where}.measurement")
     _amounts((step.seconds for step in report.preparation), "preparation")
+    _amounts((peer.prepare_s for peer in report.peers), "peers")
     if report.overhead is not None:
-        _check_overhead(report.overhead, size)
+        _check_overhead(report.overhead, eager)
     for k, line in enumerate(report.timelines):
-        _check_timeline(line, size, f"timelines[{k}]")
+        _check_timeline(line, eager if line.run == "eager" else size, f"timelines[{k}]")
     memory = report.memory
     _amounts((memory.eager_peak, memory.compare_peak, *(held for _, held in memory.engines)), "memory")
     for k, planned in enumerate(memory.planned):
@@ -229,19 +234,21 @@ def check_report(report: Report) -> Report:
     return report
 
 
-def _check_program(program: Program) -> None:
+def _check_program(program: Program, where: str, eager: int) -> None:
+    """``eager``: how many eager calls there are for the calls of ``program`` to stand for."""
     storages = len(program.storages)
-    _amounts((storage.nbytes for storage in program.storages), "program.storages")
-    _amounts((program.host_steps,), "program.host_steps")
+    _amounts((storage.nbytes for storage in program.storages), f"{where}.storages")
+    _amounts((program.host_steps,), f"{where}.host_steps")
     for k, call in enumerate(program.calls):
-        _require(call.index == k, f"program.calls[{k}].index", f"it is {call.index}, its place is {k}")
+        _require(call.index == k, f"{where}.calls[{k}].index", f"it is {call.index}, its place is {k}")
         for access in call.accesses:
-            _check_ref(access.ref, storages, f"program.calls[{k}].accesses")
+            _check_ref(access.ref, storages, f"{where}.calls[{k}].accesses")
         for origin in call.origins:
-            _require(0 <= origin.line < MAX_NUMBER, f"program.calls[{k}].origins", f"line {origin.line}")
+            _require(0 <= origin.line < MAX_NUMBER, f"{where}.calls[{k}].origins", f"line {origin.line}")
+        _indices(call.eager, eager, f"{where}.calls[{k}].eager")
     for name, refs in (("inputs", program.inputs), ("outputs", program.outputs)):
         for ref in refs:
-            _check_ref(ref, storages, f"program.{name}")
+            _check_ref(ref, storages, f"{where}.{name}")
 
 
 def _check_ref(ref: TensorRef, storages: int, where: str) -> None:

@@ -15,7 +15,7 @@ from nimble_core.costs import Costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement, Ratio, ratio
-from nimble_core.program import Program
+from nimble_core.program import Call, Program
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 
@@ -34,6 +34,7 @@ __all__ = [
     "HostSync",
     "Memory",
     "OverheadProfile",
+    "PeerResult",
     "PrepareStep",
     "Report",
 ]
@@ -164,6 +165,23 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerResult:
+    """Another way to run the model, measured beside ours (``compare(..., against=[...])``).
+
+    Args:
+        name: as asked for, e.g. ``"compile:reduce-overhead"``; its measurement has the same name.
+        prepare_s: seconds from the model to its first finished result.
+        check: its outputs against eager's; None if it could not be checked.
+        note: why it was not measured, or what the reader should know; empty otherwise.
+    """
+
+    name: str
+    prepare_s: float = 0.0
+    check: EqualityCheck | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything ``compare`` found out.
 
@@ -186,6 +204,10 @@ class Report:
         memory: what the device held.
         chosen: name of the schedule the engine would use.
         candidates: the plans that were tried before one was chosen.
+        peers: other ways to run the model that were asked for.
+        eager: the eager calls, where ``program`` holds others (rewritten or compiled) that stand for them
+            (``Call.eager``); None where ``program`` itself holds the eager calls. ``overhead`` and the timeline
+            ``"eager"`` count in eager calls, everything else in calls of ``program``.
         warnings: everything the reader should know before believing a figure.
         complete: False if the run was interrupted and this is what there was.
         schema_version: of the file format.
@@ -209,9 +231,16 @@ class Report:
     memory: Memory = Memory()
     chosen: str = ""
     candidates: tuple[Candidate, ...] = ()
+    peers: tuple[PeerResult, ...] = ()
+    eager: Program | None = None
     warnings: tuple[str, ...] = ()
     complete: bool = True
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def eager_calls(self) -> tuple[Call, ...]:
+        """The calls of the eager run: what ``overhead`` and the timeline ``"eager"`` count in."""
+        return (self.eager or self.program).calls
 
     def schedule(self, policy: str) -> Schedule | None:
         """The plan made by ``policy``, None if there is none."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from nimble_core.units import format_ns
 from nimble_viz.report import Report
+from nimble_viz.views.labels import label_run
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -21,8 +22,9 @@ _COLOURS = ("#7a7a7a", "#d98c21", "#1f6fb4", "#2e9e6b", "#a04fb0", "#c44e52")
 def statistics_figure(report: Report) -> Figure:
     """Two panels: a box per candidate with its raw samples, and the samples in the order they were taken.
 
-    Milliseconds. The names carry the median, and ``unstable`` where spread or drift is beyond its bound; the title
-    names model, dtype, batch and device. A report without measurements gives an empty figure that says so.
+    Milliseconds. The names carry the median, ``unstable`` where spread or drift is beyond its bound, and ``peer``;
+    peers are drawn hollow and dotted. The title names model, dtype, batch and device. A report without measurements
+    gives an empty figure that says so.
     """
     from plotly.graph_objects import Box, Figure, Scattergl
     from plotly.subplots import make_subplots
@@ -41,7 +43,10 @@ def statistics_figure(report: Report) -> Figure:
     for k, taken in enumerate(report.measurements):
         colour = _COLOURS[k % len(_COLOURS)]
         samples = [ns / 1e6 for ns in taken.samples_ns]
-        name = f"{_escape(taken.name)}: median {format_ns(taken.median_ns)}"
+        peer = any(one.name == taken.name for one in report.peers)
+        name = (
+            f"{_escape(label_run(report, taken.name))}{', peer' if peer else ''}: median {format_ns(taken.median_ns)}"
+        )
         name += "" if taken.stable else " (unstable)"
         every = len(samples) <= MAX_POINTS
         figure.add_trace(
@@ -51,7 +56,7 @@ def statistics_figure(report: Report) -> Figure:
                 boxpoints="all" if every else "suspectedoutliers",
                 jitter=0.5,
                 pointpos=0,
-                marker={"color": colour, "size": 4, "opacity": 0.6},
+                marker={"color": colour, "size": 4, "opacity": 0.6, "symbol": "circle-open" if peer else "circle"},
                 line={"width": 1.5},
                 fillcolor="rgba(0,0,0,0)",
                 hovertemplate="%{x:.4f} ms<extra></extra>",
@@ -65,8 +70,8 @@ def statistics_figure(report: Report) -> Figure:
                 y=samples,
                 name=name,
                 mode="lines+markers",
-                marker={"color": colour, "size": 4},
-                line={"width": 1},
+                marker={"color": colour, "size": 4, "symbol": "circle-open" if peer else "circle"},
+                line={"width": 1, "dash": "dot" if peer else "solid"},
                 hovertemplate="sample %{x}: %{y:.4f} ms<extra></extra>",
             ),
             row=2,

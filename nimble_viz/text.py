@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import CallOverhead, Report
-from nimble_viz.views.labels import plural
+from nimble_viz.views.labels import label_call, plural
 from nimble_viz.views.overhead import PARTS, overhead
+from nimble_viz.views.provenance import fused_calls, module_of
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import ENDS, host_syncs
 
@@ -27,6 +28,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 200
 """Columns that the text is laid out for."""
 
 _TOP = 10
+_PLAN_COLUMNS, _PEER_COLUMNS = (36, 7, 7, 8, 12), (28, 7, 22, 11)
 _PATH_ENDS = 3
 _NAMES = 46
 _FILE_NAME = 20
@@ -64,7 +66,7 @@ def plain_text(report: Report, width: int | None = None) -> str:
 
 
 def report_text(report: Report) -> RenderableType:
-    """All of ``report`` for a rich console: verdict, speed, equality, plans, overhead, memory, environment, warnings.
+    """All of ``report`` for a rich console: verdict, speed, peers, equality, plans, limits, overhead, memory, ….
 
     Sections without anything to say are left out.
     """
@@ -109,14 +111,18 @@ def _good(report: Report) -> bool:
 def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, list[RenderableType]]]:
     if tables["speed"]:
         yield f"Speed ({tables['context']})", _speed(tables["speed"])
+    if tables["peers"]:
+        yield f"{tables['best'] or 'Nothing of ours'} against peers", _peers(tables["peers"])
     if tables["checks"]:
-        yield "Equality with eager, on fresh inputs", [_checks(tables["checks"])]
+        yield "Equality with eager, on fresh inputs", _checks(tables["checks"])
     if tables["candidates"]:
         yield "Plans that were tried", _candidates(tables["candidates"])
     if tables["plans"]:
         yield "Streams and synchronisations", _plans(tables["plans"])
         yield "Concurrency", _concurrency(tables)
     yield "Limits", _limits(report, tables)
+    if tables["provenance"]:
+        yield "What fused calls stand for, the most expensive first", _provenance(report)
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
         yield "Framework overhead of the eager run", _overhead(report, report.overhead.calls, profile)
@@ -136,22 +142,55 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
-    table = _table(("run", ""), ("median", "r"), ("spread", "r"), ("over eager", "r"), ("over one stream", "r"))
+    table = _table(("run", ""), ("median", "r"), ("over eager", "r"), ("over one stream", "r"))
     for row in rows:
         name = f"{row['label']} *" if row["chosen"] else row["label"]
         colour = "green" if row["chosen"] else ""
-        name = name if row["stable"] else f"{name} (unstable)"
-        cells = [_text(name, colour), _text(row["median"]), _text(row["spread"])]
-        table.add_row(*cells, _ratio(row["eager"]), _ratio(row["single"]))
+        doubt = "" if row["stable"] else " (unstable)"
+        peer = ("peer, outputs differ, " if row["wrong"] else "peer, ") if row["peer"] else ""
+        label = _text(f"{_clean(name)}{doubt}\n{peer}spread {row['spread']}", colour, lines=True)
+        table.add_row(label, _text(row["median"]), _ratio(row["eager"]), _ratio(row["single"]))
     notes = ["ratios of medians, above 1x is faster; in brackets the quartiles of neighbouring samples"]
+    if any(row["single"] for row in rows):
+        notes.append("over one stream: over a replay of the same kernels on one stream")
     if any(row["chosen"] for row in rows):
         notes.append("* the plan the engine would use")
-    if any(row["distance"] for row in rows):
-        reached = ", ".join(f"{row['label']} {row['distance']}" for row in rows if row["distance"])
-        notes.append(f"distance to the critical path: {reached}")
     first = rows[0]
     notes.append(f"{first['samples']} samples of each, taken in turn after {first['warmup']} warm-up calls")
     return [table, *(_text(note, "dim") for note in notes)]
+
+
+def _peers(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
+    body = _figures_head(("peer", "median", "ours over it", "prepared in"), _PEER_COLUMNS)
+    for row in rows:
+        over = row["ratio"]
+        ratio = f"{over['text']} [{over['quartiles'].replace(' to ', ', ')}]" if over else ""
+        colour = "red" if row["wrong"] else ""
+        outcome = f"{row['outcome']}; outputs {row['outputs']}" if row["median"] else row["outcome"]
+        notes = [outcome, "" if row["stable"] else "unstable", row["note"] if row["note"] != row["outcome"] else ""]
+        body.append(_figures((row["name"], row["median"], ratio, row["prepare"]), _PEER_COLUMNS, colour))
+        body.append(_indented("; ".join(note for note in notes if note)))
+    note = "measured in turn with ours; in brackets quartiles; prepared in: until the first finished result"
+    return [*body, _text(note, "dim")]
+
+
+def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
+    """Two lines for each plan: figures in columns of fixed width, then what does not fit beside a long name."""
+    body = _figures_head(("plan", "median", "vs one", "prepared", "pays back"), _PLAN_COLUMNS)
+    for row in tried["rows"]:
+        colour = "green" if row["chosen"] else "red" if row["wrong"] else ""
+        name = f"{row['label']} *" if row["chosen"] else row["label"]
+        single = row["single"]["text"] if row["single"] else ""
+        pays = row["pays"].removeprefix("after ")
+        body += [_figures((name, row["median"], single, row["cost"], pays), _PLAN_COLUMNS, colour)]
+        body += [_indented(_tried(row))]
+    kernels = ", of eager's kernels" if tried["single"] == "one stream" and tried["fused"] else ""
+    notes = [
+        "* chosen; medians and quartiles of replays timed in turn while preparing",
+        f"vs one: over {tried['single'] or 'one stream'}{kernels}; prepared: making the kernels and capturing",
+        "pays back: against eager, after so many calls",
+    ]
+    return [*body, *(_bullet(group["text"]) for group in tried["folded"]), *(_text(note, "dim") for note in notes)]
 
 
 def _ratio(cell: dict[str, Any] | None) -> Text:
@@ -163,38 +202,63 @@ def _ratio(cell: dict[str, Any] | None) -> Text:
     return _text(f"{cell['text']}\n[{low}, {high}]{doubt}", colour, lines=True)
 
 
-def _checks(rows: Sequence[dict[str, Any]]) -> Table:
+def _checks(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     table = _table(
         ("replay", ""), ("result", ""), ("relative error", "r"), ("tolerance", "r"), ("inputs move it by", "r")
     )
     for row in rows:
         result = _text("equal", "green") if row["passed"] else _text("NOT SHOWN", "bold red")
         table.add_row(_text(row["run"]), result, _text(row["error"]), _text(row["tolerance"]), _text(row["effect"]))
-    return table
+    return [table, *(_text(f"{row['run']}: {row['reference']}", "dim") for row in rows if row["reference"])]
 
 
-def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
-    table = _table(
-        ("plan", ""), ("median", "r"), ("over one stream", "r"), ("simulated", "r"), ("memory", "r"), ("outcome", "")
-    )
-    for row in tried["rows"]:
-        name = f"{row['label']} *" if row["chosen"] else row["label"]
-        size = f"{plural(row['streams'], 'stream')}, {plural(row['syncs'], 'sync')}"
-        median = f"{row['median']}\n[{row['quartiles']}]" if row["median"] else "-"
-        if row["wrong"]:
-            outcome = _text("OUTPUTS DIFFER", "bold red")
-        else:
-            outcome = _text(f"{row['outcome']}\noutputs {row['outputs']}", "green" if row["chosen"] else "", lines=True)
-        table.add_row(
-            _text(f"{_clean(name)}\n{size}", "green" if row["chosen"] else "", lines=True),
-            _text(median if row["stable"] else f"{median}\nunstable", lines=True),
-            _text(row["single"]["text"] if row["single"] else "-"),
-            _text(row["simulated"] or "-"),
-            _text(row["memory"] or "-"),
-            outcome,
-        )
-    notes = ["* chosen; medians and quartiles of replays timed in turn while preparing, each against one stream"]
-    return [table, *(_bullet(group["text"]) for group in tried["folded"]), *(_text(note, "dim") for note in notes)]
+def _tried(row: dict[str, Any]) -> str:
+    size = f"{plural(row['streams'], 'stream')}, {plural(row['syncs'], 'sync')}" if row["streams"] else ""
+    error = f" (error {row['error']})" if row["error"] else ""
+    parts = [
+        "OUTPUTS DIFFER" + error if row["wrong"] else row["outcome"],
+        f"outputs {row['outputs']}{error}" if row["median"] and not row["wrong"] else "",
+        size,
+        f"quartiles {row['quartiles']}" if row["quartiles"] else "",
+        "" if row["stable"] else "unstable",
+        f"simulated {row['simulated']}" if row["simulated"] else "",
+        row["memory"],
+        f"kernels made in {row['made']}" if row["made"] else "",
+        _pays_single(row["pays_single"]),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _pays_single(calls: str) -> str:
+    if calls == "never":
+        return "never pays back against one stream"
+    return f"pays back against one stream {calls}" if calls else ""
+
+
+def _figures_head(names: Sequence[str], widths: Sequence[int]) -> list[RenderableType]:
+    from rich.constrain import Constrain
+    from rich.rule import Rule
+
+    return [_figures(names, widths, "bold"), Constrain(Rule(style="dim"), sum(widths) + 2 * (len(widths) - 1))]
+
+
+def _figures(cells: Sequence[str], widths: Sequence[int], style: str) -> RenderableType:
+    """One line of a table whose rows are parted by lines of text: a name, which gives way, then figures."""
+    from rich.constrain import Constrain
+    from rich.table import Table
+
+    line = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    line.add_column(overflow="fold", ratio=1)
+    for width in widths[1:]:
+        line.add_column(justify="right", overflow="fold", width=width)
+    line.add_row(*(_text(cell, style) for cell in cells))
+    return Constrain(line, sum(widths) + 2 * (len(widths) - 1))
+
+
+def _indented(content: str) -> RenderableType:
+    from rich.padding import Padding
+
+    return Padding(_text(content, "dim"), (0, 0, 0, 2))
 
 
 def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -263,6 +327,12 @@ def _memory(held: dict[str, Any]) -> list[RenderableType]:
 
 def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(tables["facts"])]
+    reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
+    if reached:
+        body.append(_pairs([("Distance to the limit", ", ".join(reached))]))
+    far = tables["limit"]
+    if far and far["sentence"]:
+        body.append(_text(f"{tables['best']}: {far['sentence']}"))
     path = report.critical_path
     if path:
         body.append(_text("along the critical path:", "dim"))
@@ -277,9 +347,21 @@ def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
 
 def _step(report: Report, index: int) -> str:
     call = report.program.calls[index]
-    where = f" in {call.module}" if call.module else ""
+    module = module_of(call)
+    where = f" in {module}" if module else ""
     cost = "" if report.costs.source == "uniform" else f", {format_ns(report.costs.ns[index])}"
-    return f"{call.label}{where}{cost}"
+    return f"{label_call(call)}{where}{cost}"
+
+
+def _provenance(report: Report) -> list[RenderableType]:
+    body: list[RenderableType] = []
+    for row in fused_calls(report, _TOP):
+        cost = f", {row['cost']}" if row["cost"] else ""
+        where = f" in {row['module']}" if row["module"] else ""
+        body.append(_bullet(f"{row['label']}{where}{cost}"))
+        details = [row["eager"], row["source"], row["kernel"] if row["kernel"] != row["label"] else ""]
+        body.append(_indented("; ".join(part for part in details if part)))
+    return body
 
 
 def _overhead(report: Report, rows: Sequence[CallOverhead], profile: dict[str, Any]) -> list[RenderableType]:
@@ -316,7 +398,7 @@ def _by_operator(report: Report, rows: Sequence[CallOverhead]) -> list[tuple[str
     """Sums by short operator name, most overhead first."""
     operators: dict[str, dict[str, float]] = {}
     for row in rows:
-        name = report.program.calls[row.call].label
+        name = report.eager_calls[row.call].label
         sums = operators.setdefault(name, dict.fromkeys((*PARTS, "calls", "overhead", "exposed"), 0.0))
         for part in PARTS:
             sums[part] += getattr(row, f"{part}_ns")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
+
+# What tests choose is not for the user's own processes, nor theirs for the tests.
+os.environ["NIMBLE_CACHE_DIR"] = tempfile.mkdtemp(prefix="nimble-choices-")
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)

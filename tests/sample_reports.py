@@ -12,7 +12,7 @@ from dataclasses import replace
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs, Kernel, uniform_costs
 from nimble_core.environment import Environment
-from nimble_core.graph import CallGraph
+from nimble_core.graph import CallGraph, graph_from_edges
 from nimble_core.measurement import Measurement, summarize
 from nimble_core.program import Access, Call, Origin, Program, Storage, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
@@ -24,11 +24,22 @@ from nimble_viz.report import (
     HostSync,
     Memory,
     OverheadProfile,
+    PeerResult,
     PrepareStep,
     Report,
 )
 
-__all__ = ["CASES", "HOSTILE", "RENDERED", "choice", "old_report", "plan_report", "sample_report", "tangled_report"]
+__all__ = [
+    "CASES",
+    "HOSTILE",
+    "RENDERED",
+    "choice",
+    "fused_report",
+    "old_report",
+    "plan_report",
+    "sample_report",
+    "tangled_report",
+]
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\u2028\"'<!--"
 """A name that tries everything to leave its place in a page."""
@@ -176,6 +187,129 @@ def plan_report() -> Report:
     )
 
 
+def fused_report(calls: int = 60, *, width: int = 4, hostile: str = "") -> Report:
+    """``sample_report`` with kernels that a compiler fused: each gelu and layer norm are one kernel.
+
+    The first kernel changes a layout and stands for no eager call; no kernel stands for the last eager call. Calls
+    beside others take longer than alone, so that the replay is far from its limit.
+    """
+    report = sample_report(calls, width=width, hostile=hostile)
+    eager, (_, edges, _, branch) = report.program, _program(calls, width, "cuda", hostile)
+    groups: list[tuple[int, ...]] = [()]
+    for call in eager.calls[:-1]:
+        fuses = call.origins[0].operator == _BRANCH[2] and groups[-1] == (call.index - 1,)
+        if fuses:
+            groups[-1] += (call.index,)
+        else:
+            groups.append((call.index,))
+    place = {index: k for k, group in enumerate(groups) for index in group}
+    joined = {(place[u], place[v]) for u, v in edges if u in place and v in place and place[u] != place[v]}
+    graph = graph_from_edges(len(groups), sorted(joined | ({(0, 1)} if len(groups) > 1 else set())))
+    program = replace(
+        eager, calls=tuple(_fused(k, group, eager, hostile) for k, group in enumerate(groups)), fuse="inductor"
+    )
+    isolated = tuple(0.6 * sum(report.costs.ns[index] for index in group) or 1500.0 for group in groups)
+    demand = tuple(max((report.costs.demand[index] for index in group), default=0.01) for group in groups)
+    path, path_ns = _critical_path(len(groups), graph.meg, isolated)
+    streams = tuple(branch[group[0]] if group else 0 for group in groups)
+    size = len(groups)
+    single = Schedule("inductor, single", (0,) * size, tuple(range(size)), (), counts=SyncCounts(0, 0, 0, 0, 1, 1, 0))
+    nimble = replace(_nimble(size, graph.edges, graph.meg, streams, True), policy="inductor, nimble")
+    slowed = tuple(ns * (1.9 if stream else 1.3) for ns, stream in zip(isolated, streams, strict=True))
+    replays = [
+        _replay(single, program, graph.meg, isolated, "cuda"),
+        _replay(nimble, program, graph.meg, slowed, "cuda"),
+    ]
+    measured = {taken.name: taken for taken in report.measurements}
+    ours = {line.run: 1.04 * line.length_ns for line in replays}
+    best = ours["inductor, nimble"]
+    others = {"torchscript": 4.1 * best, "compile:reduce-overhead": 1.6 * best, "compile": 1.01 * best}
+    noise = _lcg(5)
+    taken = {
+        name: summarize(name, [max(ns, 1.0) * (1 + 0.02 * (next(noise) - 0.5)) for _ in range(30)], warmup=3)
+        for name, ns in {**ours, **others, "cuda-graph": 0.9 * best}.items()
+    }
+    everyone = (measured["eager"], measured["single"], *taken.values())
+    eager_line = report.timelines[0]
+    return replace(
+        report,
+        program=program,
+        graph=graph,
+        costs=Costs(isolated, report.costs.source, (), (), 20, size, size, demand),
+        critical_path=path,
+        critical_path_ns=path_ns,
+        schedules=(single, nimble),
+        measurements=everyone,
+        checks=tuple(
+            EqualityCheck(plan.policy, 3.1e-4, 1e-3, 0.71, True, "", 2.3e-4, 2.6e-4, "float64")
+            for plan in (single, nimble)
+        ),
+        timelines=(
+            eager_line,
+            *(replace(line, unprofiled_ns=taken[line.run].median_ns, profiled_ns=line.length_ns) for line in replays),
+        ),
+        chosen="inductor, nimble",
+        candidates=_fused_candidates(measured, taken, max(nimble.streams, 1), hostile),
+        peers=(
+            PeerResult("torchscript", 1.9, EqualityCheck("torchscript", 2.2e-4, 1e-2, 0.71, True)),
+            PeerResult("compile:reduce-overhead", 31.0, EqualityCheck("compile:…", 2.9e-4, 1e-2, 0.71, True)),
+            PeerResult("compile", 24.0, EqualityCheck("compile", 2.9e-4, 1e-2, 0.71, True)),
+            PeerResult(
+                "cuda-graph",
+                0.4,
+                EqualityCheck("cuda-graph", float("inf"), 1e-2, 0.71, False, "outputs are not finite"),
+            ),
+            PeerResult("tensorrt", note=f"not installed: no module named 'tensorrt'{hostile}"),
+        ),
+        eager=eager,
+        memory=Memory(report.memory.eager_peak, tuple((plan.policy, 96_468_992) for plan in (single, nimble))),
+    )
+
+
+def _fused(index: int, group: tuple[int, ...], eager: Program, hostile: str) -> Call:
+    """The call that stands for ``group``: Inductor's kernel, or the extern call of a convolution or matmul."""
+    if not group:
+        return Call(index, f"triton_poi_fused_clone_{index}", (), eager.calls[0].accesses if eager.calls else ())
+    members = [eager.calls[at] for at in group]
+    names = "_".join(call.origins[0].operator.split(".")[1] for call in members)
+    extern = members[0].origins[0].operator in (_SPLIT, _BRANCH[0])
+    operator = members[0].operator if extern else f"triton_per_fused_{names}_{index}{hostile}"
+    writes = tuple(access for access in members[-1].accesses if access.write)
+    reads = tuple(access for access in members[0].accesses if not access.write)
+    origins = tuple(origin for call in members for origin in call.origins)
+    return Call(index, operator, members[0].arguments, (*reads, *writes), origins=origins, eager=group)
+
+
+def _fused_candidates(
+    measured: dict[str, Measurement], taken: dict[str, Measurement], streams: int, hostile: str
+) -> tuple[Candidate, ...]:
+    right = EqualityCheck("right", 3.1e-4, 1e-2, 0.71, True)
+    wrong = EqualityCheck("library, nimble", 0.4, 1e-2, 0.71, False, "differs from eager: relative error 4.0e-01")
+    library = replace(taken["inductor, nimble"], name="library, nimble")
+    capped = replace(taken["inductor, single"], name="inductor, critical_path, 4 streams")
+    slow = replace(measured["eager"], name="library, single")
+    return (
+        Candidate("single", 1, 0, 0.0, measured["single"], right, 96_468_992, 0.021),
+        Candidate("library, single", 1, 0, 0.0, slow, right, 96_468_992, 0.03, "library", 0.31),
+        Candidate(
+            "library, nimble", streams, 9, 1e6, library, wrong, 181_403_648, 0.04, "library", 0.31, note=wrong.reason
+        ),
+        Candidate("inductor, single", 1, 0, 0.0, taken["inductor, single"], right, 9_468_992, 0.03, "inductor", 12.3),
+        Candidate(
+            "inductor, nimble", streams, 31, 9e5, taken["inductor, nimble"], right, 171_966_464, 0.04, "inductor", 12.3,
+            True,
+        ),
+        Candidate(
+            capped.name, min(4, streams), 24, 9.4e5, capped, right, 121_966_464, 0.04, "inductor", 12.3
+        ),
+        Candidate("inductor, opara", streams, 40, 1.2e6, fuse="inductor", note="not captured: simulated slower"),
+        Candidate(
+            "inductor, max-autotune", 0, 0, fuse="inductor",
+            note=f"the compiler failed: ninja: build stopped{hostile}",
+        ),
+    )  # fmt: skip
+
+
 def choice(measurements: tuple[Measurement, ...], chosen: str, streams: int, *, more: int = 0) -> tuple[Candidate, ...]:
     """What was tried: both replays, one that is wrong, two that were not captured, and ``more`` capped plans."""
     times = {taken.name: taken for taken in measurements}
@@ -189,11 +323,11 @@ def choice(measurements: tuple[Measurement, ...], chosen: str, streams: int, *, 
         for policy in ("contention", "critical_path")
     ]
     return (
-        Candidate("single", 1, 0, 0.0, times["single"], right, 96_468_992, 0.021, chosen == "single"),
+        Candidate("single", 1, 0, 0.0, times["single"], right, 96_468_992, 0.021, chosen=chosen == "single"),
         Candidate("opara", streams, 61, 0.55 * quick.median_ns, quick, wrong, 181_403_648, 0.04, note=wrong.reason),
         Candidate("critical_path", streams, 44, 1.2e6, note=slower),
         Candidate("torchsched", streams, 71, 1.4e6, note="not captured: the budget was spent"),
-        Candidate("nimble", streams, 44, 9.1e5, times["nimble"], right, 171_966_464, 0.034, chosen == "nimble"),
+        Candidate("nimble", streams, 44, 9.1e5, times["nimble"], right, 171_966_464, 0.034, chosen=chosen == "nimble"),
         *rest,
     )
 
@@ -261,6 +395,9 @@ CASES: dict[str, Callable[[], Report]] = {
     "thousand": lambda: sample_report(1_000),
     "old file": old_report,
     "many candidates": lambda: _full_search(),
+    "fused": lambda: fused_report(),
+    "fused hostile": lambda: fused_report(20, width=2, hostile=HOSTILE),
+    "fused thousand": lambda: fused_report(1_000, width=10),
     "ten thousand": lambda: sample_report(10_000, width=8),
 }
 """Every edge case of a report of something that ran, by name."""

@@ -84,7 +84,7 @@ def test_keyword_inputs_and_a_module_by_name(
 
 def test_every_option_has_a_flag(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {
-        "fuse": "none",
+        "fuse": "library",
         "policy": "single",
         "tune": "full",
         "budget_s": "1.5",
@@ -98,6 +98,7 @@ def test_every_option_has_a_flag(called: Called, factory: str, capsys: pytest.Ca
     line = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value) if part]
     assert main(["compare", f"{factory}:two", *line]) == 0
     assert called["options"] == Options(
+        fuse="library",
         policy="single",
         tune="full",
         budget_s=1.5,

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from nimble_core.equality import TOLERANCE, check_equality, relative_error, tolerance_for
+from nimble_core.candidates import EqualityCheck
+from nimble_core.equality import TOLERANCE, check_equality, lowest_precision, relative_error, tolerance_for
+from nimble_core.program import Access, Call, Program, TensorRef
+from nimble_core.record import record
+from nimble_core.reference import reference_outputs
+from nimble_core.signature import Signature
+from nimble_core.static import other_values
 
 A, B = torch.linspace(1, 2, 5), torch.linspace(-3, 1, 5)
 
@@ -138,3 +148,312 @@ def test_tolerances() -> None:
     assert tolerance_for([torch.ones(1).bfloat16()]) == TOLERANCE["bfloat16"]
     assert tolerance_for([torch.ones(1).long()]) == 0
     assert tolerance_for([]) == 0
+
+
+# Other kernels, judged by a float64 reference: real models, honest roundings and real mistakes.
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+def convolutions(dtype: torch.dtype) -> tuple[nn.Sequential, torch.Tensor]:
+    """Convolutions with BatchNorms whose statistics are those of their inputs."""
+    torch.manual_seed(3)
+    layers: list[nn.Module] = []
+    for read, made in ((3, 24), (24, 24), (24, 32)):
+        layers += [nn.Conv2d(read, made, 3, padding=1), nn.BatchNorm2d(made), nn.ReLU()]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for norm in model[1::3]:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias, 0, 0.3)
+        for _ in range(10):
+            model(torch.randn(4, 3, 12, 12))
+    return model.eval().to(dtype), torch.randn(1, 3, 12, 12).to(dtype)
+
+
+class Branches(nn.Module):
+    """Two branches of one input that meet in a product with its own order; ``swapped`` mistakes one for the other."""
+
+    def __init__(self, swapped: bool = False) -> None:
+        super().__init__()
+        self.left, self.right, self.swapped = nn.Linear(32, 32), nn.Linear(32, 32), swapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.left(x), self.right(x)
+        if self.swapped:
+            left, right = right, left
+        return torch.relu(left) - torch.tanh(right)
+
+
+def folded(model: nn.Sequential) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for conv, norm, act in zip(model[::3], model[1::3], model[2::3], strict=True):
+        layers += [fuse_conv_bn_eval(conv, norm), act]
+    return nn.Sequential(*layers).eval()
+
+
+def judged(model: Model, replay: Model, x: torch.Tensor, *, referenced: bool = True, lowest: str = "") -> EqualityCheck:
+    cases, references = [], []
+    for seed in (1, 2):
+        inputs = other_values([x], seed)
+        with torch.no_grad():
+            cases.append((inputs, [model(*inputs)]))
+        found = reference_outputs(model, inputs, {})
+        assert found.outputs is not None
+        references.append(found.outputs)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [replay(*inputs)]
+
+    return check_equality("replay", run, cases, references=references if referenced else None, lowest=lowest)
+
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_other_kernels_that_only_round_elsewhere_pass(dtype: torch.dtype) -> None:
+    model, x = convolutions(dtype)
+    wide = copy.deepcopy(model).float()
+    last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    for replay in (folded(model), lambda x: wide(x.float()).to(dtype), last, model):
+        check = judged(model, replay, x)
+        assert check.passed, check
+        assert check.reference == "float64"
+        assert check.eager_error > 0
+        assert check.error == check.reference_error <= check.tolerance
+
+
+def no_bias(model: nn.Sequential) -> nn.Sequential:
+    model = folded(model)
+    nn.init.zeros_(model[2].bias)
+    return model
+
+
+def no_relu(model: nn.Sequential) -> nn.Sequential:
+    return nn.Sequential(*model[:5], *model[6:])
+
+
+def stale(model: nn.Sequential) -> nn.Sequential:
+    """Folded before the weights last changed: by 1%."""
+    torch.manual_seed(11)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for conv in model[::3]:
+            conv.weight.mul_(1 + 0.01 * torch.randn(conv.weight.shape).to(conv.weight.dtype))
+    return folded(model)
+
+
+def other_statistics(model: nn.Sequential) -> nn.Sequential:
+    model = copy.deepcopy(model)
+    for norm in model[1::3]:
+        norm.running_var.mul_(0.97)
+    return folded(model)
+
+
+LARGE, SMALL = (no_bias, no_relu), (stale, other_statistics)
+"""Small ones are as large as bfloat16's own rounding of folded weights."""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "dtype"), [*product(LARGE, FLOATING), *product(SMALL, (torch.float32, torch.float16))]
+)
+def test_mistakes_fail(dtype: torch.dtype, mistake: Callable[[nn.Sequential], nn.Sequential]) -> None:
+    model, x = convolutions(dtype)
+    check = judged(model, mistake(model), x)
+    assert check.differs, check
+    assert "float64" in check.reason
+    assert check.error > check.tolerance
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_swapped_branches_fail(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    model, x = Branches().to(dtype), torch.randn(4, 32).to(dtype)
+    wrong = Branches(swapped=True).to(dtype)
+    wrong.load_state_dict(model.state_dict())
+    assert judged(model, wrong, x).differs
+    wrong.swapped = False
+    assert judged(model, wrong, x).passed
+
+
+def test_the_reference_finds_a_mistake_that_the_tolerance_of_half_precision_hides() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).half()
+    wrong, x = copy.deepcopy(model), torch.randn(8, 64).half()
+    with torch.no_grad():
+        wrong[0].weight.mul_(1.005)
+    assert judged(model, wrong, x, referenced=False).passed
+    assert judged(model, wrong, x).differs
+
+
+def test_a_replay_as_far_from_eager_as_honest_rounding_of_a_deep_model_passes_by_the_reference_only() -> None:
+    """Thirty products in half precision: eager itself is further from the truth than the tolerance."""
+    torch.manual_seed(5)
+    layers = [part for _ in range(30) for part in (nn.Linear(64, 64, bias=False), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for layer in model[::2]:
+            nn.init.orthogonal_(layer.weight, gain=2.0)
+    model, x = model.half(), torch.randn(8, 64).half()
+    wide = copy.deepcopy(model).float()
+    check = judged(model, lambda x: wide(x.float()).half(), x)
+    assert check.passed, check
+    assert check.relative_error > TOLERANCE["float16"]
+    assert check.reference_error <= check.tolerance
+    assert not judged(model, lambda x: wide(x.float()).half(), x, referenced=False).passed
+    assert not judged(model, lambda x: wide(1.2 * x.float()).half(), x).passed
+
+
+def test_under_autocast_the_tolerance_is_that_of_the_products() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.randn(4, 64)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return body(x).float()
+
+    lowest = lowest_precision(record(model, Signature((x,), {}), args=(x,), kwargs={}).program)
+    assert lowest == "bfloat16"
+    fused = copy.deepcopy(body)
+    for referenced in (False, True):
+        assert judged(model, fused, x, referenced=referenced, lowest=lowest).passed
+        wrong = copy.deepcopy(body)
+        nn.init.zeros_(wrong[0].bias)
+        assert judged(model, wrong, x, referenced=referenced, lowest=lowest).differs
+    assert not judged(model, fused, x, referenced=False).passed  # as a model of float32 products it would not be right
+
+
+def test_tf32_passes_where_it_is_allowed() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)), torch.randn(4, 128)
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return ((tensor.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    def tf32(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(nn.functional.linear(rounded(x), rounded(model[0].weight), model[0].bias))
+        return nn.functional.linear(rounded(hidden), rounded(model[2].weight), model[2].bias)
+
+    for referenced in (False, True):
+        assert judged(model, tf32, x, referenced=referenced).differs
+        assert judged(model, tf32, x, referenced=referenced, lowest="tf32").passed
+
+
+def test_precision_of_float32_products_follows_the_users_switches() -> None:
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        for word, precision in (("tf32", "tf32"), ("bf16", "bfloat16"), ("ieee", "float32")):
+            matmul.fp32_precision = word
+            assert tolerance_for([torch.ones(1)]) == TOLERANCE[precision]
+            assert tolerance_for([torch.ones(1).double()]) == TOLERANCE["float64"]
+    finally:
+        matmul.fp32_precision = before
+
+
+def cancelling(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1).sum(-1) - 1
+
+
+def test_an_output_of_pure_rounding_neither_fails_nor_lets_everything_pass() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 50)
+    cases = [([one], [cancelling(one), one * 2]) for one in other_values([x], 1) + other_values([x], 2)]
+    references = [[cancelling(inputs[0].double()), inputs[0].double() * 2] for inputs, _ in cases]
+
+    def check(*outputs: Model) -> EqualityCheck:
+        return check_equality("n", lambda inputs: [one(inputs[0]) for one in outputs], cases, references=references)
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return (torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)).flip(-1).sum(-1) - 1
+
+    assert check(other, lambda x: x + x).passed
+    assert check(other, lambda x: x + x).relative_error > 0.1
+    assert check(lambda x: other(x) + 1e-3, lambda x: x + x).differs
+    assert check(other, lambda x: x * 2.001).differs
+    # Alone it shows nothing: a replay that ignores its inputs would pass as well.
+    alone = [(inputs, outputs[:1]) for inputs, outputs in cases]
+    found = check_equality("n", lambda i: [other(i[0])], alone, references=[one[:1] for one in references])
+    assert found.void
+    assert not found.passed
+
+
+def test_an_output_in_which_float64_takes_another_branch_is_compared_with_eager() -> None:
+    """Sums of half precision decide which entry is the greatest: float64 often finds another."""
+    torch.manual_seed(0)
+    x = torch.randint(-3, 4, (64, 400)).half() / 10
+    cases, references = [], []
+    for inputs in ([one] for one in other_values([x], 1) + other_values([x], 2)):
+        cases.append((inputs, [inputs[0].cumsum(-1).argmax(-1)]))
+        references.append([other_values([cases[-1][1][0]], 9)[0]])
+    assert relative_error(cases[0][1], references[0]) > 0.5
+    check = check_equality("n", lambda i: [i[0].cumsum(-1).argmax(-1)], cases, references=references)
+    assert check.passed
+    assert check.reference == "eager"
+    assert not check_equality("n", lambda i: [i[0].argmax(-1)], cases, references=references).passed
+
+
+@pytest.mark.parametrize("bad", ["nan", "none", "shape", "few"])
+def test_a_reference_that_cannot_be_used_is_not(bad: str) -> None:
+    references: list[list[torch.Tensor] | None] = [[A.double() * 2], [B.double() * 2]]
+    if bad == "few":
+        references.pop()
+    else:
+        references[1] = {"nan": [B.double() * math.nan], "none": None, "shape": []}[bad]
+    check = check_equality("n", double, CASES, references=references)
+    assert check.passed
+    assert (check.reference, check.eager_error, check.reference_error) == ("eager", 0.0, 0.0)
+    assert not check_equality("n", lambda i: [i[0] * 2.1], CASES, references=references).passed
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_replay_that_is_not_finite_fails_against_a_reference(bad: float) -> None:
+    references = [[A.double() * 2], [B.double() * 2]]
+    check = check_equality("n", lambda i: [i[0] * bad], CASES, references=references)
+    assert check.differs
+    assert all(map(math.isfinite, (check.relative_error, check.reference_error, check.tolerance)))
+
+
+def test_nan_in_eager_is_void_whatever_the_reference() -> None:
+    cases = [([A], [A * math.nan]), ([B], [B * math.nan])]
+    check = check_equality("n", double, cases, references=[[A.double() * 2], [B.double() * 2]])
+    assert check.void
+    assert not check.passed
+
+
+@given(st.floats(1e-9, 1e-1), st.floats(1e-9, 1e-1), st.integers(0, 99))
+def test_a_replay_passes_by_its_error_and_eagers(own: float, theirs: float, seed: int) -> None:
+    """Errors of known size: what passes follows from the two alone."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = [torch.randn(4000, generator=generator, dtype=torch.float64) for _ in range(2)]
+    noise = torch.nn.functional.normalize(torch.randn(4000, generator=generator, dtype=torch.float64), dim=0)
+    cases = [([one], [one + own * one.norm() * noise]) for one in truth]
+
+    def replay(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [inputs[0] - theirs * inputs[0].norm() * noise]
+
+    check = check_equality("n", replay, cases, references=[[one] for one in truth])
+    bound = 3 * (1 + 4 / 4000) * own
+    assert check.tolerance == pytest.approx(bound, rel=1e-6)
+    assert check.eager_error == pytest.approx(own, rel=1e-6)
+    assert check.reference_error == pytest.approx(theirs, rel=1e-6)
+    if abs(theirs / bound - 1) > 1e-6:
+        assert check.differs == (theirs > bound)
+        if theirs < bound:
+            assert check.passed == (check.input_effect >= 10 * check.tolerance)
+
+
+def test_lowest_precision() -> None:
+    def program(*dtypes: str) -> Program:
+        accesses = tuple(Access(TensorRef(0, 0, (1,), (1,), dtype, 1), False) for dtype in dtypes)
+        return Program((Call(0, "aten.mm.default", (), accesses),), (), (), ())
+
+    assert lowest_precision(program()) == ""
+    assert lowest_precision(program("int64", "bool")) == ""
+    assert lowest_precision(program("float32", "float64", "int8")) == "float32"
+    assert lowest_precision(program("float32", "float16")) == "float16"
+    assert lowest_precision(program("bfloat16", "float16")) == "bfloat16"
+    assert lowest_precision(program("complex64", "float64")) == "float32"

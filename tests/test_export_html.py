@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
-from sample_reports import CASES, HOSTILE, RENDERED, sample_report
+from sample_reports import CASES, HOSTILE, RENDERED, fused_report, sample_report
 
 from nimble_viz.export.html import embed_json, fragment, page, plain_summary
 from nimble_viz.views import verdict
@@ -88,3 +88,11 @@ def test_plain_summary_shows_the_four_counts():
     assert "outputs differ from eager's" in text
     assert "streams are worth it" in text
     assert "emitted not read" in plain_summary(sample_report(60, device="cpu"))
+
+
+def test_plain_summary_shows_peers_and_the_distance_to_the_limit():
+    text = plain_summary(fused_report())
+    assert "peer tensorrt: no time, not installed: no module named 'tensorrt'" in text
+    assert "tie: ours is as fast, prepared in 24.0 s" in text
+    assert "of the limit" in text
+    assert "peer " not in plain_summary(sample_report(60))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sample_reports import RENDERED, old_report, sample_report
+from sample_reports import RENDERED, fused_report, old_report, sample_report
 
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
@@ -24,7 +24,7 @@ from nimble_core.timeline import Lane, Span, Timeline
 from nimble_viz import load
 from nimble_viz.export.html import embed_json, plain_summary
 from nimble_viz.file import MAX_NUMBER, check_report, save
-from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PrepareStep, Report
+from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, Report
 from nimble_viz.text import plain_text
 from nimble_viz.views.payload import view_data
 
@@ -71,8 +71,9 @@ def reports(draw: st.DrawFn) -> Report:
             Candidate(
                 draw(words), draw(st.integers(0, 99)), 3, draw(amounts), report.measurements[0], note=draw(words)
             ),
-            Candidate("single", 1, 0, chosen=draw(st.booleans())),
+            Candidate("single", 1, 0, fuse=draw(words), fuse_s=draw(amounts), chosen=draw(st.booleans())),
         ),
+        peers=(PeerResult(draw(words), draw(amounts), note=draw(words)),),
         warnings=tuple(draw(st.lists(words, max_size=2))),
     )
 
@@ -132,6 +133,77 @@ def test_recordings_of_earlier_versions_can_be_shown(path: Path) -> None:
     report = load(path)
     assert "Streams and synchronisations" in plain_text(report, 80)
     embed_json(view_data(report))
+
+
+def test_files_from_before_fused_calls_and_peers_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    report = tree["report"]
+    del report["eager"], report["peers"], report["program"]["fuse"]
+    for call in report["program"]["calls"]:
+        del call["eager"]
+    for one in report["candidates"]:
+        del one["fuse"], one["fuse_s"]
+    assert load(_file(tmp_path, _pack(tree))) == sample_report(12)
+
+
+def test_peers_keep_outputs_that_are_not_finite(tmp_path: Path) -> None:
+    report = fused_report(20)
+    broken = EqualityCheck("b", math.nan, 1e-3, 0.5, False, "outputs are not finite")
+    peers = (
+        PeerResult("a", 1.0, replace(broken, relative_error=0.0)),
+        PeerResult("absent"),
+        PeerResult("b", 2.0, broken),
+    )
+    loaded = load(replace(report, peers=peers).save(tmp_path / "r.nimble"))
+    assert repr((loaded.checks, loaded.candidates, loaded.peers)) == repr((report.checks, report.candidates, peers))
+
+
+@pytest.mark.parametrize("name", ["relative_error", "tolerance", "input_effect", "eager_error", "reference_error"])
+def test_every_number_of_a_check_may_be_nan(tmp_path: Path, name: str) -> None:
+    check = EqualityCheck("nimble", 0.1, 1e-3, 0.5, False, "outputs are not finite", 0.1, 0.2, "float64")
+    check = replace(check, **{name: math.nan})  # type: ignore[arg-type]
+    loaded = load(replace(sample_report(3), checks=(check,)).save(tmp_path / "r.nimble"))
+    assert repr(loaded.checks) == repr((check,))
+
+
+def test_a_call_stands_for_nothing_where_there_are_no_eager_calls(tmp_path: Path) -> None:
+    with pytest.raises(ReportFileError, match=r"program\.calls\[1\]\.eager"):
+        replace(fused_report(20), eager=None, overhead=None, timelines=()).save(tmp_path / "r.nimble")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "field"),
+    [
+        (("program", "calls", 3, "eager"), [20], "program.calls[3].eager"),
+        (("program", "calls", 3, "eager"), [-1], "program.calls[3].eager"),
+        (("eager", "calls", 3, "eager"), [0], "eager.calls[3].eager"),
+        (("eager", "calls", 3, "index"), 4, "eager.calls[3].index"),
+        (("overhead", "calls", 0, "call"), 20, "overhead.calls"),
+        (("timelines", 0, "spans", 1, "call"), 20, "timelines[0].spans[1]"),
+        (("timelines", 1, "spans", 1, "call"), 19, "timelines[1].spans[1]"),
+        (("candidates", 1, "fuse_s"), -1.0, "candidates[1]"),
+        (("peers", 0, "prepare_s"), -1.0, "peers"),
+        (("peers", 0, "check", "relative_error"), "small", "$.report.peers[0].check.relative_error"),
+    ],
+)
+def test_damage_of_a_fused_report_is_named(tmp_path: Path, place: tuple[Any, ...], value: Any, field: str) -> None:
+    report = fused_report(20)
+    assert len(report.program.calls) < 19 < len(report.eager_calls)
+    tree = _tree(tmp_path, report)
+    holder = tree["report"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    with pytest.raises(ReportFileError) as caught:
+        load(_file(tmp_path, _pack(tree)))
+    assert caught.value.where == f"{tmp_path / 'report.nimble'}, {field}"
+
+
+def test_eager_calls_may_be_more_than_fused_ones(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, fused_report(20))
+    tree["report"]["overhead"]["calls"][0]["call"] = 19
+    tree["report"]["timelines"][0]["spans"][1]["call"] = 19
+    assert load(_file(tmp_path, _pack(tree))).eager is not None
 
 
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
@@ -256,7 +328,7 @@ def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @given(data=st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_value_replaced_by_any_other(tmp_path: Path, data: st.DataObject) -> None:
-    tree = _tree(tmp_path, sample_report(5, width=2))
+    tree = _tree(tmp_path, data.draw(st.sampled_from([sample_report(5, width=2), fused_report(5, width=2)])))
     *parents, last = data.draw(st.sampled_from(_places(tree)))
     holder: Any = tree
     for key in parents:

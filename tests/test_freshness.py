@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 from nimble_core import InputError, Nimble, Options
 from nimble_core.freshness import Watch
@@ -71,3 +75,208 @@ def test_values_may_change() -> None:
 
 def test_a_function_has_nothing_to_watch() -> None:
     assert Watch(lambda x: x).change() == ""
+
+
+def test_a_submodule_or_tensor_more_or_less() -> None:
+    net = model()
+    watch = Watch(net)
+    net.register_buffer("later", torch.ones(1))
+    net[0].register_parameter("none", None)
+    assert watch.change() == ""
+    net[0].weight.data = torch.zeros(4, 4)
+    assert "0.weight has other memory" in watch.change()
+    watch = Watch(net)
+    del net[0].bias
+    assert "0.bias is another tensor" in watch.change()
+    watch = Watch(net)
+    del net[2]
+    assert "2 is another module" in watch.change()
+
+
+# -- values of what was folded -------------------------------------------------------------------------------------
+
+
+def sources(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*net.named_parameters(), ("1.running_mean", net[1].running_mean), ("1.running_var", net[1].running_var)]
+
+
+def watched() -> tuple[nn.Sequential, Watch]:
+    net = model()
+    watch = Watch(net, sources(net))
+    watch.folding()
+    return net, watch
+
+
+def step(net: nn.Module, made: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> None:
+    parameters = list(net.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in parameters]
+    made(parameters).step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+def train_once(net: nn.Sequential) -> None:
+    net[1].train()(torch.randn(3, 4) + 2)
+    net[1].eval()
+
+
+def write_under_inference_mode(net: nn.Sequential) -> None:
+    with torch.inference_mode():
+        net[0].weight.mul_(2)
+
+
+@torch.no_grad()
+def write_a_view(net: nn.Sequential) -> None:
+    net[0].weight.t()[0].zero_()
+
+
+@torch.no_grad()
+def average(net: nn.Sequential) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    for name, value in averaged.module.state_dict().items():
+        net.state_dict()[name].copy_(value)
+
+
+CHANGES = [
+    lambda net: net.load_state_dict(net.state_dict()),
+    lambda net: nn.init.normal_(net[0].weight),
+    lambda net: net[1].running_mean.add_(1),
+    lambda net: net[1].reset_running_stats(),
+    train_once,
+    write_under_inference_mode,
+    write_a_view,
+    average,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_values_are_noticed(change: Callable[[nn.Sequential], object]) -> None:
+    net, watch = watched()
+    assert not watch.stale()
+    change(net)
+    assert watch.stale()
+    assert watch.change() == ""
+    watch.folding()
+    assert not watch.stale()
+
+
+OPTIMIZERS = [
+    (name, way)
+    for name in torch.optim.__all__
+    if isinstance(kind := getattr(torch.optim, name, None), type) and issubclass(kind, torch.optim.Optimizer)
+    for way in (None, "foreach", "fused")
+    if name not in ("Optimizer", "LBFGS", "Muon", "SparseAdam")  # these take a closure, matrices, sparse gradients
+    and (way is None or way in kind.__init__.__annotations__)
+]
+
+
+def test_the_fused_optimizers_are_among_those_tested() -> None:
+    assert {("SGD", "fused"), ("AdamW", "fused"), ("Adam", "fused"), ("RMSprop", "foreach")} <= set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("name", "way"), OPTIMIZERS)
+def test_every_optimizer_is_noticed(name: str, way: str | None) -> None:
+    net, watch = watched()
+    step(net, lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1, **({way: True} if way else {})))
+    assert watch.stale()
+
+
+def test_fused_steps_show_in_no_version() -> None:
+    net, _ = watched()
+    versions = [parameter._version for parameter in net.parameters()]
+    step(net, lambda parameters: torch.optim.AdamW(parameters, fused=True))
+    assert [parameter._version for parameter in net.parameters()] == versions
+
+
+def test_other_models_optimizers_do_not_matter() -> None:
+    _, watch = watched()
+    step(model(), lambda parameters: torch.optim.AdamW(parameters, fused=True))
+    assert not watch.stale()
+
+
+def test_an_optimizer_that_holds_the_memory_as_another_tensor() -> None:
+    flat = torch.zeros(20, requires_grad=True)
+    net = model()
+    net[0].weight.data = flat.detach()[4:].view(4, 4)
+    watch = Watch(net, [("0.weight", net[0].weight)])
+    watch.folding()
+    flat.grad = torch.ones(20)
+    torch.optim.SGD([flat], lr=0.1, fused=True).step()
+    assert net[0].weight[0, 0] != 0
+    assert watch.stale()
+
+
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda tensor: tensor.data])
+def test_aliases_of_the_models_tensors_as_sources(alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    net = model()
+    watch = Watch(net, [(name, alias(tensor)) for name, tensor in sources(net)])
+    for change in (*CHANGES, lambda net: step(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True))):
+        watch.folding()
+        assert not watch.stale()
+        change(net)
+        assert watch.stale()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.detach().numpy().fill(7),
+        lambda weight: torch.from_dlpack(weight.detach()).mul_(2),
+    ],
+)
+def test_what_does_not_show_can_be_told(write: Callable[[torch.Tensor], Any]) -> None:
+    net, watch = watched()
+    write(net[0].weight)
+    assert not watch.stale()
+    watch.doubt()
+    assert watch.stale()
+
+
+def test_tensors_without_a_version_counter_are_named() -> None:
+    with torch.inference_mode():
+        net = model()
+    watch = Watch(net, sources(net))
+    assert set(watch.blind) == {name for name, _ in sources(net)}
+    watch.folding()
+    assert not watch.stale()
+    watch.doubt()
+    assert watch.stale()
+
+
+def test_stale_until_folded_first() -> None:
+    net = model()
+    watch = Watch(net, sources(net))
+    assert watch.stale()
+    assert watch.folds == 0
+    watch.folding()
+    assert not watch.stale()
+    assert watch.folds == 1
+
+
+def test_where_nothing_is_folded_nothing_is_stale() -> None:
+    net = model()
+    watch = Watch(net)
+    watch.doubt()
+    step(net, lambda parameters: torch.optim.AdamW(parameters))
+    assert not watch.stale()
+
+
+def test_one_hook_for_all_and_no_watch_kept_alive() -> None:
+    watches = [watched()[1] for _ in range(3)]
+    ours = [hook for hook in optimizers._global_optimizer_post_hooks.values() if hook.__module__ == Watch.__module__]
+    assert len(ours) == 1
+    dead = weakref.ref(watches.pop())
+    gc.collect()
+    assert dead() is None
+    assert not any(watch.stale() for watch in watches)
+
+
+def test_sources_that_are_not_the_models() -> None:
+    outside = torch.ones(3)
+    watch = Watch(lambda x: x * outside, [("outside", outside.detach())])
+    watch.folding()
+    assert not watch.stale()
+    outside.add_(1)
+    assert watch.stale()

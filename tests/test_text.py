@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from sample_reports import RENDERED, old_report, plan_report, sample_report
+from sample_reports import RENDERED, fused_report, old_report, plan_report, sample_report
 
 from nimble_core.costs import uniform_costs
 from nimble_core.program import Origin
 from nimble_core.schedule import SyncCounts
 from nimble_viz.report import EqualityCheck
 from nimble_viz.text import plain_text, report_text
+from nimble_viz.views.labels import label_plan
 from nimble_viz.views.summary import verdict
 
 
@@ -96,6 +97,42 @@ def test_a_candidate_with_wrong_outputs_is_marked(width: int) -> None:
     assert re.findall(r"^  (nimble \*|opara|one)", text, re.M) == ["nimble *", "opara", "one"]
     assert len(re.findall("DIFFER", text)) == 1
     assert "Plans that were tried" not in plain_text(old_report(), width)
+
+
+def test_names_of_plans_do_not_wrap_at_80_columns() -> None:
+    text = plain_text(fused_report(), 80).split("Plans that were tried")[1].split("Streams and")[0]
+    report = fused_report()
+    for one in report.candidates:
+        assert re.search(rf"^  {re.escape(label_plan(one.name))}( \*)?( {{2,}}|$)", text, re.M)
+    assert re.search(r"inductor, nimble \* +159 µs +2\.\d\dx +12\.3 s +[\d,]+ calls\n", text)
+    assert "the compiler failed: ninja: build stopped" in words(text)
+    assert "never pays back against one stream" in words(text)
+    assert "vs one: over one stream, of eager's kernels" in words(text)
+
+
+def test_peers_with_times_preparation_and_outcome() -> None:
+    text = plain_text(fused_report(), 80)
+    section = text.split("nimble replay (inductor) against peers")[1].split("Equality with")[0]
+    assert re.search(r"compile:reduce-overhead +\d+ µs +1\.\d\dx \[1\.\d\dx, 1\.\d\dx\] +31\.0 s\n", section)
+    for part in ("tie: ours is as fast", "its time does not count", "not installed: no module named 'tensorrt'"):
+        assert part in words(section)
+    assert "against peers" not in plain_text(sample_report(), 80)
+
+
+def test_what_fused_calls_stand_for_and_how_far_the_limit_is() -> None:
+    text = words(plain_text(fused_report(), 100))
+    assert "- gelu+layer_norm in encoder.layer.0.branch3" in text
+    assert "eager 11, 12; sample_net/modeling.py:31, 32; triton_per_fused_gelu_native_layer_norm_9" in text
+    assert "1 call: 2.3% of calls, 0.7% of replay time" in text
+    assert "above it: contention" in text
+    assert "stand for" not in plain_text(sample_report(), 100)
+
+
+def test_an_error_against_float64_is_called_that() -> None:
+    text = words(plain_text(fused_report(), 100))
+    assert re.search(r"nimble replay \(inductor\) equal 2\.6e-04 1\.0e-03", text)
+    assert "error against the model in float64, where eager's own is 2.3e-04; against eager 3.1e-04" in text
+    assert "float64" not in plain_text(sample_report(), 100)
 
 
 def test_concurrency_and_what_streams_are_worth() -> None:

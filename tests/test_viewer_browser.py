@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sample_reports import CASES, RENDERED, old_report, plan_report, sample_report, tangled_report
+from sample_reports import CASES, RENDERED, fused_report, old_report, plan_report, sample_report, tangled_report
 
 from nimble_viz.export.html import fragment, page
 
@@ -154,6 +154,67 @@ def test_a_clicked_bar_or_row_selects_everywhere(opened):
     assert "addmm" in shown.page.inner_text("aside")
 
 
+def test_an_eager_call_marks_the_fused_call_that_stands_for_it_and_back(opened):
+    report = fused_report()
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-overhead")
+    shown.page.click("text=By call")
+    shown.page.click("#nv-pane-overhead button[data-call='12']")
+    assert shown.page.evaluate("nimbleViewer.marked()") == {"calls": [9], "eager": [12]}
+    assert "became 9 gelu+layer_norm" in shown.page.inner_text("#nv-pane-overhead .nv-on")
+    assert report.program.calls[9].operator in shown.page.inner_text("aside")
+    shown.page.click("#nv-tab-timeline")
+    for run, call, marked in (("eager", 5, 5), ("inductor, nimble", 5, 5), ("eager", 12, 9)):
+        point = shown.page.evaluate(f"nimbleViewer.timelinePoint('{run}', {call})")
+        shown.page.mouse.click(point["x"], point["y"])
+        assert shown.page.evaluate("nimbleViewer.selected()") == marked
+    shown.page.click("#nv-tab-dag")
+    point = shown.page.evaluate("nimbleViewer.dagPoint(9)")
+    shown.page.mouse.click(point["x"], point["y"])
+    assert shown.page.evaluate("nimbleViewer.marked()") == {"calls": [9], "eager": [11, 12]}
+    assert "sample_net/modeling.py:32" in shown.page.inner_text("aside")
+    shown.page.click("#nv-tab-overhead")
+    rows = shown.page.eval_on_selector_all("#nv-pane-overhead .nv-on", "rows => rows.map(row => row.dataset.call)")
+    assert sorted(rows) == ["11", "12"]
+    shown.page.click("aside button[data-eager='11']")
+    assert shown.page.evaluate("nimbleViewer.selectedEager()") == 11
+    shown.page.click("#nv-tab-syncs")
+    assert "for eager 11 gelu, 12 native_layer_norm" in shown.page.inner_text("#nv-pane-syncs tr.nv-on")
+    shown.page.evaluate("nimbleViewer.selectEager(59)")
+    assert shown.page.evaluate("nimbleViewer.marked()") == {"calls": [], "eager": [59]}
+    assert "No call of the replay stands for it" in shown.page.inner_text("aside")
+    assert shown.troubles == []
+
+
+def test_the_tip_of_a_fused_call_says_what_it_stands_for(opened):
+    shown = opened(page(fused_report()))
+    shown.page.click("#nv-tab-dag")
+    for call, part in (
+        (9, "eager 12 native_layer_norm in encoder.layer.0.branch3.2"),
+        (0, "no eager call explains it"),
+    ):
+        point = shown.page.evaluate(f"nimbleViewer.dagPoint({call})")
+        shown.page.mouse.move(point["x"], point["y"])
+        assert part in shown.page.inner_text(".nv-tip")
+
+
+def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
+    text = opened(page(fused_report())).page.inner_text("#nv-pane-summary")
+    for part in (
+        "Against peers",
+        "tie: ours is as fast",
+        "its time does not count",
+        "not installed: no module named 'tensorrt'",
+        "Pays back",
+        "the compiler failed: ninja: build stopped",
+        "Distance to the limit",
+        "contention",
+        "44 calls (inductor) for 60 eager calls",
+        "0.7% of replay time",
+    ):
+        assert part in text
+
+
 def test_timeline_zooms_to_a_microsecond_and_no_further(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-timeline")
@@ -261,9 +322,11 @@ def test_themes_follow_the_system_and_the_button(opened):
     assert shown.page.evaluate(ground) == dark
 
 
+@pytest.mark.parametrize("name", ["two streams", "fused"])
 @pytest.mark.parametrize("width", [400, 2560])
-def test_no_sideways_scrolling_of_the_page(opened, width):
-    shown = opened(page(sample_report(60)), width=width)
+def test_no_sideways_scrolling_of_the_page(opened, width, name):
+    shown = opened(page(CASES[name]()), width=width)
+    shown.page.evaluate("nimbleViewer.select(1)")
     for tab in _TABS:
         shown.page.click(f"#nv-tab-{tab}")
         assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -7,23 +7,29 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_reports import CASES, RENDERED, old_report, sample_report, tangled_report
+from sample_reports import CASES, RENDERED, choice, fused_report, old_report, plan_report, sample_report, tangled_report
 
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs, uniform_costs
-from nimble_core.measurement import summarize
+from nimble_core.graph import CallGraph, graph_from_edges
+from nimble_core.measurement import Ratio, summarize
 from nimble_core.policies import POLICIES
-from nimble_core.schedule import SyncCounts
+from nimble_core.program import Call, Origin
+from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import H200, simulate
 from nimble_core.timeline import Lane, Span, Timeline
-from nimble_viz.report import EngineMemory, EqualityCheck, Memory
+from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult
 from nimble_viz.views import concurrency, verdict, view_data
-from nimble_viz.views.candidates import candidates
+from nimble_viz.views.candidates import candidates, pays_back
 from nimble_viz.views.concurrency import graph_width, in_flight
 from nimble_viz.views.dag import components, dag, lay_out, layers, nest, order, spread_row
+from nimble_viz.views.labels import common_module, label_call, label_operators, label_plan, label_run, split_plan
+from nimble_viz.views.limit import breakdown, distance, limit
 from nimble_viz.views.memory import memory
 from nimble_viz.views.overhead import PARTS, overhead
 from nimble_viz.views.payload import pack, unpack
+from nimble_viz.views.peers import against, best_peer, peers
+from nimble_viz.views.provenance import became, fused_calls, module_of, nesting_modules, provenance
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, hint, host_syncs, promise
 from nimble_viz.views.timeline import timelines
@@ -104,6 +110,9 @@ def test_distance_is_replay_over_critical_path():
     row = next(row for row in summary(report)["speed"] if row["name"] == "nimble")
     assert row["distance"] == f"{report.measurement('nimble').median_ns / report.critical_path_ns:.2f}x"
     assert summary(report)["speed"][0]["distance"] == ""
+    full = replace(report, costs=replace(report.costs, demand=(1.0,) * 60))
+    assert distance(full, "nimble") == pytest.approx(report.measurement("nimble").median_ns / report.costs.total_ns)
+    assert "of the SM-time limit" in verdict(full)
 
 
 def test_warnings_are_gathered_once():
@@ -166,6 +175,256 @@ def test_why_a_right_candidate_was_not_chosen(nimble, outcome):
     # Where the comparison measured both again, that decides.
     again = tuple(summarize(name, [ns] * 6) for name, ns in (("single", 100.0), ("nimble", 300.0)))
     assert candidates(replace(report, measurements=again))["rows"][1]["outcome"] == "200.0% slower, measured again"
+
+
+@given(st.floats(0, 1e3), st.floats(1, 1e9), st.floats(1, 1e9))
+def test_pays_back_is_the_first_call_at_which_all_calls_together_are_no_slower(cost_s, median, baseline):
+    calls = pays_back(cost_s, median, baseline)
+    if baseline <= median:
+        assert calls is None
+        return
+    spent = [cost_s * 1e9 - count * (baseline - median) for count in (calls, calls - 1)]
+    assert spent[0] <= 1e-6 * cost_s * 1e9
+    assert spent[1] > 0 or not calls
+
+
+def test_candidates_say_when_they_pay_back_and_why_they_were_dropped():
+    report = fused_report()
+    shown = candidates(report)
+    rows = {row["name"]: row for row in shown["rows"]}
+    eager, single = report.measurement("eager").median_ns, report.measurement("single").median_ns
+    best = report.measurement("inductor, nimble").median_ns
+    assert next(iter(rows)) == "inductor, nimble"
+    assert rows["inductor, nimble"]["pays"] == f"after {pays_back(12.34, best, eager):,} calls"
+    assert rows["inductor, nimble"]["pays_single"] == f"after {pays_back(12.319, best, single):,} calls"
+    assert rows["inductor, nimble"]["single"]["text"] == f"{single / best:.2f}x"
+    assert (rows["library, single"]["pays"], rows["single"]["pays_single"]) == ("never", "")
+    assert rows["library, nimble"]["outcome"] == "outputs differ from eager's"
+    assert (rows["library, nimble"]["error"], rows["library, nimble"]["pays"]) == ("4.0e-01", "")
+    assert rows["inductor, max-autotune"]["outcome"] == "the compiler failed: ninja: build stopped"
+    assert rows["inductor, opara"]["outcome"] == "not captured: simulated slower"
+    assert (shown["fused"], shown["single"], rows["inductor, single"]["kernels"]) == (True, "one stream", "inductor")
+    assert not candidates(sample_report(60))["fused"]
+
+
+def test_what_failed_is_never_folded_away():
+    report = sample_report(60)
+    failed = Candidate("library, nimble", 0, 0, fuse="library", note="this model cannot be exported: a graph break")
+    shown = candidates(replace(report, candidates=(*choice(report.measurements, "nimble", 4, more=6), failed)))
+    assert shown["rows"][-1]["outcome"] == failed.note
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_peers_win_lose_tie_differ_or_are_absent():
+    report = fused_report()
+    ours = report.measurement("inductor, nimble").median_ns
+    quick = summarize("compile", [0.8 * ours] * 30)
+    report = replace(report, measurements=(*(one for one in report.measurements if one.name != "compile"), quick))
+    rows = {row["name"]: row for row in peers(report, report.chosen)}
+    assert list(rows) == ["compile", "compile:reduce-overhead", "torchscript", "cuda-graph", "tensorrt"]
+    assert rows["compile"]["outcome"] == "loss: ours is 1.25x slower"
+    assert rows["compile:reduce-overhead"]["outcome"].startswith("ours is 1.60x")
+    assert "its time does not count" in rows["cuda-graph"]["outcome"]
+    assert rows["cuda-graph"]["ratio"] is None
+    assert next(row["eager"] for row in summary(report)["speed"] if row["name"] == "cuda-graph") is None
+    assert rows["tensorrt"]["outcome"].startswith("not installed")
+    assert (rows["tensorrt"]["median"], rows["torchscript"]["prepare"]) == ("", "1.90 s")
+    assert "1.25x slower than compile (quartiles 1.2" in verdict(report)
+    even = replace(report, measurements=(*report.measurements[:-1], summarize("compile", [1.01 * ours] * 30)))
+    assert peers(even, report.chosen)[0]["outcome"] == "tie: ours is as fast"
+    assert "as fast as compile (quartiles" in verdict(even)
+    assert peers(sample_report(60), "nimble") == []
+    assert peers(report, "")[0]["outcome"] == "nothing of ours to compare with"
+
+
+def test_the_verdict_is_about_the_fastest_peer_that_is_right():
+    report = fused_report()
+    assert best_peer(report) == "compile"
+    alone = replace(report, peers=(PeerResult("compile:reduce-overhead", 31.0),))
+    assert best_peer(alone) == "compile:reduce-overhead"
+    assert "the fastest peer" not in verdict(alone)
+    assert best_peer(replace(report, peers=(PeerResult("tensorrt", note="absent"),))) == ""
+    assert best_peer(sample_report(60)) == ""
+
+
+def test_a_loss_is_put_upside_down_with_its_quartiles():
+    slower = Ratio("ours", "theirs", 0.5, 0.4, 0.8, False)
+    assert against(slower) == "2.00x slower than theirs (quartiles 1.25x to 2.50x, unstable)"
+    assert against(replace(slower, value=1.8, low=1.75, high=1.9, stable=True)) == (
+        "1.80x faster than theirs (quartiles 1.75x to 1.90x)"
+    )
+
+
+# ---------------------------------------------------------------- provenance and labels
+
+
+def test_every_eager_call_knows_what_it_became_and_back():
+    report = fused_report()
+    stand = became(report)
+    assert len(stand) == 60
+    assert all(index in report.program.calls[call].eager for index, calls in enumerate(stand) for call in calls)
+    assert sum(map(len, stand)) == sum(len(call.eager) for call in report.program.calls)
+    found = provenance(report)
+    assert (found["unmapped"], found["gone"], stand[-1]) == (1, 1, ())
+    assert found["calls"] == pytest.approx(1 / len(report.program.calls))
+    assert found["time"] == pytest.approx(report.costs.ns[0] / report.costs.total_ns)
+    assert dict(summary(report)["facts"])["Unmapped (no eager call explains it)"].startswith("1 call: 2.3% of calls")
+    assert provenance(replace(report, costs=uniform_costs(report.graph.size)))["time"] is None
+
+
+def test_nothing_fused_needs_no_provenance():
+    report = sample_report(60)
+    assert provenance(report) is None
+    assert fused_calls(report, 5) == []
+    assert became(report) == tuple((index,) for index in range(60))
+    assert view_data(report)["eager"] is None
+
+
+def test_fused_calls_are_listed_with_operators_modules_and_lines():
+    first = fused_calls(fused_report(), 3)[0]
+    assert first["label"] == "gelu+layer_norm"
+    assert first["kernel"].startswith("triton_per_fused_gelu_native_layer_norm")
+    assert first["source"] == "sample_net/modeling.py:31, 32"
+    assert first["eager"].startswith("eager ")
+
+
+def test_the_page_knows_what_each_call_stands_for():
+    report = fused_report()
+    data = json.loads(json.dumps(view_data(report)))
+    strings, flat = data["strings"], unpack(data["calls"]["for"], data["strings"])
+    for call, count in zip(report.program.calls, unpack(data["calls"]["stands"], strings), strict=True):
+        assert tuple(flat[:count]) == call.eager
+        del flat[:count]
+    assert flat == []
+    assert unpack(data["eager"]["operator"], strings) == [call.operator for call in report.eager.calls]
+
+
+def test_a_thousand_fused_calls_stay_small():
+    data = view_data(CASES["fused thousand"]())
+    assert len(json.dumps(data, separators=(",", ":"))) < 500 * 1_000
+
+
+def _call(operator, *origins, eager=()):
+    made = tuple(Origin(f"aten.{name}.default", module) for name, module in origins)
+    return Call(0, operator, (), (), origins=made, eager=eager)
+
+
+def test_calls_have_short_names():
+    triton = "triton_poi_fused__native_batch_norm_relu_3"
+    fused = _call(triton, ("_native_batch_norm_legit", "f.0.bn"), ("relu_", "f.0.act"), eager=(1, 2))
+    assert label_call(fused) == "bn+relu"
+    assert module_of(fused) == "f.0"
+    assert label_call(_call(triton)) == "native_batch_norm_relu"
+    assert label_call(_call("triton_poi_fused_3")) == "triton"
+    assert label_call(_call("aten.convolution.default", ("convolution", "f"))) == "convolution"
+    assert label_operators(f"aten.op{k}.default" for k in range(9)) == "op0+op1+op2+op3+5 more"
+    assert label_operators(f"aten.op{k}.default" for k in range(5)) == "op0+op1+op2+op3+op4"
+
+
+def test_runs_and_plans_have_names_that_tell_whose_kernels_they_run():
+    report = fused_report()
+    assert [label_run(report, taken.name) for taken in report.measurements[:4]] == [
+        "eager", "one-stream replay (unfused)", "one-stream replay (inductor)", "nimble replay (inductor)",
+    ]  # fmt: skip
+    assert label_run(report, "compile") == "compile"
+    assert label_run(sample_report(60), "single") == "one-stream replay"
+    assert label_run(plan_report(), "nimble") == "nimble"
+    assert label_plan("inductor, single") == "inductor, one stream"
+    assert split_plan("library, contention, 4 streams") == ("library", "contention, 4 streams")
+    assert split_plan("opara, 4 streams") == ("none", "opara, 4 streams")
+    assert "1.41x faster than one-stream replay (inductor)" in verdict(report)
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), max_size=4).map(".".join), min_size=1, max_size=5))
+def test_the_common_module_holds_all(modules):
+    common = common_module(modules)
+    assert all(f"{module}.".startswith(f"{common}." if common else "") for module in modules)
+    steps = common.split(".") if common else []
+    longer = {tuple(module.split(".")[: len(steps) + 1]) for module in modules}
+    assert len(longer) > 1 or len(next(iter(longer))) == len(steps) or not any(modules)
+
+
+def test_an_unmapped_call_does_not_tear_its_module_apart():
+    report = fused_report()
+    calls = list(report.program.calls)
+    calls[3] = replace(calls[3], origins=(), eager=())
+    torn = replace(report, program=replace(report.program, calls=tuple(calls)))
+    assert nesting_modules(torn)[3] == "encoder.layer.0"
+    assert nesting_modules(torn)[0] == module_of(calls[1])
+    assert nesting_modules(sample_report(60)) == [call.module for call in sample_report(60).program.calls]
+
+
+# ---------------------------------------------------------------- distance to the limit
+
+
+def _made(spans, streams, edges, ns, wall, *, syncs=()):
+    """A breakdown of calls given as ``(start, end)``, on these streams."""
+    size = len(spans)
+    lanes = tuple(Lane(str(k), "stream") for k in range(max(streams) + 1))
+    plan = Schedule("mine", tuple(streams), tuple(range(size)), syncs)
+    placed = sorted(
+        (Span(streams[k], float(start), float(end), k, "k") for k, (start, end) in enumerate(spans)),
+        key=lambda span: span.start_ns,
+    )
+    line = Timeline("mine", "measured", "clock", lanes, tuple(placed))
+    return breakdown(graph_from_edges(size, edges), plan, Costs(tuple(map(float, ns)), "given"), line, float(wall))
+
+
+def test_gaps_contention_waits_and_launch_are_told_apart():
+    # 0 and 1 beside each other, both slowed by half; 2 waits for 1 across streams; 3 follows 2 on its stream.
+    found = _made(
+        [(10, 40), (12, 42), (50, 60), (63, 70)], [0, 1, 0, 0], [(0, 2), (1, 2), (2, 3)], [20, 20, 10, 7], 75,
+        syncs=((1, 2),),
+    )  # fmt: skip
+    assert found.calls == (1, 2, 3)
+    assert (found.alone, found.contention, found.waits, found.gaps, found.launch) == (37, 10, 8, 3, 17)
+
+
+def test_a_call_of_two_kernels_has_its_gap_inside():
+    graph, plan = CallGraph(1, (), (), ()), Schedule("mine", (0,), (0,), ())
+    spans = (Span(0, 0.0, 4.0, 0, "a"), Span(0, 6.0, 9.0, 0, "b"), Span(0, 9.0, 99.0, None, "memset"))
+    line = Timeline("mine", "measured", "clock", (Lane("0", "stream"),), spans)
+    found = breakdown(graph, plan, Costs((7.0,), "given"), line, 12.0)
+    assert (found.alone, found.contention, found.gaps, found.launch) == (7, 0, 2, 3)
+    assert breakdown(graph, plan, Costs((7.0,), "given"), replace(line, spans=spans[2:]), 12.0) is None
+
+
+@given(st.integers(1, 8), st.integers(0, 10**6))
+def test_a_breakdown_adds_up_to_the_wall_time(width, seed):
+    report = sample_report(30, width=width)
+    line = report.timelines[-1]
+    wall = line.length_ns + seed
+    found = breakdown(report.graph, report.schedules[-1], report.costs, line, wall)
+    parts = found.alone + found.contention + found.gaps + found.waits + found.launch
+    assert parts == pytest.approx(wall)
+    assert all(u < v for u, v in itertools.pairwise(found.calls))
+
+
+def test_far_from_the_limit_one_sentence_says_why():
+    report = fused_report()
+    found = limit(report, report.chosen)
+    assert found["distance"] > 1.3
+    assert found["sentence"].startswith(f"{found['over']} of the limit")
+    assert found["parts"][0]["name"] == "contention"
+    assert "contention" in found["sentence"]
+    single = limit(report, "inductor, single")
+    assert single["parts"][0]["name"] == "order"
+    near = replace(report, measurements=(summarize(report.chosen, [1.2 * report.critical_path_ns] * 9),))
+    assert limit(near, report.chosen)["sentence"] == ""
+    assert "not watched" in limit(replace(report, timelines=()), report.chosen)["sentence"]
+    assert limit(report, "eager") is None
+    assert limit(replace(report, critical_path_ns=0.0), report.chosen) is None
+
+
+def test_where_resources_bind_contention_below_the_limit_is_no_excess():
+    report = sample_report(60)
+    full = replace(report, costs=replace(report.costs, demand=(1.0,) * 60))
+    found = limit(full, "nimble")
+    assert (found["bound"], found["ns"]) == ("SM time of all calls over SMs", pytest.approx(report.costs.total_ns))
+    assert all(part["ns"] > 0 for part in found["parts"])
+    assert "order" not in [part["name"] for part in found["parts"]]
 
 
 # ---------------------------------------------------------------- concurrency, what-if, memory

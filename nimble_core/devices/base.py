@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from nimble_core.recording import Recording
+    from nimble_core.rewritten import Rewritten
     from nimble_core.signature import Signature
 
 __all__ = ["Device", "Executable", "Observation", "PlacementError"]
@@ -63,6 +65,11 @@ class Executable(Protocol):
     def replay(self) -> None:
         """Run once more on the inputs it holds, outputs left in place: what the schedule costs by itself."""
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Nobody runs it inside; where the device is asynchronous, what is issued inside on the current stream follows
+        the last run and precedes the next.
+        """
+
     def close(self) -> None:
         """Free what it holds. Using it afterwards raises DeviceError; closing twice does nothing."""
 
@@ -90,9 +97,14 @@ class Device(Protocol):
         """Run the model once as it is, so that libraries are loaded and tuned; leaves no trace in its state."""
 
     def record(
-        self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: Callable[..., Any],
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rewritten: Rewritten | None = None,
     ) -> Recording:
-        """One recording of the model. Raises CaptureError."""
+        """One recording of the model, or of what was rewritten from it. Raises CaptureError."""
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
         """What of the calls' memory can be planned; None if the device looks after its memory itself."""
@@ -125,6 +137,12 @@ class Device(Protocol):
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Watch ``replays`` replays: a timeline of the median one, and the cost of every call."""
+
+    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
+        """What each of ``calls`` takes on the device when nothing else runs, ns; None for one that fails."""
+
+    def libraries_tuned(self) -> AbstractContextManager[None]:
+        """Inside, libraries take the fastest of their routines, as found by trial the first time a shape is seen."""
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Call ``run`` once; device memory at its peak above what was held before, bytes; 0 if unknown."""

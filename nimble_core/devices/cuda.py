@@ -31,10 +31,11 @@ from nimble_core.measurement import quantile
 from nimble_core.memory import release_plan
 from nimble_core.occupancy import Multiprocessors, call_demands
 from nimble_core.preserve import random_state_kept, run_preserved
-from nimble_core.program import Program
+from nimble_core.program import Call, Program
 from nimble_core.rawgraph import CaptureProbe, read_graph
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, collector_paused, issuing
+from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import H200
@@ -45,6 +46,9 @@ __all__ = ["CudaDevice", "CudaExecutable"]
 
 _CAPTURE_LOCK = threading.RLock()
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+_TIMED_CALLS = 10
+_CUDNN_TRIALS = 4
+"""Routines that cuDNN times for a convolution that it meets: each takes milliseconds, and it names the likely first."""
 _GUARD_BYTES = 512
 """Between the start of an arena's own block and the first address in it: no two blocks may start at one address."""
 
@@ -93,7 +97,7 @@ class CudaDevice:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.name = torch.cuda.get_device_name(self.device)
         self._orders: dict[CallKey, tuple[int, ...]] = {}
-        self._unplaced: frozenset[CallKey] = frozenset()
+        self._unplaced: frozenset[str] = frozenset()
 
     def stream_cap(self, asked: int | None) -> int | None:
         """As asked: streams are our own, and captured edges are what counts."""
@@ -115,11 +119,17 @@ class CudaDevice:
             self.synchronize()
 
     def record(
-        self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: Callable[..., Any],
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rewritten: Rewritten | None = None,
     ) -> Recording:
         """Record under a throwaway capture."""
         with self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (_, probe):
-            return record(model, signature, args=args, kwargs=kwargs, counter=_Counter(probe, self.device))
+            counter = _Counter(probe, self.device)
+            return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
         """Everything that calls allocate, but for calls that were seen to allocate in another way."""
@@ -179,7 +189,10 @@ class CudaDevice:
                             where=str(recording.program.calls[call]),
                             fix="report this model; until then, leave that part out of the prepared module",
                         ) from error
-                    arena.compare(call, issuer)
+                    misplaced = arena.misplaced(call, issuer)
+                    if misplaced is not None:
+                        # At once: what comes next may be meant for the memory in which these results are now.
+                        self._learn(recording.program.calls[call], misplaced)
                     first, nodes = nodes, probe.nodes()
                     bounds[call] = (first, nodes)
                     if call in producers:
@@ -191,14 +204,6 @@ class CudaDevice:
             outputs = arena.settled(outputs)
             issuer.tensors.clear()
             arena.capture_ended()
-            if arena.misplaced:
-                for key, order in arena.misplaced.items():
-                    if order and key not in self._orders:
-                        self._orders[key] = order
-                    else:
-                        self._unplaced |= {key}
-                names = ", ".join(sorted({name for name, _ in arena.misplaced}))
-                raise PlacementError(f"not placed as planned: {names}")
         except BaseException:
             issuer.tensors.clear()
             arena.close()
@@ -212,9 +217,19 @@ class CudaDevice:
         for call, (first, last) in enumerate(bounds):
             owner[first:last] = [call] * (last - first)
         raw = replace(raw, owner=tuple(owner))
+        kept = tuple(recording.given.values())
         return CudaExecutable(
-            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena
+            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
         )
+
+    def _learn(self, call: Call, order: tuple[int, ...]) -> None:
+        """Remember how ``call`` allocates, or, if that is not known, to leave such calls alone; plan again."""
+        key = call_key(call)
+        if order and key not in self._orders:
+            self._orders[key] = order
+        else:
+            self._unplaced |= {call.operator}
+        raise PlacementError(f"not placed as planned: {call}")
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
@@ -232,7 +247,9 @@ class CudaDevice:
         held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
         calls = len(recording.program.calls)
         schedule = Schedule("single", (0,) * calls, tuple(range(calls)), ())
-        return CudaExecutable(self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, None)
+        return CudaExecutable(
+            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, None, ()
+        )
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Times of every replayed node, by call, through CUPTI; without it, no times and a note why."""
@@ -246,6 +263,46 @@ class CudaDevice:
 
         seen = cupti.collect(replay, self.synchronize)
         return _observation(executable, seen, replays, median(wall), _multiprocessors(self.device))
+
+    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
+        """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
+        with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device):
+            return [self._call_time_ns(call) for call in calls]
+
+    def _call_time_ns(self, call: Callable[[], object]) -> float | None:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            with _CAPTURE_LOCK:
+                call()  # libraries choose their routines
+                self.synchronize()
+            with self._capturing(graph, 1):
+                for _ in range(_TIMED_CALLS):
+                    call()
+            graph.instantiate()
+        except (RuntimeError, CaptureError, DeviceError):
+            return None
+        times: list[float] = []
+        for _ in range(4):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e6 / _TIMED_CALLS)
+        graph.reset()
+        return min(times)
+
+    @contextmanager
+    def libraries_tuned(self) -> Iterator[None]:
+        """cuDNN times its routines, unless it is told to be deterministic."""
+        cudnn = torch.backends.cudnn
+        before, limit = cudnn.benchmark, cudnn.benchmark_limit
+        cudnn.benchmark = before or not cudnn.deterministic
+        cudnn.benchmark_limit = limit if before else _CUDNN_TRIALS
+        try:
+            yield
+        finally:
+            cudnn.benchmark, cudnn.benchmark_limit = before, limit
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Peak of torch's allocator during ``run`` above what was allocated before."""
@@ -323,8 +380,10 @@ class CudaExecutable:
         written_inputs: tuple[int, ...],
         pool_nbytes: int,
         arena: _Arena | None,
+        kept: tuple[torch.Tensor, ...],
     ) -> None:
         self.device = device
+        self._kept = kept  # what the graph reads by address
         self.schedule = schedule
         self.raw = raw
         self.memory = arena.memory if arena and arena.nbytes else None
@@ -371,6 +430,15 @@ class CudaExecutable:
             self._follow_last_run()
             self.graph.replay()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two runs: what is issued inside on the current stream follows the one and precedes the other."""
+        with self._lock:
+            if self.graph is None:
+                raise _closed()
+            self._follow_last_run()
+            yield
+
     def _follow_last_run(self) -> None:
         # The buffers are shared by all runs: a run on another stream waits for the previous one.
         current = torch._C._cuda_getCurrentStream(self.device.index)[0]
@@ -386,6 +454,7 @@ class CudaExecutable:
             graph, arena = self.graph, self._arena
             held = self.buffers, self.outputs
             self.graph, self._arena, self.buffers, self.outputs = None, None, [], []
+            kept, self._kept = self._kept, ()
         if graph is not None:
             # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
             with _CAPTURE_LOCK:
@@ -393,7 +462,7 @@ class CudaExecutable:
                 graph.reset()
                 if arena is not None:
                     arena.close()
-        del held  # only now: a run may have been using them
+        del held, kept  # only now: a run may have been using them
 
 
 class _Arena:
@@ -416,11 +485,8 @@ class _Arena:
         memory: MemoryPlan | None,
     ) -> None:
         self.memory = memory
-        self.misplaced: dict[CallKey, tuple[int, ...]] = {}
-        """Calls that did not allocate as planned, and the order in which they asked for results, if it is known."""
         self._surprises = 0
         self.nbytes = 0
-        self._program = program
         self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
         self._planned: list[list[tuple[int, int]]] = []
         self._address: dict[int, int] = {}
@@ -476,10 +542,13 @@ class _Arena:
         finally:
             torch._C._cuda_clearCublasWorkspaces()
 
-    def compare(self, call: int, issuer: Issuer) -> None:
-        """Note the call if its results are not where they should be, or it asked for more than was planned."""
+    def misplaced(self, call: int, issuer: Issuer) -> tuple[int, ...] | None:
+        """None if all results of ``call`` are where they should be, and it asked for no more than was planned.
+
+        Else the order in which it asked for its results, empty if that is not known.
+        """
         if self._placer is None:
-            return
+            return None
         surprised = len(self._placer.surprises) > self._surprises
         self._surprises = len(self._placer.surprises)
         made = self._made[call]
@@ -491,12 +560,11 @@ class _Arena:
         ]
         wanted = [self._address[storage] for storage in made]
         if not surprised and found == wanted:
-            return
-        order: tuple[int, ...] = ()
+            return None
         if not surprised and sorted(found) == sorted(wanted):
             # What took the block of the first result was asked for first.
-            order = tuple(found.index(address) for address in wanted)
-        self.misplaced[call_key(self._program.calls[call])] = order
+            return tuple(found.index(address) for address in wanted)
+        return ()
 
     def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs as views of the block itself, so that the allocator's pools can go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from nimble_core.preserve import run_preserved
 from nimble_core.program import Call, Program
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import EXACT, DeviceModel, simulate
 from nimble_core.structure import builder, flatten
@@ -96,10 +98,15 @@ class FakeDevice:
         run_preserved(model, args, kwargs)
 
     def record(
-        self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: Callable[..., Any],
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rewritten: Rewritten | None = None,
     ) -> Recording:
         """One live run, recorded, in no time. Raises CaptureError."""
-        recording = record(model, signature, args=args, kwargs=kwargs)
+        recording = record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
         calls = len(recording.program.calls)
         self._eager_ns = self.costs(recording.program).total_ns + calls * self.overhead_ns_per_call
         return recording
@@ -158,6 +165,14 @@ class FakeDevice:
         length = executable.timeline.length_ns
         timeline = replace(executable.timeline, profiled_ns=length, unprofiled_ns=length)
         return Observation(timeline, replace(self.costs(recording.program), observed=max(replays, 1)))
+
+    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
+        """Every call takes as long; none is run."""
+        return [1_000.0] * len(calls)
+
+    def libraries_tuned(self) -> AbstractContextManager[None]:
+        """No libraries."""
+        return nullcontext()
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Call ``run``; 0, unknown."""

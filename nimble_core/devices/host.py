@@ -18,7 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from threading import Lock, Thread, current_thread
@@ -39,6 +39,7 @@ from nimble_core.measurement import quantile
 from nimble_core.preserve import run_preserved
 from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
+from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import DeviceModel
 from nimble_core.structure import builder, flatten
@@ -84,10 +85,15 @@ class HostDevice:
         run_preserved(model, args, kwargs)
 
     def record(
-        self, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: Callable[..., Any],
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rewritten: Rewritten | None = None,
     ) -> Recording:
         """One live run, recorded. Raises CaptureError."""
-        return record(model, signature, args=args, kwargs=kwargs)
+        return record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout:
         """What calls can fill; results that an operator must allocate itself, outputs among them, are its own."""
@@ -150,6 +156,14 @@ class HostDevice:
             plain.append(time.perf_counter_ns() - start)
             seen.append(executable.timed_replay())
         return _observation(executable, recording, plain, seen)
+
+    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
+        """The fastest of a few runs of each."""
+        return [_fastest_ns(call) for call in calls]
+
+    def libraries_tuned(self) -> AbstractContextManager[None]:
+        """Nothing to tune: oneDNN chooses by shape."""
+        return nullcontext()
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Peak of this process's resident memory during ``run`` above what it was before.
@@ -264,6 +278,13 @@ class HostExecutable:
         with self._lock:
             self._runner()(self._inputs)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nobody runs it inside."""
+        with self._lock:
+            self._runner()
+            yield
+
     def timed_replay(self) -> tuple[float, list[int], list[int]]:
         """A replay that notes when each call begins and ends: ``(wall ns, begins, ends)``."""
         with self._lock:
@@ -321,6 +342,10 @@ class WholeExecutable:
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""
         self.run(self._inputs)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing to wait for: it has no buffers and folds nothing."""
+        return nullcontext()
 
     def close(self) -> None:
         """Let go of the model."""
@@ -555,3 +580,17 @@ def _stop_all(workers: Sequence[_Worker]) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
+
+
+def _fastest_ns(call: Callable[[], object]) -> float | None:
+    times = []
+    try:
+        with torch.no_grad():
+            call()
+            for _ in range(3):
+                start = time.perf_counter_ns()
+                call()
+                times.append(float(time.perf_counter_ns() - start))
+    except RuntimeError:
+        return None
+    return min(times)

@@ -61,6 +61,9 @@ def plain_summary(report: Report) -> str:
         ratio = f", {row['eager']['text']} over eager" if row["eager"] else ""
         doubt = "" if row["stable"] else ", UNSTABLE"
         lines.append(f"  {row['label']}: {row['median']} (spread {row['spread']}{doubt}){ratio}")
+    for row in data["peers"]:
+        prepared = f", prepared in {row['prepare']}" if row["prepare"] else ""
+        lines.append(f"  peer {row['name']}: {row['median'] or 'no time'}, {row['outcome']}{prepared}")
     for plan in data["plans"]:
         emitted = "not read" if plan["emitted"] is None else plan["emitted"]
         lines.append(
@@ -71,6 +74,8 @@ def plain_summary(report: Report) -> str:
             lines[-1] += f" ({plan['promise']['text']})"
     for row in data["candidates"]["rows"] if data["candidates"] else ():
         lines.append(f"  tried {row['label']}: {row['median'] or 'not measured'}, {row['outcome']}")
+    if data["limit"]:
+        lines.append(f"  {data['best']}: {data['limit']['sentence'] or data['limit']['over'] + ' of the limit'}")
     if data["what_if"]:
         lines.append(f"  {data['what_if']['answer']}")
     lines += [f"  {name}: {value}" for name, value in data["facts"]]

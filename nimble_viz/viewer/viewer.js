@@ -91,6 +91,10 @@ const NimbleViewer = (() => {
     const strings = data.strings;
     const calls = unpackAll(data.calls, strings);
     const size = calls.label.length;
+    // Overhead and the eager timeline count in eager calls; where nothing was fused, these are the program's own.
+    const fused = data.eager !== null, eager = fused ? unpackAll(data.eager, strings) : calls;
+    const standsFor = Array.from({ length: size }, () => []), became = Array.from({ length: fused ? eager.label.length : 0 }, () => []);
+    if (fused) { let at = 0; calls.stands.forEach((n, call) => { for (const end = at + n; at < end; at++) { standsFor[call].push(calls.for[at]); became[calls.for[at]].push(call); } }); }
     const graph = unpackAll(data.dag.columns, strings);
     const plans = data.dag.plans.map((plan) => ({ ...plan, ...unpackAll(plan.columns, strings) }));
     for (const plan of plans) plan.streams = plan.stream.reduce((most, stream) => Math.max(most, stream + 1), 0);
@@ -98,7 +102,11 @@ const NimbleViewer = (() => {
     const cost = data.overhead && unpackAll(data.overhead.columns, strings);
     const facts = data.summary;
     const critical = new Set(graph.critical);
-    const state = { call: -1, plan: Math.max(0, plans.length - 1), pane: "summary" };
+    const state = { call: -1, eager: -1, plan: Math.max(0, plans.length - 1), pane: "summary" };
+    /** What is marked as selected: calls, and eager calls; the same set where nothing was fused. */
+    let marked = new Set(), markedEager = marked;
+    const isEager = (run) => fused && run.run === "eager";
+    const tableOf = (run) => (isEager(run) ? eager : calls), marksOf = (run) => (isEager(run) ? markedEager : marked);
     const before = Array.from({ length: size }, () => []), after = Array.from({ length: size }, () => []);
     graph.from.forEach((u, edge) => { if (graph.minimum[edge]) { const v = u + graph.reach[edge]; after[u].push(v); before[v].push(u); } });
     const overheadOf = new Map(cost ? cost.call.map((call, row) => [call, row]) : []);
@@ -108,9 +116,13 @@ const NimbleViewer = (() => {
     };
     const plan = () => plans[state.plan];
     const streamOf = (call) => (plan() ? plan().stream[call] : 0);
-    const nameOf = (call) => `${calls.label[call]}${calls.module[call] ? ` in ${calls.module[call]}` : ""}`;
-    const sourceOf = (call) => (calls.file[call] ? `${calls.file[call]}${calls.line[call] ? `:${calls.line[call]}` : ""}` : "");
-    const lastStep = (module) => /[^.]*(\.\d+)*$/.exec(module)[0] || "model";
+    const nameOf = (call, table = calls) => `${table.label[call]}${table.module[call] ? ` in ${table.module[call]}` : ""}`;
+    const sourceOf = (call, table = calls) => (table.file[call] ? `${table.file[call]}${table.line[call] ? `:${table.line[call]}` : ""}` : "");
+    const listed = (list, most, text) => [...list.slice(0, most).map(text), ...(list.length > most ? [`and ${count(list.length - most)} more`] : [])];
+    /** Lines on what a fused call stands for, and what an eager call became. */
+    const origin = (call) => (!fused ? [sourceOf(call)] : standsFor[call].length ? ["stands for", ...listed(standsFor[call], 4, (other) => `eager ${other} ${nameOf(other, eager)}${sourceOf(other, eager) ? `, ${sourceOf(other, eager)}` : ""}`)] : ["no eager call explains it"]);
+    const fate = (call) => (!fused ? [] : became[call].length ? listed(became[call], 3, (other) => `became ${other} ${calls.label[other]}`) : ["no call of the replay stands for it"]);
+    const lastStep = (call) => (fused && !standsFor[call].length ? "unmapped" : /[^.]*(\.\d+)*$/.exec(calls.module[call])[0] || "model");
     const planLabel = (entry) => `${entry.label} (${entry.streams} stream${entry.streams === 1 ? "" : "s"})`;
 
     // ---- tooltip, one for all canvases
@@ -124,10 +136,11 @@ const NimbleViewer = (() => {
       tip.style.top = `${event.clientY + 18 + box.height > innerHeight ? Math.max(4, event.clientY - box.height - 12) : event.clientY + 18}px`;
     };
     const describe = (call) => [
-      `${calls.operator[call]}`,
+      calls.label[call] === calls.operator[call] || !fused ? calls.operator[call] : calls.label[call],
+      fused && calls.label[call] !== calls.operator[call] && calls.operator[call],
       `call ${call}, ${calls.phase[call]}${calls.module[call] ? `, ${calls.module[call]}` : ""}`,
       calls.writes[call] && `→ ${calls.writes[call]}`,
-      sourceOf(call),
+      ...origin(call),
       `cost ${time(calls.cost[call])}, stream ${streamOf(call)}${critical.has(call) ? ", on the critical path" : ""}`,
     ];
 
@@ -135,13 +148,27 @@ const NimbleViewer = (() => {
     const panes = {}, redraw = [], onSelect = [], onPlan = [], shown = {};
     const live = el("div", { class: "nv-hidden", "aria-live": "polite" });
     const detail = el("aside", { class: "nv-detail", hidden: true, "aria-label": "Selected call" });
+    const selected = () => state.call >= 0 || state.eager >= 0;
     function select(call, from) {
       state.call = call >= 0 && call < size ? call : -1;
+      state.eager = -1;
+      marked = new Set(state.call < 0 ? [] : [state.call]);
+      markedEager = fused ? new Set(state.call < 0 ? [] : standsFor[state.call]) : marked;
+      announce(from);
+    }
+    /** An eager call, and with it the calls that stand for it. */
+    function selectEager(call, from) {
+      if (!fused || !became[call]) { select(call, from); return; }
+      state.eager = call; state.call = became[call].length ? became[call][0] : -1;
+      marked = new Set(became[call]); markedEager = new Set([call]);
+      announce(from);
+    }
+    function announce(from) {
       fillDetail();
-      live.textContent = state.call < 0 ? "Nothing selected" : `Selected call ${state.call}: ${nameOf(state.call)}`;
+      live.textContent = !selected() ? "Nothing selected" : state.eager >= 0 ? `Selected eager call ${state.eager}: ${nameOf(state.eager, eager)}; ${fate(state.eager).join(", ")}` : `Selected call ${state.call}: ${nameOf(state.call)}`;
       for (const react of onSelect) react(from);
     }
-    function setPlan(index) { state.plan = index; for (const react of onPlan) react(); if (state.call >= 0) fillDetail(); }
+    function setPlan(index) { state.plan = index; for (const react of onPlan) react(); fillDetail(); }
     function show(name) {
       state.pane = name;
       for (const [key, pane] of Object.entries(panes)) {
@@ -155,31 +182,43 @@ const NimbleViewer = (() => {
       showTip();
     }
     const callLink = (call, text) => el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => select(call, "link") }, text ?? `${call} ${calls.label[call]}`);
+    const eagerLink = (call) => el("div", null, el("button", { class: `nv-link${call === state.eager ? " nv-picked" : ""}`, type: "button", "data-eager": call, onclick: () => selectEager(call, "link") }, `${call} ${eager.label[call]}`), el("span", { class: "nv-small", style: "white-space:normal" }, [eager.module[call], sourceOf(call, eager)].filter(Boolean).join(", ")));
+    const many = (list, link) => [list.slice(0, 12).map(link), list.length > 12 && `and ${list.length - 12} more`];
     function fillDetail() {
       const call = state.call;
-      detail.hidden = call < 0;
-      if (call < 0) return;
-      const rows = [["Operator", calls.operator[call]], ["Call", `${call} of ${count(size)}, ${calls.phase[call]}`], ["Module", calls.module[call] || "the model itself"], ["Source", sourceOf(call) || "unknown"]];
-      if (calls.origins[call] > 1) rows.push(["Origins", `${calls.origins[call]} operators fused into this call`]);
-      rows.push(["Reads", calls.reads[call] || "nothing"], ["Writes", calls.writes[call] || "nothing"]);
-      if (calls.arguments[call]) rows.push(["Arguments", calls.arguments[call]]);
-      rows.push(["Cost alone", `${time(calls.cost[call])}${calls.spread.length ? ` (spread ${time(calls.spread[call])})` : ""}`]);
-      rows.push(["Critical path", critical.has(call) ? "yes" : "no"]);
-      if (plan()) rows.push(["Stream", el("span", null, streamChip(streamOf(call)), `in ${plan().label}`)]);
-      const row = overheadOf.get(call);
-      if (row !== undefined) {
-        const total = cost.python[row] + cost.dispatch[row] + cost.allocation[row] + cost.launch[row];
-        rows.push(["Overhead", `${time(total)} in profiled eager: Python ${time(cost.python[row])}, dispatch ${time(cost.dispatch[row])}, allocation ${time(cost.allocation[row])}, launch ${time(cost.launch[row])}`], ["Exposed", `${time(cost.exposed[row])} with the device idle`]);
+      detail.hidden = !selected();
+      if (!selected()) return;
+      const rows = [], of = fused ? [...markedEager] : [call];
+      if (state.eager >= 0) {
+        rows.push(["Eager call", `${state.eager} of ${count(eager.label.length)}, ${eager.operator[state.eager]}`], ["Module", eager.module[state.eager] || "the model itself"], ["Source", sourceOf(state.eager, eager) || "unknown"]);
+        rows.push(["Became", became[state.eager].length ? many(became[state.eager], (other) => el("div", null, callLink(other))) : "No call of the replay stands for it: folded into weights, or not needed."]);
+      }
+      if (call >= 0) {
+        rows.push([fused ? "Kernel" : "Operator", calls.operator[call]], ["Call", `${call} of ${count(size)}, ${calls.phase[call]}`]);
+        if (fused) rows.push(["Stands for", standsFor[call].length ? many(standsFor[call], eagerLink) : "no eager call: nothing explains it (a change of layout, most often)"]);
+        if (state.eager < 0) rows.push(["Module", calls.module[call] || (fused && !standsFor[call].length ? "unknown" : "the model itself")]);
+        if (!fused) rows.push(["Source", sourceOf(call) || "unknown"]);
+        if (!fused && calls.origins[call] > 1) rows.push(["Origins", `${calls.origins[call]} operators fused into this call`]);
+        rows.push(["Reads", calls.reads[call] || "nothing"], ["Writes", calls.writes[call] || "nothing"]);
+        if (calls.arguments[call]) rows.push(["Arguments", calls.arguments[call]]);
+        rows.push(["Cost alone", `${time(calls.cost[call])}${calls.spread.length ? ` (spread ${time(calls.spread[call])})` : ""}`]);
+        rows.push(["Critical path", critical.has(call) ? "yes" : "no"]);
+        if (plan()) rows.push(["Stream", el("span", null, streamChip(streamOf(call)), `in ${plan().label}`)]);
+      }
+      const found = of.map((other) => overheadOf.get(other)).filter((row) => row !== undefined);
+      if (found.length) {
+        const sum = (key) => found.reduce((all, row) => all + cost[key][row], 0), parts = ["python", "dispatch", "allocation", "launch"].map(sum);
+        rows.push(["Overhead", `${time(parts.reduce((all, part) => all + part, 0))} in profiled eager${of.length > 1 ? `, ${count(of.length)} calls` : ""}: Python ${time(parts[0])}, dispatch ${time(parts[1])}, allocation ${time(parts[2])}, launch ${time(parts[3])}`], ["Exposed", `${time(sum("exposed"))} with the device idle`]);
       }
       for (const run of runs) {
-        const spans = spansOf(run).get(call);
-        if (spans) rows.push([run.run, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${clock(run.start[span], 1)} + ${time(run.length[span])}`))]);
+        const spans = [...marksOf(run)].flatMap((other) => spansOf(run).get(other) || []);
+        if (spans.length) rows.push([run.label, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${clock(run.start[span], 1)} + ${time(run.length[span])}`))]);
       }
       const links = (list) => (list.length ? [list.slice(0, 8).map((other) => el("div", null, callLink(other))), list.length > 8 && `and ${list.length - 8} more`] : "none");
-      rows.push(["Waits for", links(before[call])], ["Needed by", links(after[call])]);
+      if (call >= 0) rows.push(["Waits for", links(before[call])], ["Needed by", links(after[call])]);
       detail.replaceChildren(
         el("button", { class: "nv-close", type: "button", "aria-label": "Clear selection", onclick: () => select(-1) }, "×"),
-        el("h2", null, calls.label[call]),
+        el("h2", null, state.eager >= 0 ? eager.label[state.eager] : calls.label[call]),
         el("nav", { "aria-label": "Show this call in" }, ["overhead", "dag", "timeline", "syncs"].filter((name) => name !== state.pane).map((name) => el("button", { class: "nv-plain", type: "button", onclick: () => { show(name); fillDetail(); } }, panes[name].title))),
         el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)])),
       );
@@ -241,11 +280,16 @@ const NimbleViewer = (() => {
       });
       return [field, el("button", { class: "nv-plain", type: "button", "aria-label": "Next match", onclick: () => step(1) }, "Next"), status];
     };
-    const haystack = [];
-    const textOf = (call) => (haystack[call] ??= `${call} ${calls.operator[call]} ${calls.module[call]} ${sourceOf(call)}`.toLowerCase());
-    function matches(text) {
+    const haystacks = new Map();
+    const textOf = (call, table) => {
+      let hay = haystacks.get(table);
+      if (!hay) haystacks.set(table, (hay = []));
+      const own = (at, from) => `${at} ${from.operator[at]} ${from.label[at]} ${from.module[at]} ${sourceOf(at, from)}`;
+      return (hay[call] ??= [own(call, table), ...(fused && table === calls ? standsFor[call].map((other) => own(other, eager)) : [])].join(" ").toLowerCase());
+    };
+    function matches(text, table = calls) {
       const words = text.toLowerCase().split(/\s+/).filter(Boolean), hits = [];
-      if (words.length) for (let call = 0; call < size; call++) if (words.every((word) => textOf(call).includes(word))) hits.push(call);
+      if (words.length) for (let call = 0; call < table.label.length; call++) if (words.every((word) => textOf(call, table).includes(word))) hits.push(call);
       return hits;
     }
     const planPicker = () => {
@@ -264,8 +308,8 @@ const NimbleViewer = (() => {
       const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
       const ratio = (value) => (value ? [el("span", { class: value.faster ? "nv-tick" : value.slower ? "nv-cross" : "", title: value.full }, value.text), el("span", { class: "nv-small" }, value.quartiles), !value.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")] : "–");
       const speed = facts.speed.map((row) => el("tr", null,
-        el("td", null, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), !row.stable && el("span", { class: "nv-tag nv-warn", title: row.warnings.join("; ") }, "unstable")),
-        el("td", { style: "min-width:90px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.median_ns) / slowest}%;margin-top:7px` })),
+        el("td", null, row.label, row.peer && el("span", { class: "nv-tag" }, "peer"), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), !row.stable && el("span", { class: "nv-tag nv-warn", title: row.warnings.join("; ") }, "unstable")),
+        el("td", { style: "min-width:90px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.median_ns) / slowest}%;margin-top:7px${row.peer ? ";background:var(--remainder)" : ""}` })),
         el("td", { class: "nv-num" }, el("b", null, row.median)),
         el("td", { class: "nv-num" }, row.spread, el("span", { class: "nv-small" }, `drift ${row.drift}`)),
         el("td", { class: "nv-num" }, ratio(row.eager)), el("td", { class: "nv-num" }, ratio(row.single)),
@@ -275,13 +319,14 @@ const NimbleViewer = (() => {
       const optional = (value) => number(value === null ? null : count(value));
       const named = (row) => [row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")];
       const tried = ({ rows, folded }) => {
-        const heads = [["Plan"], ["Streams", 1], ["Syncs", 1], ["Median", 1], ["Over one stream", 1], ["Simulated", 1], ["Memory", 1], ["Outputs"], ["Outcome"]];
+        const heads = [["Plan"], ["Streams", 1], ["Syncs", 1], ["Median", 1], ["Over one stream", 1], ["Prepared in", 1], ["Pays back", 1], ["Simulated", 1], ["Memory", 1], ["Outputs"], ["Outcome"]];
         const line = (row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
           el("td", null, named(row), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")),
-          number(count(row.streams)), number(count(row.syncs)), number(row.median, row.quartiles && el("span", { class: "nv-small" }, row.quartiles)), el("td", { class: "nv-num" }, ratio(row.single)), number(row.simulated), number(row.memory),
-          el("td", null, el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, row.wrong ? "✗ differ" : row.equal ? "✓ equal" : row.outputs)),
+          number(row.streams ? count(row.streams) : ""), number(row.streams ? count(row.syncs) : ""), number(row.median, row.quartiles && el("span", { class: "nv-small" }, row.quartiles)), el("td", { class: "nv-num" }, ratio(row.single)),
+          number(row.cost, row.made && el("span", { class: "nv-small" }, `kernels ${row.made}`)), number(row.pays, row.pays_single && el("span", { class: "nv-small" }, `${row.pays_single} vs one stream`)), number(row.simulated), number(row.memory),
+          el("td", null, el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, row.wrong ? "✗ differ" : row.equal ? "✓ equal" : row.outputs), row.error && el("span", { class: "nv-small" }, `error ${row.error}`)),
           el("td", { class: row.wrong ? "nv-cross" : null }, row.outcome));
-        return [el("p", null, "Captured while preparing, compared with eager, and timed in turn with one stream; quartiles below each median. A plan whose outputs differ cannot be chosen."),
+        return [el("p", null, `Captured while preparing, compared with eager, and timed in turn; quartiles below each median. Over one stream${facts.candidates.fused && facts.candidates.single === "one stream" ? ": of eager's own kernels" : ""}. Prepared in: making the kernels and capturing; pays back: after so many calls, against eager. A plan whose outputs differ cannot be chosen.`),
           el("div", { class: "nv-tried" }, table(heads, rows.map(line))),
           folded.map((group) => el("details", { class: "nv-folded" }, el("summary", null, group.text), table([["Plan"], ["Streams", 1], ["Syncs", 1], ["Simulated", 1]], group.rows.map((row) => el("tr", null, el("td", null, row.label), number(count(row.streams)), number(count(row.syncs)), number(row.simulated))))))];
       };
@@ -293,25 +338,37 @@ const NimbleViewer = (() => {
             number(count(entry.streams)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
             ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))), ...(read ? data.sync_ends.map(([key]) => optional(entry[key])) : []))))];
       };
+      const rivals = (rows) => [el("p", null, `Other ways to run the model, timed in turn with ours: ${facts.best || "none"}. Above 1x ours is faster; within 2% is a tie. Prepared in: from the model to its first finished result.`),
+        el("div", { class: "nv-tried" }, table([["Peer"], ["Median", 1], ["Ours over it", 1], ["Prepared in", 1], ["Outputs"], ["Outcome"]], rows.map((row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
+          el("td", null, row.name, !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")), number(row.median), el("td", { class: "nv-num" }, ratio(row.ratio)), number(row.prepare),
+          el("td", null, row.median ? el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, `${row.wrong ? "✗ " : row.equal ? "✓ " : ""}${row.outputs}`) : "–"),
+          el("td", { class: row.ratio && row.ratio.slower ? "nv-cross" : null }, row.outcome, row.note && row.note !== row.outcome && el("span", { class: "nv-small", style: "white-space:normal" }, row.note))))))];
+      const distance = ({ over, text, bound, parts, sentence }) => {
+        const most = parts.reduce((sum, part) => sum + part.ns, 0) || 1;
+        return [el("p", { class: "nv-answer" }, `${facts.best}: ${over} of the limit, ${text} (${bound})`), sentence && el("p", null, `${sentence}.`),
+          parts.length > 0 && table([["Above the limit"], [""], ["Time", 1]], parts.map((part) => el("tr", null, el("td", null, part.name, el("span", { class: "nv-small", style: "white-space:normal" }, part.meaning)), el("td", { style: "width:30%" }, el("div", { class: "nv-bar", style: `width:${(100 * part.ns) / most}%;margin-top:7px` })), number(part.text))))];
+      };
       const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1]], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held"].map((key) => number(row[key]))))),
         el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
         card("Speed", true,
-          el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over critical path: how far a replay is from the longest path of isolated calls, which no schedule can beat.`),
-          facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over critical path", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
+          el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
+          facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
+        facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),
         facts.candidates && card("Plans that were tried", true, ...tried(facts.candidates)),
         card("Plans and synchronisations", true, facts.plans.length
           ? plansTable()
           : el("p", null, "No plan was made.")),
         !facts.planned && card("Same outputs as eager?", false, facts.checks.length
-          ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect))))]
+          ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small", style: "white-space:normal" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect)))), facts.checks.map((check) => check.reference && el("p", { class: "nv-under" }, `${check.run}: ${check.reference}.`))]
           : el("p", null, "Outputs were not compared.")),
         facts.what_if && card("How many streams are worth it?", false, el("p", { class: "nv-answer" }, facts.what_if.answer),
           table([["Streams", 1], [""], ["Simulated", 1], ["Over one stream", 1]], facts.what_if.rows.map((row) => el("tr", { class: row.enough ? "nv-on" : null }, el("td", { class: "nv-num" }, count(row.streams)), el("td", { style: "width:40%" }, el("div", { class: "nv-bar nv-simulated", style: `width:${(100 * row.ns) / facts.what_if.rows.reduce((most, other) => Math.max(most, other.ns), 1)}%` })), el("td", { class: "nv-num" }, row.text), el("td", { class: "nv-num" }, row.over)))),
           el("p", { class: "nv-under" }, facts.what_if.note)),
         card("Program and limit", false, definitions(facts.facts)),
+        facts.limit && card("Distance to the limit", false, ...distance(facts.limit)),
         card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
         !facts.planned && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engines(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
         card("Environment", false, definitions(facts.environment))));
@@ -335,10 +392,10 @@ const NimbleViewer = (() => {
       const by = (key, text) => (buttons[key] = el("button", { class: "nv-plain", type: "button", "aria-pressed": "false", onclick: () => { view.by = key; view.limit = 200; fill(); } }, text));
       const heading = (key, text, low) => el("button", { type: "button", class: low ? "nv-num nv-low" : "nv-num", "aria-pressed": String(view.sort === key), onclick: () => { view.sort = key; fill(); } }, text, view.sort === key ? " ↓" : "");
       function rows() {
-        const keep = view.text ? new Set(matches(view.text)) : null, groups = new Map();
+        const keep = view.text ? new Set(matches(view.text, eager)) : null, groups = new Map();
         cost.call.forEach((call, at) => {
           if (keep && !keep.has(call)) return;
-          const key = view.by === "call" ? call : view.by === "module" ? calls.module[call] : calls.operator[call];
+          const key = view.by === "call" ? call : view.by === "module" ? eager.module[call] : eager.operator[call];
           let row = groups.get(key);
           if (!row) groups.set(key, (row = { key, first: call, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, work: 0, exposed: 0 }));
           row.calls.add(call);
@@ -350,6 +407,7 @@ const NimbleViewer = (() => {
         return all.sort((a, b) => value(b) - value(a) || a.first - b.first);
       }
       let current = [];
+      const on = (row) => (row.calls.size < markedEager.size ? [...row.calls].some((call) => markedEager.has(call)) : [...markedEager].some((call) => row.calls.has(call)));
       function fill(pinned) {
         for (const [key, button] of Object.entries(buttons)) button.setAttribute("aria-pressed", String(key === view.by));
         current = rows();
@@ -358,15 +416,15 @@ const NimbleViewer = (() => {
           el("span", null, { operator: "Operator", module: "Module", call: "Call" }[view.by]), el("span", null, `0 to ${time(scale)}`),
           heading("overhead", "Overhead"), heading("exposed", "Exposed"), heading("work", "Work", true), heading("calls", view.by === "call" ? "Order" : "Calls", true));
         const line = (row) => {
-          const name = view.by === "call" ? `${row.key} ${calls.label[row.key]}` : view.by === "module" ? row.key || "(the model itself)" : calls.label[row.first];
-          const under = view.by === "call" ? calls.module[row.key] : view.by === "operator" && row.key !== name ? row.key : "";
-          return el("button", { class: `nv-row${row.calls.has(state.call) ? " nv-on" : ""}`, type: "button", "data-call": row.first, "aria-pressed": String(row.calls.has(state.call)), onclick: () => select(row.first, "overhead") },
-            el("span", { class: "nv-name", title: `${name}${under ? `\n${under}` : ""}` }, name, under && el("small", null, under)), bars(row, scale),
+          const name = view.by === "call" ? `${row.key} ${eager.label[row.key]}` : view.by === "module" ? row.key || "(the model itself)" : eager.label[row.first];
+          const under = view.by === "call" ? eager.module[row.key] : view.by === "operator" && row.key !== name ? row.key : "", then = view.by === "call" ? fate(row.key).join(", ") : "";
+          return el("button", { class: `nv-row${on(row) ? " nv-on" : ""}`, type: "button", "data-call": row.first, "aria-pressed": String(on(row)), onclick: () => selectEager(row.first, "overhead") },
+            el("span", { class: "nv-name", title: [name, under, then].filter(Boolean).join("\n") }, name, under && el("small", null, under), then && el("small", { class: "nv-then" }, then)), bars(row, scale),
             el("span", { class: "nv-num" }, time(row.overhead)), el("span", { class: "nv-num" }, time(row.exposed)), el("span", { class: "nv-num nv-low" }, time(row.work)),
             el("span", { class: "nv-num nv-low" }, view.by === "call" ? row.key : count(row.calls.size)));
         };
-        const visible = current.slice(0, view.limit), selected = pinned && current.findIndex((row) => row.calls.has(state.call));
-        list.replaceChildren(head, ...(selected >= view.limit ? [line(current[selected])] : []), ...visible.map(line),
+        const visible = current.slice(0, view.limit), chosen = pinned && current.findIndex(on);
+        list.replaceChildren(head, ...(chosen >= view.limit ? [line(current[chosen])] : []), ...visible.map(line),
           current.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 200; fill(); } }, `Show ${Math.min(200, current.length - view.limit)} more of ${count(current.length)}`) : "");
         if (!current.length) list.append(el("div", { class: "nv-empty" }, "Nothing matches the search."));
         status.textContent = `${count(current.length)} ${{ operator: "operators", module: "modules", call: "calls" }[view.by]}`;
@@ -384,9 +442,9 @@ const NimbleViewer = (() => {
         el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
         body);
       fill();
-      const mark = (from) => { if (state.call >= 0 && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
+      const mark = (from) => { if (selected() && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
       onSelect.push(mark);
-      if (state.call >= 0) { view.by = "call"; fill(true); }
+      if (selected()) { view.by = "call"; fill(true); }
       panes.overhead.onshow = () => { const row = list.querySelector(".nv-on"); if (row) row.scrollIntoView({ block: "center" }); };
     }
 
@@ -751,16 +809,16 @@ const NimbleViewer = (() => {
           if (s > 0.25) { context.setLineDash([]); context.fillStyle = colour; context.beginPath(); const a = 3.2 + thick, x = edge.way[edge.way.length - 3]; context.moveTo(x, edge.y1); context.lineTo(x - a * 0.62, edge.y1 - a * 1.3); context.lineTo(x + a * 0.62, edge.y1 - a * 1.3); context.fill(); }
         };
         const floor = 0.5 / s, sync = theme.value("sync"), plainEdge = theme.value("edge"), faint = theme.value("transitive"), strong = theme.value("critical");
-        const marked = [];
+        const touched = [], stood = new Set([...marked].map((call) => place.stand[call]));
         for (const edge of edges) {
           if (edge.y1 < y0 || edge.y0 > y1 || edge.x1 < x0 || edge.x0 > x1) continue;
-          if (edge === view.edge || (state.call >= 0 && (edge.a === place.stand[state.call] || edge.b === place.stand[state.call]))) { marked.push(edge); continue; }
+          if (edge === view.edge || stood.has(edge.a) || stood.has(edge.b)) { touched.push(edge); continue; }
           if (view.critical && edge.critical) stroke(edge, strong, Math.max(5, floor), []);
           if (edge.kind === 2) stroke(edge, sync, Math.max(2, floor), [7, 4]);
           else if (edge.kind === 0) stroke(edge, faint, Math.max(1.2, floor), [2, 3]);
           else if (!(view.critical && edge.critical)) stroke(edge, plainEdge, Math.max(1.2, floor), []);
         }
-        for (const edge of marked) stroke(edge, picked, Math.max(edge.kind === 2 ? 3 : 2.2, 1.6 / s), edge.kind === 2 ? [7, 4] : edge.kind ? [] : [2, 3]);
+        for (const edge of touched) stroke(edge, picked, Math.max(edge.kind === 2 ? 3 : 2.2, 1.6 / s), edge.kind === 2 ? [7, 4] : edge.kind ? [] : [2, 3]);
         context.setLineDash([]);
         for (const box of place.list) {
           if ((isGroup(box) && open.has(box)) || !seen(box)) continue;
@@ -776,10 +834,10 @@ const NimbleViewer = (() => {
             if (stream >= 8) { paint.fillStyle = theme.stream(stream); paint.fillRect(x[call] + 3, y[call] + H / 2 - 8, 20, 16); }
             paint.fillStyle = ink(theme.stream(stream)); paint.fillText(String(stream), x[call] + 13, y[call] + H / 2 + 0.5);
             paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, calls.label[call], W - 40), x[call] + 34, y[call] + 13);
-            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${time(calls.cost[call])} · ${lastStep(calls.module[call])}`, W - 40), x[call] + 34, y[call] + 27);
+            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${time(calls.cost[call])} · ${lastStep(call)}`, W - 40), x[call] + 34, y[call] + 27);
           }
           if (onPath) { rounded(paint, x[call], y[call], W, H, 6); paint.strokeStyle = strong; paint.lineWidth = Math.max(2.2, floor); paint.stroke(); }
-          if (call === state.call) { rounded(paint, x[call] - 3, y[call] - 3, W + 6, H + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
+          if (marked.has(call)) { rounded(paint, x[call] - 3, y[call] - 3, W + 6, H + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
         }
         function drawGroup(paint, box) {
           const at = box - size, first = graph.first[at], last = graph.last[at], n = last - first + 1;
@@ -795,7 +853,7 @@ const NimbleViewer = (() => {
             paint.fillStyle = soft; paint.font = `10.5px ${sans}`;
             paint.fillText(cut(paint, `${count(n)} calls${alike} · stream${used.length > 1 ? "s" : ""} ${used.length > 2 ? `${used[0]}–${used[used.length - 1]}` : used.join(", ")}`, room), x[box] + 9, y[box] + 29);
           }
-          if (state.call >= first && state.call <= last) { rounded(paint, x[box] - 3, y[box] - 3, wide[box] + 6, tall[box] + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
+          if (stood.has(box)) { rounded(paint, x[box] - 3, y[box] - 3, wide[box] + 6, tall[box] + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
         }
       }
       function toggle(box) {
@@ -898,7 +956,7 @@ const NimbleViewer = (() => {
         const height = top * 2 + run.lanes.length * tall;
         const board = surface(section, `${run.label}: ${run.lanes.length} lanes, ${count(run.call.length)} spans`, (context, width) => {
           const left = gutter(), room = width - left - 8, span = view.to - view.from, perNs = room / span, sans = theme.value("sans");
-          const gap = step(span, room);
+          const gap = step(span, room), marks = marksOf(run), table = tableOf(run);
           context.strokeStyle = theme.value("line"); context.lineWidth = 1; context.beginPath();
           for (let tick = Math.ceil(view.from / gap) * gap; tick <= view.to; tick += gap) { const at = Math.round(toX(tick, width)) + 0.5; context.moveTo(at, 0); context.lineTo(at, height); }
           context.stroke();
@@ -917,20 +975,20 @@ const NimbleViewer = (() => {
               const index = list[at], start = run.start[index];
               if (start > view.to) break;
               const x = left + (start - view.from) * perNs, wide = run.length[index] * perNs, call = run.call[index];
-              if (x + wide < painted && call !== state.call) continue;
+              if (x + wide < painted && !marks.has(call)) continue;
               const from = Math.max(x, left - 2), to = Math.min(x + Math.max(wide, 0.6), width + 2);
               const colour = streamLane(lane) ? theme.stream(lane) : run.lanes[lane].kind === "gpu" ? theme.value("work") : theme.value("remainder");
               context.fillStyle = streamLane(lane) && to - from > 3 ? streamFill(context, lane) : colour;
               context.fillRect(from, y + (tall - bar) / 2, Math.max(to - from - (wide > 3 ? 0.7 : 0), 0.5), bar);
               painted = Math.floor(to) + (wide < 1 ? 0.4 : 0);
               if (to - from > 34 && tall > 12) {
-                const label = call >= 0 ? calls.label[call] : run.name[index];
+                const label = call >= 0 ? table.label[call] : run.name[index];
                 context.font = `10.5px ${sans}`; context.textAlign = "left"; context.fillStyle = ink(colour.startsWith("#") ? colour : "#888888");
                 context.save(); context.beginPath(); context.rect(from, y, to - from - 3, tall); context.clip();
                 if (lane >= 8 && streamLane(lane)) { context.save(); context.fillStyle = colour; context.fillRect(from + 2, y + (tall - bar) / 2 + 1, context.measureText(label).width + 5, bar - 2); context.restore(); }
                 context.fillText(label, from + 4, y + tall / 2 + 0.5); context.restore();
               }
-              if (call === state.call && call >= 0) { context.strokeStyle = theme.value("select"); context.lineWidth = 2.5; context.strokeRect(from - 1, y + (tall - bar) / 2 - 1.5, Math.max(to - from, 2) + 1, bar + 3); }
+              if (marks.has(call)) { context.strokeStyle = theme.value("select"); context.lineWidth = 2.5; context.strokeRect(from - 1, y + (tall - bar) / 2 - 1.5, Math.max(to - from, 2) + 1, bar + 3); }
             }
             context.restore();
           }
@@ -953,7 +1011,7 @@ const NimbleViewer = (() => {
             const reach = Math.min(toX(run.length_ns, wideness), wideness) - Math.max(toX(0, wideness), left), crowded = 6 * lines.length > Math.max(reach, 1);
             paint.setLineDash([4, 3]);
             for (const [u, v, p, c, end, start] of lines) {
-              const chosen = u === state.call || v === state.call;
+              const chosen = marked.has(u) || marked.has(v);
               if (crowded && !chosen) continue;
               paint.lineWidth = chosen ? 2.5 : 1.3; paint.globalAlpha = chosen ? 1 : 0.75; paint.strokeStyle = chosen ? theme.value("select") : theme.value("sync");
               paint.beginPath(); paint.moveTo(toX(end, wideness), top + (run.lane[p] + 0.5) * tall); paint.lineTo(toX(start, wideness), top + (run.lane[c] + 0.5) * tall); paint.stroke();
@@ -985,12 +1043,12 @@ const NimbleViewer = (() => {
         const canvas = board.canvas, perPixel = () => (view.to - view.from) / (canvas.clientWidth - gutter() - 8);
         pointer(canvas, {
           pan: (dx) => setRange(view.from - dx * perPixel(), view.to - dx * perPixel()), zoom: (by, x) => zoomAt(by, x, canvas.clientWidth),
-          click: (x, y) => { const span = hit(x, y); select(span >= 0 ? run.call[span] : -1, "timeline"); },
+          click: (x, y) => { const span = hit(x, y), call = span >= 0 ? run.call[span] : -1; if (call >= 0 && isEager(run)) selectEager(call, "timeline"); else select(call, "timeline"); },
           hover: (event, x, y) => {
             const span = hit(x, y);
             if (span < 0) { showTip(); return; }
             const call = run.call[span];
-            showTip(event, [run.name[span], `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}`, ...(call >= 0 ? [`call ${call}: ${nameOf(call)}`, sourceOf(call)] : ["belongs to no call"])]);
+            showTip(event, [run.name[span], `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}`, ...(call < 0 ? ["belongs to no call"] : isEager(run) ? [`eager call ${call}: ${nameOf(call, eager)}`, sourceOf(call, eager), ...fate(call)] : [`call ${call}: ${nameOf(call)}`, ...origin(call)])]);
           },
         });
         canvas.addEventListener("wheel", (event) => {
@@ -1006,15 +1064,16 @@ const NimbleViewer = (() => {
       function reveal(centre) {
         let low = Infinity, high = -Infinity;
         for (const run of drawn) {
-          const spans = centre ? spansOf(run).get(state.call) || [] : [];
+          const spans = centre ? [...marksOf(run)].flatMap((call) => spansOf(run).get(call) || []) : [];
           for (const span of spans) { low = Math.min(low, run.start[span]); high = Math.max(high, run.start[span] + run.length[span]); }
         }
         if (high > low && (high < view.from || low > view.to)) { const half = Math.max((view.to - view.from) / 2, (high - low) * 0.6); setRange((low + high) / 2 - half, (low + high) / 2 + half); }
         refresh();
       }
       const goTo = () => {
-        const run = drawn[drawn.length - 1], spans = spansOf(run).get(state.call);
-        if (!spans) return;
+        const spansIn = (run) => [...marksOf(run)].flatMap((call) => spansOf(run).get(call) || []), run = drawn.filter((other) => spansIn(other).length).pop();
+        if (!run) return;
+        const spans = spansIn(run);
         const from = run.start[spans[0]], last = spans[spans.length - 1], wide = Math.max(12 * (run.start[last] + run.length[last] - from), 2000);
         setRange(from - wide * 0.4, from + wide * 0.6);
       };
@@ -1048,12 +1107,12 @@ const NimbleViewer = (() => {
         const keep = view.text ? new Set(matches(view.text)) : null, rows = [];
         now.producer.forEach((u, at) => { const v = now.consumer[at]; if (!keep || keep.has(u) || keep.has(v)) rows.push([at, u, v]); });
         if (!now.producer.length) { list.replaceChildren(el("p", { class: "nv-sub" }, `${planLabel(now)} needs no synchronisation: ${now.streams > 1 ? "its streams never meet" : "all calls are on one stream"}.`)); return; }
-        const side = (call) => el("td", null, streamChip(now.stream[call]), callLink(call), el("span", { class: "nv-small", style: "white-space:normal" }, calls.module[call]));
-        const first = rows.findIndex(([, u, v]) => u === state.call || v === state.call);
+        const side = (call) => el("td", null, streamChip(now.stream[call]), callLink(call), el("span", { class: "nv-small", style: "white-space:normal" }, calls.module[call]), fused && el("span", { class: "nv-small", style: "white-space:normal" }, standsFor[call].length ? `for eager ${listed(standsFor[call], 4, (other) => `${other} ${eager.label[other]}`).join(", ")}` : "no eager call explains it"));
+        const first = rows.findIndex(([, u, v]) => marked.has(u) || marked.has(v));
         const shownRows = rows.slice(0, view.limit);
         if (first >= view.limit) shownRows.unshift(rows[first]);
         list.replaceChildren(
-          table([["#", 1], ["Producer (stream, call, module)"], ["Consumer that waits for it"], ["Producer's cost", 1]], shownRows.map(([at, u, v]) => el("tr", { class: u === state.call || v === state.call ? "nv-on" : null }, el("td", { class: "nv-num" }, at + 1), side(u), side(v), el("td", { class: "nv-num" }, time(calls.cost[u]))))),
+          table([["#", 1], ["Producer (stream, call, module)"], ["Consumer that waits for it"], ["Producer's cost", 1]], shownRows.map(([at, u, v]) => el("tr", { class: marked.has(u) || marked.has(v) ? "nv-on" : null }, el("td", { class: "nv-num" }, at + 1), side(u), side(v), el("td", { class: "nv-num" }, time(calls.cost[u]))))),
           rows.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 200; fill(); } }, `Show ${Math.min(200, rows.length - view.limit)} more of ${count(rows.length)}`) : "", rows.length ? "" : el("p", { class: "nv-sub" }, "Nothing matches the search."));
       }
       const host = data.host_syncs;
@@ -1071,7 +1130,7 @@ const NimbleViewer = (() => {
     // ---------------------------------------------------------------- frame
     const tabs = el("div", { class: "nv-tabs", role: "tablist", "aria-label": "Views" }), holder = el("div", { class: "nv-panes" });
     for (const [name, title, build, fill] of [["summary", "Summary", buildSummary], ["overhead", "Overhead", buildOverhead, 1], ["dag", "DAG", buildDag, 1], ["timeline", "Timeline", buildTimeline, 1], ["syncs", "Syncs", buildSyncs, 1]]) {
-      const tab = el("button", { role: "tab", type: "button", id: `nv-tab-${name}`, "aria-controls": `nv-pane-${name}`, "aria-selected": "false", tabindex: -1, onclick: () => { show(name); if (state.call >= 0) fillDetail(); } }, title);
+      const tab = el("button", { role: "tab", type: "button", id: `nv-tab-${name}`, "aria-controls": `nv-pane-${name}`, "aria-selected": "false", tabindex: -1, onclick: () => { show(name); fillDetail(); } }, title);
       const node = el("div", { role: "tabpanel", id: `nv-pane-${name}`, "aria-labelledby": `nv-tab-${name}`, class: `nv-pane${fill ? " nv-fill" : ""}`, hidden: true, tabindex: 0 });
       panes[name] = { tab, node, build, title };
       tabs.append(tab); holder.append(node);
@@ -1091,17 +1150,17 @@ const NimbleViewer = (() => {
       for (const key of Object.keys(patterns)) delete patterns[key];
       for (const request of redraw) request();
       for (const react of onPlan) react();
-      if (state.call >= 0) fillDetail();
+      fillDetail();
     }
     wish.addEventListener("change", applyTheme);
     const [lead, ...rest] = facts.verdict.split("; ");
     root.replaceChildren(el("div", { class: "nv" },
-      el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${count(size)} calls · ${facts.context}`), themeButton, el("p", { class: "nv-verdict" }, lead, rest.length > 0 && el("span", null, `; ${rest.join("; ")}`))),
+      el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${fused ? `${facts.provenance.facts[0][1]}` : `${count(size)} calls`} · ${facts.context}`), themeButton, el("p", { class: "nv-verdict" }, lead, rest.length > 0 && el("span", null, `; ${rest.join("; ")}`))),
       !facts.complete && el("div", { class: "nv-note", role: "status" }, "Interrupted: this report holds what was measured until then. What is missing is said where it would stand."),
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();
     show("summary");
-    return { select, show, selected: () => state.call, dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
+    return { select, selectEager, show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
   }
   return { mount };
 })();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 from nimble_core.candidates import Candidate
@@ -10,60 +11,99 @@ from nimble_core.units import format_bytes, format_ns, format_percent
 from nimble_viz.report import Report
 from nimble_viz.views.labels import label_plan, plural, ratio_cell
 
-__all__ = ["FOLDED_ABOVE", "candidates"]
+__all__ = ["FOLDED_ABOVE", "candidates", "pays_back"]
 
 FOLDED_ABOVE = 3
 """So many plans that were never captured are listed one by one; more are folded to one line for each reason."""
 
 
-def candidates(report: Report) -> dict[str, list[dict[str, Any]]] | None:
-    """``rows``: the chosen one, then by median, then those not measured and those not captured; ``folded``: groups.
+def candidates(report: Report) -> dict[str, Any] | None:
+    """``rows``: the chosen one, then by median, then those dropped and those not captured; ``folded``: groups.
 
-    Many plans that were not captured are no rows but groups, one for each reason. None where there was no choice.
+    Many plans that were never captured are no rows but groups, one for each reason. ``fused``: whether kernels other
+    than eager's were tried. ``single``: the one-stream replay that ``over one stream`` is about, which is that of
+    eager's kernels if it was measured. None where there was no choice.
     """
     found = report.candidates
     if len(found) < 2:
         return None
-    tried = sorted((one for one in found if _captured(one)), key=_rank)
-    rest = sorted((one for one in found if not _captured(one)), key=lambda one: one.simulated_ns)
+    tried = sorted((one for one in found if not _never_captured(one)), key=_rank)
+    rest = sorted((one for one in found if _never_captured(one)), key=lambda one: one.simulated_ns)
     shown = tried if len(rest) > FOLDED_ABOVE else tried + rest
-    single = next((one.measurement for one in found if one.name == "single"), None)
+    single = _single(report)
     reasons = dict.fromkeys(one.note for one in rest) if len(rest) > FOLDED_ABOVE else {}
     return {
+        "fused": any(one.fuse != "none" for one in found),
+        "single": label_plan(single.name) if single else "",
         "rows": [_row(report, one, single) for one in shown],
         "folded": [_group(report, [one for one in rest if one.note == note]) for note in reasons],
     }
 
 
-def _captured(one: Candidate) -> bool:
-    return one.chosen or one.measurement is not None or one.check is not None or one.capture_s > 0
+def pays_back(cost_s: float, median_ns: float, baseline_ns: float) -> int | None:
+    """After how many calls ``cost_s`` of preparation is earned back; None if a call is not faster than the baseline.
+
+    >>> pays_back(0.001, 300_000, 550_000), pays_back(0.001, 550_000, 550_000)
+    (4, None)
+    """
+    gain_ns = baseline_ns - median_ns
+    if gain_ns <= 0:
+        return None
+    return ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
+
+
+def _single(report: Report) -> Candidate | None:
+    """One stream of eager's kernels if it was measured, else of others."""
+    ones = [one for one in report.candidates if one.measurement and one.name.rpartition(", ")[2] == "single"]
+    return min(ones, key=lambda one: one.fuse != "none", default=None)
+
+
+def _never_captured(one: Candidate) -> bool:
+    """Left aside by choice; what was dropped because it failed is shown in its own right."""
+    tried = one.chosen or one.measurement is not None or one.check is not None or one.capture_s > 0
+    return not tried and one.note.startswith("not captured")
 
 
 def _rank(one: Candidate) -> tuple[bool, bool, float]:
     return not one.chosen, one.measurement is None, one.measurement.median_ns if one.measurement else 0.0
 
 
-def _row(report: Report, one: Candidate, single: Measurement | None) -> dict[str, Any]:
+def _row(report: Report, one: Candidate, single: Candidate | None) -> dict[str, Any]:
     taken, check = one.measurement, one.check
     wrong = check is not None and check.differs
-    against = ratio(taken, single) if taken and single and one.name != "single" and not wrong else None
+    base = single.measurement if single and single.name != one.name and not wrong else None
+    cost_s = one.fuse_s + one.capture_s
     return {
         "name": one.name,
         "label": label_plan(one.name),
+        "kernels": "eager's" if one.fuse == "none" else one.fuse,
         "streams": one.streams,
         "syncs": one.syncs,
         "median": format_ns(taken.median_ns) if taken else "",
         "quartiles": _quartiles(taken) if taken else "",
         "stable": taken is None or taken.stable,
-        "single": ratio_cell(report, against),
+        "single": ratio_cell(report, ratio(taken, base)) if taken and base else None,
         "simulated": format_ns(one.simulated_ns) if one.simulated_ns else "",
         "memory": format_bytes(one.nbytes) if one.nbytes else "",
+        "cost": format_ns(cost_s * 1e9) if cost_s else "",
+        "made": format_ns(one.fuse_s * 1e9) if one.fuse_s else "",
+        "pays": "" if wrong else _pays(taken, cost_s, report.measurement("eager")),
+        "pays_single": _pays(taken, cost_s - single.fuse_s - single.capture_s, base) if single and base else "",
         "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
+        "error": f"{check.error:.1e}" if check else "",
         "wrong": wrong,
         "equal": check is not None and check.passed,
         "chosen": one.chosen,
         "outcome": _outcome(report, one),
     }
+
+
+def _pays(taken: Measurement | None, cost_s: float, baseline: Measurement | None) -> str:
+    """``"after 1,234 calls"``, ``"at once"``, ``"never"``; empty where either was not measured."""
+    if taken is None or baseline is None:
+        return ""
+    calls = pays_back(cost_s, taken.median_ns, baseline.median_ns)
+    return "never" if calls is None else f"after {plural(calls, 'call')}" if calls else "at once"
 
 
 def _quartiles(taken: Measurement) -> str:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nimble_viz.report import Report
-from nimble_viz.views.labels import label_run
+from nimble_viz.views.labels import label_call, label_run
+from nimble_viz.views.provenance import nesting_modules
 
 __all__ = ["Boxes", "Lane", "Layout", "components", "dag", "lay_out", "layers", "nest", "order", "spread_row"]
 
@@ -72,9 +73,9 @@ class Layout:
 def dag(report: Report) -> dict[str, Any]:
     """Boxes with their rows and positions, edges, critical path and plans, as columns."""
     graph, calls = report.graph, report.program.calls
-    boxes = nest([call.module for call in calls])
+    boxes = nest(nesting_modules(report))
     layout = lay_out(boxes, graph.meg)
-    labels = [call.label for call in calls]
+    labels = [label_call(call) for call in calls]
     shapes = [tuple(labels[first : last + 1]) for first, last in zip(boxes.first, boxes.last, strict=True)]
     alike = Counter(shapes)
     minimum = frozenset(graph.meg)

@@ -14,7 +14,7 @@ PARTS = ("python", "dispatch", "allocation", "launch")
 
 
 def overhead(report: Report) -> dict[str, Any] | None:
-    """Columns of the profiled calls (whole nanoseconds) and the totals they add up to; None if not profiled."""
+    """Columns of the profiled eager calls (whole ns) and the totals they add up to; None if not profiled."""
     profile = report.overhead
     if profile is None:
         return None

@@ -10,10 +10,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nimble_core.program import Call, TensorRef
+from nimble_core.program import Call, Program, TensorRef
 from nimble_viz.report import Report
 from nimble_viz.views.dag import dag
+from nimble_viz.views.labels import label_call
 from nimble_viz.views.overhead import overhead
+from nimble_viz.views.provenance import module_of
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, ENDS, host_syncs
 from nimble_viz.views.timeline import timelines
@@ -25,7 +27,11 @@ _LONGEST_ARGUMENTS = 240
 
 
 def view_data(report: Report) -> dict[str, Any]:
-    """Everything the viewer draws, ready for ``json.dumps``; under 400 bytes per call for usual models."""
+    """Everything the viewer draws, ready for ``json.dumps``; under 400 bytes per call for usual models.
+
+    ``calls`` are those of the program; ``stands`` counts the eager calls that each stands for, ``for`` lists these.
+    Overhead and the eager timeline count in ``eager`` calls, null where the program itself holds the eager calls.
+    """
     strings: dict[str, int] = {}
 
     def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -46,6 +52,7 @@ def view_data(report: Report) -> dict[str, Any]:
         "version": PAYLOAD_VERSION,
         "summary": summary(report),
         "calls": table(_calls(report)),
+        "eager": table(_eager(report.eager)) if report.eager is not None else None,
         "overhead": profile,
         "dag": graph,
         "timelines": lines,
@@ -90,9 +97,11 @@ def _calls(report: Report) -> dict[str, list[Any]]:
     spread = report.costs.spread_ns
     return {
         "operator": [call.operator for call in calls],
-        "label": [call.label for call in calls],
-        "module": [call.module for call in calls],
+        "label": [label_call(call) for call in calls],
+        "module": [module_of(call) for call in calls],
         "origins": [len(call.origins) for call in calls],
+        "stands": [len(call.eager) for call in calls],
+        "for": [index for call in calls for index in call.eager],
         "file": [call.origins[0].file if call.origins else "" for call in calls],
         "line": [call.origins[0].line if call.origins else 0 for call in calls],
         "phase": [call.phase for call in calls],
@@ -101,6 +110,20 @@ def _calls(report: Report) -> dict[str, list[Any]]:
         "arguments": [_arguments(call) for call in calls],
         "cost": [round(ns) for ns in report.costs.ns],
         "spread": [round(ns) for ns in spread] if spread else [],
+    }
+
+
+def _eager(program: Program) -> dict[str, list[Any]]:
+    """Eager calls as far as fused calls refer to them."""
+    first = [call.origins[0] if call.origins else None for call in program.calls]
+    return {
+        "operator": [call.operator for call in program.calls],
+        "label": [call.label for call in program.calls],
+        "module": [call.module for call in program.calls],
+        "phase": [call.phase for call in program.calls],
+        "file": [origin.file if origin else "" for origin in first],
+        "line": [origin.line if origin else 0 for origin in first],
+        "writes": [_shapes(call.writes) for call in program.calls],
     }
 
 

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from nimble_core.candidates import EqualityCheck
+from nimble_core.costs import limit_ns
 from nimble_core.measurement import Measurement, Ratio
 from nimble_core.schedule import Schedule
 from nimble_core.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.report import Report
 from nimble_viz.views.candidates import candidates
 from nimble_viz.views.concurrency import graph_width, observed
-from nimble_viz.views.labels import SAME_BAND, context, label_run, planned, plural, ratio_cell
+from nimble_viz.views.labels import (
+    SAME_BAND,
+    context,
+    label_run,
+    one_stream,
+    planned,
+    plural,
+    ratio_cell,
+    ratio_words,
+)
+from nimble_viz.views.limit import distance, limit
 from nimble_viz.views.memory import memory
+from nimble_viz.views.peers import against, best_peer, peers
+from nimble_viz.views.provenance import provenance
 from nimble_viz.views.syncs import promise
 from nimble_viz.views.what_if import what_if
 
@@ -22,26 +36,31 @@ def verdict(report: Report) -> str:
     """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
 
     ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
-    at 1.08x of the critical path; outputs equal eager's within tolerance."`` It is about ``report.chosen`` if that
-    was measured, else about the fastest replay. A replay with wrong outputs is named first, and wins nothing.
+    at 1.08x of the critical path; outputs equal eager's within tolerance."`` With peers, also how it compares with the
+    fastest of them. It is about ``report.chosen`` if that was measured, else about the fastest replay. A replay with
+    wrong outputs is named first, and wins nothing.
     Of a plan it says that nothing was run.
     """
     if planned(report):
         return _outlook(report)
     doubts = _doubts(report)
     name = _best(report)
-    against = report.ratio(name) if name else None
-    if against is None or not report.program.calls:
+    over = report.ratio(name) if name else None
+    if over is None or not report.program.calls:
         why = "the model made no call that reaches the device" if not report.program.calls else "no replay was measured"
         sentence = f"No comparison with eager ({context(report)}): {why}"
     else:
-        sentence = f"{label_run(report, against.name)} is {_than(against)} eager ({context(report)}{_mark(against)})"
-        single = report.ratio(name, "single") if name != "single" else None
+        sentence = f"{label_run(report, over.name)} is {ratio_words(over)} eager ({context(report)}{_mark(over)})"
+        single = report.ratio(name, one_stream(name)) if name != one_stream(name) else None
         if single:
-            sentence += f", {_than(single)} one-stream replay"
-        taken = report.measurement(name)
-        if taken and report.critical_path_ns:
-            sentence += f", at {format_ratio(taken.median_ns / report.critical_path_ns)} of the critical path"
+            sentence += f", {ratio_words(single)} {label_run(report, single.baseline)}"
+        peer = report.ratio(name, best_peer(report))
+        if peer:
+            fastest = ", the fastest peer" if len(report.peers) > 1 else ""
+            sentence += f", {against(peer)}{fastest}"
+        bound = limit(report, name)
+        if bound:
+            sentence += f", at {bound['over']} of the {bound['short']}"
     wrong = [label_run(report, check.name) for check in report.checks if check.differs]
     if wrong:
         sentence = f"The outputs of {', '.join(wrong)} differ from eager's, and their times do not count; {sentence}"
@@ -49,10 +68,11 @@ def verdict(report: Report) -> str:
 
 
 def summary(report: Report) -> dict[str, Any]:
-    """Tables of the summary: speed, checks, candidates, plans, what-if, preparation, environment, memory, warnings.
+    """Tables of the summary: speed, peers, limit, provenance, checks, candidates, plans, what-if, preparation, ….
 
     Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
     """
+    best = _best(report)
     return {
         "model": report.model,
         "verdict": verdict(report),
@@ -62,14 +82,19 @@ def summary(report: Report) -> dict[str, Any]:
         "planned": planned(report),
         "chosen": report.chosen,
         "speed": [_speed(report, taken) for taken in report.measurements],
+        "peers": peers(report, best),
+        "best": label_run(report, best) if best else "",
+        "limit": limit(report, best) if best else None,
+        "provenance": provenance(report),
         "checks": [
             {
                 "run": label_run(report, check.name),
-                "error": f"{check.relative_error:.1e}",
+                "error": f"{check.error:.1e}",
                 "tolerance": f"{check.tolerance:.1e}",
                 "effect": f"{check.input_effect:.1e}",
                 "passed": check.passed,
                 "reason": check.reason,
+                "reference": _reference(check),
             }
             for check in report.checks
         ],
@@ -111,16 +136,6 @@ def _best(report: Report) -> str:
     return min(replays, key=lambda taken: taken.median_ns).name if replays else ""
 
 
-def _than(ratio: Ratio) -> str:
-    if abs(ratio.value - 1) <= SAME_BAND:
-        text = "as fast as"
-    elif ratio.value > 1:
-        text = f"{format_ratio(ratio.value)} faster than"
-    else:
-        text = f"{format_ratio(1 / ratio.value)} slower than" if ratio.value else "not comparable with"
-    return text
-
-
 def _mark(ratio: Ratio) -> str:
     return "" if ratio.stable else ", unstable"
 
@@ -142,10 +157,22 @@ def _doubts(report: Report) -> list[str]:
     return doubts
 
 
+def _reference(check: EqualityCheck) -> str:
+    """What the error is measured against, where that is not eager itself."""
+    if check.reference == "eager":
+        return ""
+    return (
+        f"error against the model in {check.reference}, where eager's own is {check.eager_error:.1e}; "
+        f"against eager {check.relative_error:.1e}"
+    )
+
+
 def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
-    replayed = report.schedule(taken.name) is not None
-    single = report.ratio(taken.name, "single") if taken.name not in ("eager", "single") else None
-    distance = format_ratio(taken.median_ns / report.critical_path_ns) if replayed and report.critical_path_ns else ""
+    peer = next((one for one in report.peers if one.name == taken.name), None)
+    wrong = peer is not None and peer.check is not None and peer.check.differs
+    base = one_stream(taken.name)
+    single = report.ratio(taken.name, base) if taken.name not in ("eager", base) and not peer else None
+    far = distance(report, taken.name)
     return {
         "name": taken.name,
         "label": label_run(report, taken.name),
@@ -158,9 +185,11 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
         "warmup": taken.warmup,
         "stable": taken.stable,
         "warnings": list(taken.warnings),
-        "eager": ratio_cell(report, report.ratio(taken.name)) if taken.name != "eager" else None,
+        "eager": ratio_cell(report, report.ratio(taken.name)) if taken.name != "eager" and not wrong else None,
         "single": ratio_cell(report, single),
-        "distance": distance,
+        "distance": "" if far is None else format_ratio(far),
+        "peer": peer is not None,
+        "wrong": wrong,
     }
 
 
@@ -205,7 +234,12 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     ]
     if measured:
         facts.insert(6, ("Concurrency there is", format_ratio(report.costs.total_ns / report.critical_path_ns)))
-    return facts
+        bound = limit_ns(report.costs, report.critical_path_ns)
+        by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
+        if report.costs.demand:
+            facts.insert(7, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
+    origin = provenance(report)
+    return facts[:1] + (origin["facts"] if origin else []) + facts[1:]
 
 
 def _environment(report: Report) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from nimble_core.simulate import H200, simulate
 from nimble_core.units import format_ns, format_percent, format_ratio
 from nimble_viz.report import Report
 from nimble_viz.views.concurrency import graph_width
-from nimble_viz.views.labels import SAME_BAND, plural
+from nimble_viz.views.labels import SAME_BAND, plural, split_plan
 
 __all__ = ["MOST_CALLS", "what_if"]
 
@@ -40,7 +40,7 @@ def what_if(report: Report) -> dict[str, Any] | None:
     widest, _ = graph_width(report.graph)
     if widest < 2:
         return None
-    policy = report.chosen.partition(",")[0]
+    policy = split_plan(report.chosen)[1].partition(",")[0]
     if policy not in POLICIES or policy == "single":
         policy = "contention"
     if policy == "contention" and size > _SEARCHED_CALLS:

@@ -1,0 +1,369 @@
+"""Image classifiers found by architecture search, written from their papers: NASNet-A, AmoebaNet-A and DARTS.
+
+All three are stacks of one cell that keeps the size and one that halves it. A cell reads the outputs of the two cells
+before it, so that many of its operations can run at once: which ones it has is data, a :class:`Genotype`, and
+:class:`Cell` builds any. Training's auxiliary head, dropout and drop-path do nothing in inference and are left out;
+published counts of parameters and multiply-adds leave the head out, too.
+
+    Zoph, Vasudevan, Shlens, Le, "Learning Transferable Architectures for Scalable Image Recognition", CVPR 2018
+    Real, Aggarwal, Huang, Le, "Regularized Evolution for Image Classifier Architecture Search", AAAI 2019
+    Liu, Simonyan, Yang, "DARTS: Differentiable Architecture Search", ICLR 2019
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "AMOEBANET_A",
+    "DARTS_V2",
+    "NASNET_A",
+    "Cell",
+    "CellNetwork",
+    "Genotype",
+    "Layer",
+    "Node",
+    "Search",
+    "amoebanet_a",
+    "amoebanet_a_mobile",
+    "darts",
+    "nasnet_a_mobile",
+]
+
+
+class Node(NamedTuple):
+    """A state of a cell: the sum of two operations, each named in :data:`OPERATIONS`, on two earlier states."""
+
+    left: str
+    left_of: int
+    right: str
+    right_of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Genotype:
+    """What a cell computes.
+
+    States 0 and 1 are the outputs of the cell before the last and of the last one, brought to the cell's width; node
+    ``i`` makes state ``i + 2``.
+
+    Attributes:
+        nodes: in order; each reads states before its own.
+        outputs: states whose channels, concatenated, are the cell's output.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search found: the cell that keeps the size and the one that halves it."""
+
+    normal: Genotype
+    reduction: Genotype
+
+
+NASNET_A = Search(
+    Genotype(
+        (
+            Node("separable 5x5", 1, "separable 3x3", 0),
+            Node("separable 5x5", 0, "separable 3x3", 0),
+            Node("average 3x3", 1, "identity", 0),
+            Node("average 3x3", 0, "average 3x3", 0),
+            Node("separable 3x3", 1, "identity", 1),
+        ),
+        (0, 2, 3, 4, 5, 6),
+    ),
+    Genotype(
+        (
+            Node("separable 5x5", 1, "separable 7x7", 0),
+            Node("max 3x3", 1, "separable 7x7", 0),
+            Node("average 3x3", 1, "separable 5x5", 0),
+            Node("identity", 3, "average 3x3", 2),
+            Node("separable 3x3", 2, "max 3x3", 1),
+        ),
+        (3, 4, 5, 6),
+    ),
+)
+"""Zoph et al., figure 4."""
+
+AMOEBANET_A = Search(
+    Genotype(
+        (
+            Node("average 3x3", 1, "max 3x3", 1),
+            Node("separable 3x3", 0, "identity", 0),
+            Node("identity", 1, "average 3x3", 0),
+            Node("separable 3x3", 1, "separable 5x5", 2),
+            Node("average 3x3", 5, "separable 3x3", 1),
+        ),
+        (0, 3, 4, 6),
+    ),
+    Genotype(
+        (
+            Node("separable 3x3", 0, "average 3x3", 1),
+            Node("max 3x3", 1, "separable 7x7", 2),
+            Node("max 3x3", 0, "max 3x3", 1),
+            Node("separable 3x3", 4, "1x7 7x1", 1),
+            Node("average 3x3", 0, "separable 7x7", 1),
+        ),
+        (2, 3, 4, 5, 6),
+    ),
+)
+"""Real et al., figure 5. Published counts come out only if states that are read inside are outputs too, as here."""
+
+DARTS_V2 = Search(
+    Genotype(
+        (
+            Node("separable 3x3", 0, "separable 3x3", 1),
+            Node("separable 3x3", 0, "separable 3x3", 1),
+            Node("separable 3x3", 1, "identity", 0),
+            Node("identity", 0, "dilated 3x3", 2),
+        ),
+        (2, 3, 4, 5),
+    ),
+    Genotype(
+        (
+            Node("max 3x3", 0, "max 3x3", 1),
+            Node("identity", 2, "max 3x3", 1),
+            Node("max 3x3", 0, "identity", 2),
+            Node("identity", 2, "max 3x3", 1),
+        ),
+        (2, 3, 4, 5),
+    ),
+)
+"""Liu et al., figures 4 and 5: the cells of the second order search."""
+
+Operation = Callable[[int, int, int], nn.Module]
+"""A module, from its numbers of channels in and out and its stride."""
+
+
+def _conv_norm(
+    inputs: int, outputs: int, kernel: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1
+) -> nn.Sequential:
+    """ReLU, convolution, batch normalisation: the order of all three papers."""
+    pad = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
+    return nn.Sequential(
+        nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, pad, bias=False), nn.BatchNorm2d(outputs)
+    )
+
+
+def _depthwise_norm(inputs: int, outputs: int, kernel: int, stride: int, dilation: int = 1) -> nn.Sequential:
+    """ReLU, depthwise and pointwise convolution, batch normalisation."""
+    return nn.Sequential(
+        nn.ReLU(),
+        nn.Conv2d(inputs, inputs, kernel, stride, kernel // 2 * dilation, dilation, groups=inputs, bias=False),
+        nn.Conv2d(inputs, outputs, 1, bias=False),
+        nn.BatchNorm2d(outputs),
+    )
+
+
+def _separable(kernel: int) -> Operation:
+    """A depthwise separable convolution, applied twice; the first one strides."""
+    return lambda inputs, outputs, stride: nn.Sequential(
+        _depthwise_norm(inputs, outputs, kernel, stride), _depthwise_norm(outputs, outputs, kernel, 1)
+    )
+
+
+def _dilated(inputs: int, outputs: int, stride: int) -> nn.Module:
+    return _depthwise_norm(inputs, outputs, 3, stride, dilation=2)
+
+
+def _seven(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """1x7 and 7x1 convolutions in a bottleneck of a quarter of the channels."""
+    inner = outputs // 4
+    return nn.Sequential(
+        _conv_norm(inputs, inner),
+        _conv_norm(inner, inner, (1, 7), (1, stride)),
+        _conv_norm(inner, inner, (7, 1), (stride, 1)),
+        _conv_norm(inner, outputs),
+    )
+
+
+def _pool(make: Callable[[int], nn.Module]) -> Operation:
+    """Pooling; where the number of channels must change, too, a pointwise convolution follows."""
+
+    def operation(inputs: int, outputs: int, stride: int) -> nn.Module:
+        if inputs == outputs:
+            return make(stride)
+        return nn.Sequential(make(stride), nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+
+    return operation
+
+
+def _identity(inputs: int, outputs: int, stride: int) -> nn.Module:
+    return nn.Identity() if inputs == outputs and stride == 1 else _conv_norm(inputs, outputs, stride=stride)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "identity": _identity,
+    "average 3x3": _pool(lambda stride: nn.AvgPool2d(3, stride, 1, count_include_pad=False)),
+    "max 3x3": _pool(lambda stride: nn.MaxPool2d(3, stride, 1)),
+    "separable 3x3": _separable(3),
+    "separable 5x5": _separable(5),
+    "separable 7x7": _separable(7),
+    "dilated 3x3": _dilated,
+    "1x7 7x1": _seven,
+}
+
+
+class FactorizedReduction(nn.Module):
+    """Halves height and width by two strided pointwise convolutions, the second on pixels that the first skips."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.even = nn.Conv2d(inputs, outputs // 2, 1, 2, bias=False)
+        self.odd = nn.Conv2d(inputs, outputs - outputs // 2, 1, 2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, h, w) to (batch, outputs, ⌈h / 2⌉, ⌈w / 2⌉)."""
+        x = F.relu(x)
+        padded = F.pad(x, (0, 1, 0, 1)) if x.shape[2] % 2 or x.shape[3] % 2 else x
+        return self.norm(torch.cat((self.even(x), self.odd(padded[:, :, 1:, 1:])), 1))
+
+
+class Cell(nn.Module):
+    """One cell of a network.
+
+    Args:
+        genotype: what it computes.
+        before: brings the output of the cell before the last to this cell's size, and to ``before_width`` channels.
+        before_width: channels of state 0.
+        last: channels of the last cell's output.
+        width: channels of every other state.
+        stride: 2 for a reduction: operations on states 0 and 1 stride.
+    """
+
+    def __init__(
+        self, genotype: Genotype, before: nn.Module, before_width: int, last: int, width: int, stride: int
+    ) -> None:
+        super().__init__()
+        self.genotype = genotype
+        self.before = before
+        self.last = _conv_norm(last, width)
+
+        def operation(name: str, of: int) -> nn.Module:
+            return OPERATIONS[name](before_width if of == 0 else width, width, stride if of < 2 else 1)
+
+        self.lefts = nn.ModuleList(operation(node.left, node.left_of) for node in genotype.nodes)
+        self.rights = nn.ModuleList(operation(node.right, node.right_of) for node in genotype.nodes)
+
+    def forward(self, before: Tensor, last: Tensor) -> Tensor:
+        """The output, of shape (batch, width · outputs, h / stride, w / stride)."""
+        states = [self.before(before), self.last(last)]
+        for node, left, right in zip(self.genotype.nodes, self.lefts, self.rights, strict=True):
+            states.append(left(states[node.left_of]) + right(states[node.right_of]))
+        return torch.cat([states[index] for index in self.genotype.outputs], 1)
+
+
+class Layer(NamedTuple):
+    """One cell of a network: what it computes, how wide its states are, and its stride."""
+
+    genotype: Genotype
+    width: int
+    stride: int
+
+
+class CellNetwork(nn.Module):
+    """A stem, cells of which each reads the two outputs before it, and a linear head on pooled features.
+
+    Args:
+        stem: convolutions on the image.
+        second: convolutions on the stem's output, of the same width and half its size, for the first cell to read
+            beside it; ``None`` where the first cell reads the stem's output twice, the first time as it is.
+        channels: of the stem's output.
+        layers: the cells.
+        activate: whether ReLU stands between the last cell and pooling.
+        classes: outputs.
+    """
+
+    def __init__(
+        self,
+        stem: nn.Module,
+        second: nn.Module | None,
+        channels: int,
+        layers: Sequence[Layer],
+        *,
+        activate: bool,
+        classes: int = 1000,
+    ) -> None:
+        super().__init__()
+        self.stem = stem
+        self.second = second if second is not None else nn.Identity()
+        cells: list[Cell] = []
+        before, last, halved = channels, channels, second is not None
+        for genotype, width, stride in layers:
+            if second is None and not cells:
+                bring, before_width = nn.Identity(), before
+            elif halved:
+                bring, before_width = FactorizedReduction(before, width), width
+            else:
+                bring, before_width = _conv_norm(before, width), width
+            cells.append(Cell(genotype, bring, before_width, last, width, stride))
+            before, last, halved = last, width * len(genotype.outputs), stride == 2
+        self.cells = nn.ModuleList(cells)
+        self.head = nn.Sequential(
+            nn.ReLU() if activate else nn.Identity(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (batch, classes) from images of shape (batch, 3, height, width)."""
+        before = self.stem(x)
+        last = self.second(before)
+        for cell in self.cells:
+            before, last = last, cell(before, last)
+        return self.head(last)
+
+
+def _stacks(search: Search, repeats: int, width: int, stem: int = 32) -> CellNetwork:
+    """Three stacks of ``repeats`` normal cells, a reduction before the second and third, two more after the stem.
+
+    Zoph et al., figure 2. The width doubles at every reduction; the first stack's is ``width``.
+    """
+    layers = [Layer(search.reduction, width // 4, 2), Layer(search.reduction, width // 2, 2)]
+    for stack in range(3):
+        if stack:
+            layers.append(Layer(search.reduction, width << stack, 2))
+        layers += repeats * [Layer(search.normal, width << stack, 1)]
+    first = nn.Sequential(nn.Conv2d(3, stem, 3, 2, bias=False), nn.BatchNorm2d(stem))
+    return CellNetwork(first, None, stem, layers, activate=True)
+
+
+def nasnet_a_mobile() -> CellNetwork:
+    """NASNet-A (4 @ 1056) for images of 224 px: 5.3M parameters and 564M multiply-adds, as published."""
+    return _stacks(NASNET_A, repeats=4, width=44)
+
+
+def amoebanet_a() -> CellNetwork:
+    """AmoebaNet-A (N=6, F=190) for images of 331 px: 86.7M parameters and 23.1B multiply-adds, as published."""
+    return _stacks(AMOEBANET_A, repeats=6, width=190)
+
+
+def amoebanet_a_mobile() -> CellNetwork:
+    """AmoebaNet-A (N=4, F=50) for images of 224 px: 5.1M parameters and 555M multiply-adds, as published."""
+    return _stacks(AMOEBANET_A, repeats=4, width=50)
+
+
+def darts(cells: int = 14, width: int = 48) -> CellNetwork:
+    """The ImageNet network of DARTS for images of 224 px: 4.7M parameters, as published.
+
+    It has 530M multiply-adds in its convolutions and linear layer. The paper says 574M, not how they were counted;
+    others who counted the released network report 523M to 545M.
+    """
+    stem = nn.Sequential(
+        nn.Conv2d(3, width // 2, 3, 2, 1, bias=False), nn.BatchNorm2d(width // 2), *_conv_norm(width // 2, width, 3, 2)
+    )
+    layers = []
+    for index in range(cells):
+        doublings = (index >= cells // 3) + (index >= 2 * cells // 3)
+        reduces = index in (cells // 3, 2 * cells // 3)
+        genotype = DARTS_V2.reduction if reduces else DARTS_V2.normal
+        layers.append(Layer(genotype, width << doublings, 1 + reduces))
+    return CellNetwork(stem, _conv_norm(width, width, 3, 2), width, layers, activate=False)

@@ -1,0 +1,135 @@
+"""Other kernels for the same model: lift → rewrite → constants → (compile) → record again.
+
+What comes out is a Recorded like the eager one, whose calls stand for eager calls: everything after it (hazards,
+policies, memory, capture, checks) is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.attribution import attributed
+from nimble_core.devices.base import Device
+from nimble_core.errors import CaptureError
+from nimble_core.graph import build_graph
+from nimble_core.inductor import compile_graph, provenance_in_code
+from nimble_core.lift import lift
+from nimble_core.pipeline import Recorded
+from nimble_core.plan import Plan
+from nimble_core.program import Fuse, KernelChoice
+from nimble_core.rewrites.constants import split_constants
+from nimble_core.rewrites.decisions import Decisions
+from nimble_core.rewrites.fold import affine_norms, fold_affine
+from nimble_core.rewrites.layout import to_channels_last
+from nimble_core.rewrites.library import choose_forms
+from nimble_core.rewrites.merge import merge_siblings
+from nimble_core.rewrites.pooling import choose_pools
+from nimble_core.rewrites.simplify import share_equal
+from nimble_core.rewrites.vectors import row_products_as_sums
+from nimble_core.rewritten import Rewritten, tracked
+
+__all__ = ["follow", "fuse"]
+
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+def fuse(
+    device: Device,
+    recorded: Recorded,
+    kind: Fuse,
+    *,
+    measure: bool = True,
+    thorough: bool = False,
+    choices: Collection[KernelChoice] | None = None,
+    step: Step,
+) -> Recorded:
+    """The model of ``recorded`` in other kernels.
+
+    Args:
+        device: where.
+        recorded: the eager recording.
+        kind: ``"library"``: calls of vendor libraries that do several eager calls at once; ``"inductor"``: compiled.
+        measure: time the forms of each convolution; else those that are usually fastest are taken.
+        thorough: let the compiler time kernels too.
+        choices: made before for this program, to be made again; None: measure.
+        step: times the steps.
+
+    Raises:
+        CaptureError: it cannot be rewritten or compiled, or a launch was not seen; says why.
+    """
+    decisions = Decisions(
+        device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
+    )
+    with step(f"rewrite for {kind}"), device.libraries_tuned():
+        module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
+        folded = split_constants(module, _given_names(recorded))
+    inputs = recorded.signature.tensors
+    run: Callable[..., Sequence[torch.Tensor]]
+    if kind == "inductor":
+        with step("compile"), device.libraries_tuned():
+            run = compile_graph(module, inputs, thorough=thorough)
+            device.warm_up(run, inputs, {})
+            provenance = provenance_in_code(module, recorded.recording.program)
+    else:
+        run, provenance = tracked(module, recorded.recording.program)
+        with step("warm up library calls"), device.libraries_tuned():
+            device.warm_up(run, inputs, {})
+    constants = {f"folded {number}": tensor for number, tensor in enumerate(folded.constants if folded else ())}
+    with step(f"record {kind}"), device.libraries_tuned():
+        recording = device.record(
+            recorded.model, recorded.signature, (), {}, Rewritten(kind, run, provenance, constants)
+        )
+    if recording.unseen:
+        raise CaptureError(
+            f"{recording.unseen} launches of the {kind} kernels belong to no call that was seen",
+            where=recording.unseen_where,
+            fix='Options(fuse="none")',
+        )
+    program = attributed(recording.program, recorded.recording.program)
+    program = replace(program, choices=tuple(decisions.made))
+    recording = replace(recording, program=program, output_structure=recorded.recording.output_structure)
+    return Recorded(recorded.model, recorded.signature, recording, build_graph(program), folded, recorded)
+
+
+def follow(device: Device, recorded: Recorded, plan: Plan, *, step: Step) -> Recorded:
+    """The program that ``plan`` schedules: ``recorded`` itself, or made of it as it was when the plan was made.
+
+    Raises:
+        CaptureError: as ``fuse``.
+    """
+    if plan.fuse == "none":
+        return recorded
+    return fuse(device, recorded, plan.fuse, choices=plan.kernels, step=step)
+
+
+def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
+    where = recorded.signature.device
+    module = lift(recorded.recording)
+    affine_norms(module)
+    share_equal(module)
+    channels_last = device.kind == "cuda" and to_channels_last(module) > 0
+    merge_siblings(module, where, decisions, convolutions=compiled)
+    if compiled:
+        row_products_as_sums(module)
+    elif channels_last:
+        choose_pools(module, where, decisions)
+    if device.kind == "cuda" or not compiled:  # on the host the compiler knows no library calls
+        choose_forms(module, where, decisions, channels_last=channels_last, compiled=compiled)
+    if not compiled:
+        fold_affine(module)
+    return module
+
+
+def _given_names(recorded: Recorded) -> dict[str, str]:
+    """What the given tensors are called in the model, by their attribute in the lifted graph."""
+    recording = recorded.recording
+    storages = recording.program.storages
+    return {
+        f"given_{slot}": storages[recording.storage_of[slot]].name or f"constant {slot}" for slot in recording.given
+    }

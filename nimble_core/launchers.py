@@ -1,0 +1,227 @@
+"""Kernels that do not go through torch's dispatcher, seen where they are launched.
+
+Three launchers are known: Inductor's for its Triton kernels (``CachingAutotuner.run``), Triton's own for kernels that
+users write (``JITFunction.run``), and the functions that Inductor compiles for the host. Buffers and views that
+Inductor's code makes past the dispatcher go through it here, so that they are seen as well. A launcher that is not
+known shows on CUDA as graph nodes that belong to no call.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["Launch", "Role", "kernel_roles", "launches_seen"]
+
+Role = tuple[bool, bool]
+"""Whether a kernel reads a tensor, and whether it writes it."""
+
+_BOTH: Role = (True, True)
+_HOST_KERNEL = re.compile(r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch, ready to be done again on whatever stream is current.
+
+    Args:
+        name: of the kernel.
+        launch: launches it; takes ``args`` and ``kwargs``.
+        args: positional arguments of the kernel.
+        kwargs: keyword arguments.
+        names: what the kernel calls its positional arguments.
+        roles: what it does to each tensor, by argument name; tensors that are not listed are read and written.
+    """
+
+    name: str
+    launch: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+    roles: Mapping[str, Role]
+
+
+def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role]:
+    """Roles of the arguments of a kernel that Inductor wrote, by the way it names them.
+
+    >>> kernel_roles(["in_ptr0", "out_ptr0", "in_out_ptr0", "arg_A", "whatever"], ["in_out_ptr0"])
+    {'in_ptr0': (True, False), 'out_ptr0': (False, True), 'in_out_ptr0': (True, True), 'arg_A': (True, False)}
+    """
+    roles: dict[str, Role] = {}
+    for name in names:
+        if name in mutated or name.startswith("in_out_ptr"):
+            roles[name] = _BOTH
+        elif name.startswith("out_ptr"):
+            roles[name] = (False, True)
+        elif name.startswith(("in_ptr", "arg_")):
+            roles[name] = (True, False)
+    return roles
+
+
+class _InductorKernel:
+    """Launches one of Inductor's Triton kernels on the current stream."""
+
+    def __init__(self, kernel: Any, run: Callable[..., Any]) -> None:
+        self._kernel, self._run = kernel, run
+        self.__name__ = kernel.fn.__name__  # graphs name their nodes after what they call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        return self._run(self._kernel, *args, stream=stream, **kwargs)
+
+
+class _TritonKernel:
+    """Launches a Triton kernel of the user's on the current stream."""
+
+    def __init__(self, kernel: Any, run: Callable[..., Any], grid: Any) -> None:
+        self._kernel, self._run, self._grid = kernel, run, grid
+        self.__name__ = kernel.fn.__name__  # graphs name their nodes after what they call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._kernel, *args, grid=self._grid, warmup=False, **kwargs)
+
+
+@contextmanager
+def launches_seen(on_launch: Callable[[Launch, FrameType], Any], apart: Callable[[], bool]) -> Iterator[None]:
+    """Inside, launches of this thread go to ``on_launch`` instead, which has to do them.
+
+    Args:
+        on_launch: told of the launch and of the frame that asked for it; what it returns is the launch's result.
+        apart: whether the thread is inside an operator, whose launches are its own affair.
+    """
+    thread = threading.get_ident()
+
+    def watched() -> bool:
+        return threading.get_ident() == thread and not apart()
+
+    with ExitStack() as undo:
+        heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+        if heuristics is not None:
+            _watch_inductor(heuristics.CachingAutotuner, on_launch, watched, undo)
+        triton = sys.modules.get("triton.runtime.jit")
+        if triton is not None:
+            _watch_triton(triton.JITFunction, on_launch, watched, undo)
+        cache_module = sys.modules.get("torch._inductor.codecache")
+        if cache_module is not None:
+            for module in list(cache_module.PyCodeCache.modules):
+                _watch_generated(module, on_launch, watched, undo)
+        yield
+
+
+def _watch_inductor(owner: Any, on_launch: Any, watched: Callable[[], bool], undo: ExitStack) -> None:
+    run = owner.run
+
+    def seen(kernel: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> Any:
+        if benchmark_run or not watched():
+            return run(kernel, *args, stream=stream, benchmark_run=benchmark_run, **kwargs)
+        names = tuple(kernel.fn.arg_names[: len(args)])
+        name = kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__
+        roles = kernel_roles(names, kernel.mutated_arg_names)
+        return on_launch(Launch(name, _InductorKernel(kernel, run), args, kwargs, names, roles), sys._getframe(1))
+
+    owner.run = seen
+    undo.callback(setattr, owner, "run", run)
+
+
+def _watch_triton(owner: Any, on_launch: Any, watched: Callable[[], bool], undo: ExitStack) -> None:
+    run = owner.run
+
+    def seen(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if warmup or not watched():
+            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        names = tuple(kernel.arg_names[: len(args)])
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        roles = _analysed(kernel, named)
+        launch = _TritonKernel(kernel, run, grid)
+        return on_launch(Launch(kernel.fn.__name__, launch, args, kwargs, names, roles), sys._getframe(1))
+
+    owner.run = seen
+    undo.callback(setattr, owner, "run", run)
+
+
+def _analysed(kernel: Any, named: Mapping[str, Any]) -> dict[str, Role]:
+    """Roles from the kernel's intermediate code; none (all tensors read and written) where that fails."""
+    tensors = [name for name, value in named.items() if isinstance(value, torch.Tensor)]
+    try:
+        import torch._higher_order_ops.triton_kernel_wrap as analysis
+
+        wrap: Any = analysis
+
+        known = {name: value for name, value in named.items() if name in kernel.arg_names}
+        if hasattr(wrap, "identify_accessed_tensors"):
+            mutated = {dep.name for dep in wrap.identify_accessed_tensors(kernel, known, {}).read_writes.writes}
+        else:
+            mutated = set(wrap.identify_mutated_tensors(kernel, known, {}))  # torch 2.11
+    except Exception:  # an analysis of another library's intermediate code: whatever it trips over, both is safe
+        return {}
+    return {name: _BOTH if name in mutated else (True, False) for name in tensors}
+
+
+def _watch_generated(module: ModuleType, on_launch: Any, watched: Callable[[], bool], undo: ExitStack) -> None:
+    """Let what a module of Inductor's makes past the dispatcher go through it, and see its host kernels."""
+    for name, seen in _SEEN.items():
+        if name in module.__dict__:
+            undo.callback(setattr, module, name, module.__dict__[name])
+            setattr(module, name, seen)
+    for name, types in _host_kernels(module).items():
+        kernel = module.__dict__.get(name)
+        if kernel is None:
+            continue
+        names = tuple(f"arg{place}" for place in range(len(types)))
+        roles = {one: (True, False) for one, kind in zip(names, types, strict=True) if kind.startswith("const ")}
+
+        def launch(
+            *args: Any,
+            _kernel: Any = kernel,
+            _name: str = name,
+            _names: tuple[str, ...] = names,
+            _roles: Mapping[str, Role] = roles,
+        ) -> Any:
+            if not watched():
+                return _kernel(*args)
+            return on_launch(Launch(_name, _kernel, args, {}, _names, _roles), sys._getframe(1))
+
+        undo.callback(setattr, module, name, kernel)
+        setattr(module, name, launch)
+
+
+@cache
+def _host_kernels(module: ModuleType) -> dict[str, tuple[str, ...]]:
+    """Host kernels of a generated module, with the C types of their arguments."""
+    file = getattr(module, "__file__", None)
+    if not file or "reinterpret_tensor" not in module.__dict__:
+        return {}
+    with open(file, encoding="utf-8") as source:
+        text = source.read()
+    return {
+        name: tuple(one.strip().strip("'\"") for one in types.split(",") if one.strip())
+        for name, types in _HOST_KERNEL.findall(text)
+    }
+
+
+def _empty_strided(device: str) -> Callable[..., torch.Tensor]:
+    def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        return torch.empty_strided(size, stride, dtype=dtype, device=where)
+
+    return empty_strided
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+_SEEN: dict[str, Callable[..., Any]] = {
+    "empty_strided_cuda": _empty_strided("cuda"),
+    "empty_strided_cpu": _empty_strided("cpu"),
+    "reinterpret_tensor": _reinterpreted,
+}

@@ -1,0 +1,256 @@
+"""From a recording to an FX graph: what the model computes, as a graph of pure operators that rewrites can change.
+
+In-place operators become their functional forms where nothing else looks at the memory they write; the others stay as
+they are, in order, and everything on their memory is *pinned*: rewrites leave it alone. Every node knows which eager
+calls it stands for, so that whatever becomes of it can be traced back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.errors import CaptureError
+from nimble_core.operators import written_arguments
+from nimble_core.program import TensorRef
+from nimble_core.recording import Recording, Slot, Step, slots_in
+
+__all__ = [
+    "CALL_PREFIX",
+    "add_call",
+    "arguments_of",
+    "calls_of",
+    "drop_unused",
+    "is_view",
+    "lift",
+    "pinned",
+    "reference_of",
+    "use_calls",
+]
+
+CALL_PREFIX = "eager_call_"
+"""Nodes are named after the eager call they stand for: a compiler's comments then tell where its kernels come from."""
+
+_CALLS, _REF, _PINNED = "eager", "ref", "pinned"
+
+_RESHAPES: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+"""Views that ask for strides which rewrites may change."""
+
+
+def calls_of(node: fx.Node) -> tuple[int, ...]:
+    """Eager calls that a node stands for, ascending; empty for views and what rewrites added."""
+    return tuple(node.meta.get(_CALLS, ()))
+
+
+def use_calls(node: fx.Node, *sources: fx.Node) -> None:
+    """Let ``node`` stand for the eager calls of ``sources`` as well."""
+    node.meta[_CALLS] = tuple(sorted({*calls_of(node), *(call for source in sources for call in calls_of(source))}))
+
+
+def reference_of(node: fx.Node) -> TensorRef | None:
+    """Shape, strides and type of a node's tensor as they were recorded; None if it makes several or was added."""
+    found = node.meta.get(_REF)
+    return found if isinstance(found, TensorRef) else None
+
+
+def pinned(node: fx.Node) -> bool:
+    """Whether some operator writes the memory of this node in place: rewrites leave it alone."""
+    return bool(node.meta.get(_PINNED))
+
+
+def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], sources: Sequence[fx.Node], **kwargs: Any) -> fx.Node:
+    """A new node that stands for the eager calls of ``sources``; its recorded shape is that of the last of them."""
+    node = graph.call_function(target, tuple(args), kwargs)
+    use_calls(node, *sources)
+    if sources and _REF in sources[-1].meta:
+        node.meta[_REF] = sources[-1].meta[_REF]
+    return node
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an operator's node by name, defaults included."""
+    given: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args):
+            given[argument.name] = node.args[position]
+        else:
+            given[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return given
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether an operator's result shares memory with an argument that it does not write."""
+    schema = getattr(func, "_schema", None)
+    return func is operator.getitem or (
+        schema is not None and any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+    )
+
+
+@dataclass(slots=True)
+class _Lift:
+    recording: Recording
+    module: torch.nn.Module
+    graph: fx.Graph
+    value: dict[int, fx.Node]
+
+    def step(self, step: Step, used_later: Mapping[int, int], position: int) -> None:
+        func, kwargs = step.func, dict(step.kwargs)
+        schema = getattr(func, "_schema", None)
+        written = _written_slots(step)
+        functional = self._functional(step, written, used_later, position) if schema else None
+        args = tuple(self._filled(arg) for arg in step.args)
+        named = {name: self._filled(value) for name, value in kwargs.items()}
+        name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
+        target = functional or _RESHAPES.get(func, func)
+        node = self.graph.create_node("call_function", target, args, named, name=name)
+        if step.call is not None:
+            node.meta[_CALLS] = (step.call,)
+        if functional:
+            self._take(written[0], node)
+            return
+        storages = self.recording.storage_of
+        node.meta[_PINNED] = bool(written)
+        for slot in written:
+            for other, one in self.value.items():
+                if storages[other] == storages[slot]:
+                    one.meta[_PINNED] = True
+        self._take_all(step, node, schema)
+
+    def _functional(self, step: Step, written: Sequence[int], used_later: Mapping[int, int], position: int) -> Any:
+        """The operator without its write in place; None if the write has to stay."""
+        if len(written) != 1 or written[0] not in self.value:
+            return None
+        slot, recording = written[0], self.recording
+        storage = recording.storage_of[slot]
+        if recording.program.storages[storage].role != "intermediate":
+            return None
+        if recording.refs[slot].nbytes != recording.program.storages[storage].nbytes:
+            return None
+        aliases = [other for other, home in enumerate(recording.storage_of) if home == storage and other != slot]
+        if any(used_later.get(other, -1) > position and other in self.value for other in aliases):
+            return None
+        if self.value[slot].meta.get(_PINNED) or len({recording.refs[read].dtype for read in step.reads}) > 1:
+            return None  # of mixed types the functional form may give another one
+        return _without_write(step.func)
+
+    def _take_all(self, step: Step, node: fx.Node, schema: Any) -> None:
+        made = [(place, slot) for place, slot in enumerate(step.outputs) if slot >= 0]
+        if not made:
+            return
+        returns = [str(one.type) for one in schema.returns] if schema else []
+        if returns == ["Tensor"]:
+            self._take(made[0][1], node)
+            return
+        places = list(range(len(step.outputs)))
+        if returns != ["List[Tensor]"]:
+            places = [place for place, kind in enumerate(returns) if kind == "Tensor"]
+        for place, slot in made:
+            if len(places) != len(step.outputs) and place:
+                continue  # one of them was undefined: only the first is certain
+            item = self.graph.call_function(operator.getitem, (node, places[place]))
+            item.meta[_CALLS] = node.meta.get(_CALLS, ())
+            item.meta[_PINNED] = node.meta.get(_PINNED)
+            self._take(slot, item)
+
+    def _take(self, slot: int, node: fx.Node) -> None:
+        if self.recording.refs[slot].numel or _REF not in node.meta:
+            node.meta[_REF] = self.recording.refs[slot]
+        storage = self.recording.storage_of[slot]
+        if any(
+            one.meta.get(_PINNED) and self.recording.storage_of[other] == storage for other, one in self.value.items()
+        ):
+            node.meta[_PINNED] = True
+        self.value[slot] = node
+
+    def _filled(self, arg: Any) -> Any:
+        if type(arg) is Slot:
+            if arg.index not in self.value:
+                raise CaptureError(
+                    "a result that an operator may leave out is used: its calls cannot be rewritten",
+                    fix='Options(fuse="none")',
+                )
+            return self.value[arg.index]
+        if type(arg) in (list, tuple):
+            return type(arg)(self._filled(item) for item in arg)
+        return arg
+
+
+def lift(recording: Recording) -> fx.GraphModule:
+    """The recording as a GraphModule from its input tensors to the tuple of its output tensors.
+
+    Given tensors (parameters, buffers, constants) are attributes ``given_<slot>`` of the module: the very tensors, so
+    that the graph reads live weights.
+
+    Raises:
+        CaptureError: a result that cannot be told by its place.
+    """
+    graph, module = fx.Graph(), torch.nn.Module()
+    lifting = _Lift(recording, module, graph, {})
+    for position, slot in enumerate(recording.inputs):
+        node = graph.placeholder(f"input_{position}")
+        node.meta[_REF] = recording.refs[slot]
+        lifting.value[slot] = node
+    written = {recording.storage_of[slot] for step in recording.steps for slot in _written_slots(step)}
+    for slot, tensor in recording.given.items():
+        name = f"given_{slot}"
+        module.register_buffer(name, tensor)
+        node = graph.get_attr(name)
+        node.meta[_REF] = recording.refs[slot]
+        node.meta[_PINNED] = recording.storage_of[slot] in written
+        lifting.value[slot] = node
+    used_later: dict[int, int] = {}
+    for position, step in enumerate(recording.steps):
+        used_later.update(dict.fromkeys(step.reads, position))
+    used_later.update(dict.fromkeys(recording.outputs, len(recording.steps)))
+    for position, step in enumerate(recording.steps):
+        lifting.step(step, used_later, position)
+    graph.output(tuple(lifting.value[slot] for slot in recording.outputs))
+    lifted = fx.GraphModule(module, graph)
+    drop_unused(lifted)
+    return lifted
+
+
+def drop_unused(module: fx.GraphModule) -> None:
+    """Remove nodes whose result nobody reads, but for those that write in place."""
+    for node in reversed(module.graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not _writes(node):
+            module.graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return bool(node.meta.get(_PINNED)) or (schema is not None and schema.is_mutable)
+
+
+def _written_slots(step: Step) -> tuple[int, ...]:
+    """Slots that a step writes; of what has no schema, all that it is given."""
+    if getattr(step.func, "_schema", None) is None:
+        return step.reads
+    return tuple(slots_in(written_arguments(step.func, step.args, dict(step.kwargs))))
+
+
+@cache
+def _without_write(func: Any) -> Any:
+    """``relu`` for ``relu_``: the same operator with a new result; None if there is none with the same arguments."""
+    schema = func._schema
+    namespace, _, name = schema.name.partition("::")
+    if not name.endswith("_") or name.startswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    found = getattr(packet, func._overloadname, None)
+    if found is None or found._schema.is_mutable:
+        return None
+    same = [one.name for one in found._schema.arguments] == [one.name for one in schema.arguments]
+    return found if same and len(found._schema.returns) == 1 else None

@@ -1,0 +1,192 @@
+"""What the model computes in float64: the truth that eager and every replay are only rounded versions of.
+
+Kernels other than eager's (folded, fused, merged, in TF32) round elsewhere, so they cannot give eager's bits. How far
+they may be from eager is told by how far eager itself is from the same computation with next to no rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nimble_core.errors import InputError, NimbleError
+from nimble_core.operators import owned_tensors
+from nimble_core.preserve import random_state_kept
+from nimble_core.recording import flat_tensors
+from nimble_core.structure import builder, flatten
+from nimble_core.units import format_bytes
+
+__all__ = ["MEMORY_LIMIT", "Reference", "reference_outputs"]
+
+MEMORY_LIMIT = 8 << 30
+"""Bytes that parameters, buffers and inputs may take in float64."""
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What came of a run in float64.
+
+    Args:
+        outputs: output tensors in flattening order; None if the model cannot run in float64.
+        reason: why not; empty otherwise.
+    """
+
+    outputs: tuple[torch.Tensor, ...] | None
+    reason: str = ""
+
+
+def reference_outputs(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    limit_bytes: int = MEMORY_LIMIT,
+) -> Reference:
+    """Run ``model(*args, **kwargs)`` in float64, on the same device, without autocast.
+
+    A module runs as a copy of itself, a function on copies of the tensors it reaches; inputs are copies too. Casts
+    written in the model (``x.float()``, ``softmax(dtype=float32)``, autocast regions) stay in float64. The model, its
+    inputs and the random state are left as they were. What goes wrong is no error: it is the ``reason``.
+
+    Args:
+        model: module or function.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        limit_bytes: do not try if parameters, buffers and inputs in float64 would take more, or more than half of what
+            the device has free.
+    """
+    try:
+        tensors, structure = flatten((tuple(args), dict(kwargs)), what="input")
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if device.type == "cuda":
+            limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0] // 2)
+        owned = [tensor for _, _, tensor in owned_tensors(_owner(model))]
+        needed = sum({id(tensor): _wide_bytes(tensor) for tensor in (*tensors, *owned)}.values())
+        if needed > limit_bytes:
+            return Reference(None, _too_large(needed, limit_bytes))
+        copies: dict[int, Any] = {id(tensor): _widened(tensor) for tensor in tensors}
+        again, named = builder(structure)([copies[id(tensor)] for tensor in tensors])
+        twin = _twin(model, copies)
+        mode = _InFloat64(copies.values(), limit_bytes - needed)
+        with random_state_kept(device), _nothing_compiled(), torch.no_grad():
+            with torch.autocast(device.type, enabled=False, cache_enabled=False), mode:
+                result = twin(*again, **named)
+            outputs, _ = flatten(result, what="output")
+            return Reference(tuple(mode.inside(tensor).clone() for tensor in outputs))
+    except NimbleError as error:
+        return Reference(None, error.what)
+    except Exception as error:  # whatever the user's model raises when its numbers are of another type
+        lines = str(error).strip().splitlines()
+        return Reference(None, f"{type(error).__name__}: {lines[0][:200] if lines else ''}".rstrip(": "))
+
+
+def _too_large(needed: int, limit_bytes: int) -> str:
+    return f"tensors take {format_bytes(needed)} in float64, the limit is {format_bytes(limit_bytes)}"
+
+
+def _wide_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * _dtype(tensor.dtype).itemsize
+
+
+def _owner(model: Callable[..., Any]) -> Any:
+    """``model``, or the object whose method it is."""
+    return getattr(model, "__self__", model)
+
+
+def _twin(model: Callable[..., Any], copies: dict[int, Any]) -> Callable[..., Any]:
+    """A copy of a module (or of the module whose method ``model`` is) in float64; another function stands for itself.
+
+    Args:
+        model: module or function.
+        copies: of tensors by their ``id``, for the copy to hold; those that it makes are added.
+    """
+    owner = _owner(model)
+    if not isinstance(owner, torch.nn.Module):
+        return model
+    for module in owner.modules():
+        # Made here, not by deepcopy: never a copy in both types, and computed attributes cannot be deep-copied.
+        for parameter in module.parameters(recurse=False):
+            copies.setdefault(id(parameter), torch.nn.Parameter(_widened(parameter), requires_grad=False))
+        for tensor in (*module.buffers(recurse=False), *vars(module).values()):
+            if isinstance(tensor, torch.Tensor):
+                copies.setdefault(id(tensor), _widened(tensor))
+    twin: Callable[..., Any] = copy.deepcopy(model, dict(copies))
+    return twin
+
+
+def _dtype(dtype: torch.dtype) -> torch.dtype:
+    return _WIDE.get(dtype, dtype)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, in float64 if it holds floating numbers."""
+    return tensor.detach().to(_dtype(tensor.dtype), copy=True)
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Compiled regions inside the model run eagerly: nothing is compiled again for float64."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class _InFloat64(TorchDispatchMode):
+    """Every call computes in float64, whatever it was given and asked for.
+
+    Tensors from outside (closed over, computed before) are replaced by copies, one for each, so that nothing
+    outside is written and what is written can be read again.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor], spare: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._own: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._limit = self._spare = spare
+        for tensor in own:
+            self._own[tensor] = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self.inside, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.dtype, _dtype, (args, kwargs))
+        result = func(*args, **kwargs)
+        for tensor in flat_tensors(result):
+            self._own[tensor] = True
+        return result
+
+    def inside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for ``tensor`` in this run: itself if the run made it, in float64."""
+        if tensor in self._own and tensor.dtype not in _WIDE:
+            return tensor
+        if tensor not in self._copies:
+            self._spare -= _wide_bytes(tensor)
+            if self._spare < 0:
+                raise InputError(_too_large(self._limit - self._spare, self._limit))
+            self._copies[tensor] = _widened(tensor)
+        found: torch.Tensor = self._copies[tensor]
+        return found

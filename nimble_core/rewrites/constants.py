@@ -1,0 +1,126 @@
+"""What depends on weights alone is computed once, ahead of time, and can be computed again when weights change.
+
+The graph is cut in two: one from the model's own tensors to constants, run now and on every refresh, and the rest,
+which reads the constants. Folded weights, joined weights, weights in another layout, masks and positions: all of it is
+the same to this cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from nimble_core.folded import Folded
+from nimble_core.lift import drop_unused, is_view, pinned
+from nimble_core.operators import makes_memory_only
+from nimble_core.rewrites.fold import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
+from nimble_core.rewrites.library import padded_channels
+from nimble_core.rewrites.merge import joined
+
+__all__ = ["WEIGHT_FUNCTIONS", "split_constants"]
+
+WEIGHT_FUNCTIONS = {norm_scale, norm_shift, narrowed, scaled_weight, shift_as, joined, padded_channels}
+"""Functions of our own that compute weights from weights."""
+
+_GROWTH_NBYTES = 64 << 20
+"""Constants that are larger than this and larger than what they are made of stay calls."""
+
+
+def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | None:
+    """Cut ``module`` down to what depends on its inputs; what it reads instead becomes attributes ``folded_<n>``.
+
+    Args:
+        module: changed in place.
+        names: what the given tensors are called in the model, by attribute (for messages).
+
+    Returns:
+        The constants, with what computes them and what they are made of; None if there are none.
+    """
+    constant: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            if not pinned(node):
+                constant.add(node)
+        elif node.op == "call_function" and _pure(node) and all(one in constant for one in node.all_input_nodes):
+            constant.add(node)
+    computed = {node for node in constant if node.op == "call_function" and _computes(node)}
+    roots = [node for node in module.graph.nodes if node in computed and _wanted_outside(node, constant)]
+    if not roots:
+        return None
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in _needed(roots):
+        copies[node] = graph.node_copy(node, lambda one: copies[one])
+    graph.output([copies[node] for node in roots])
+    compute = fx.GraphModule(module, graph)
+    with torch.no_grad():
+        values = [value.contiguous() if _overlapping(value) else value.clone() for value in compute()]
+    kept: list[torch.Tensor] = []
+    used: list[int] = []
+    for place, (node, value) in enumerate(zip(roots, values, strict=True)):
+        if value.nbytes > _GROWTH_NBYTES:
+            made_of = [one for one in _needed([copies[node]]) if one.op == "get_attr"]
+            if value.nbytes > _GROWTH_NBYTES + sum(getattr(module, str(one.target)).nbytes for one in made_of):
+                continue
+        name = f"folded_{len(kept)}"
+        module.register_buffer(name, value)
+        with module.graph.inserting_before(node):
+            constant_node = module.graph.get_attr(name)
+        constant_node.meta.update(node.meta)
+        node.replace_all_uses_with(constant_node)
+        kept.append(value)
+        used.append(place)
+    wanted = [copies[roots[place]] for place in used]
+    sources = dict.fromkeys(str(one.target) for one in _needed(wanted) if one.op == "get_attr")
+    drop_unused(module)
+    module.graph.lint()
+    module.recompile()
+    if not kept:
+        return None
+
+    def recompute() -> list[torch.Tensor]:
+        with torch.no_grad():
+            values = compute()
+        return [values[place] for place in used]
+
+    return Folded(recompute, tuple(kept), tuple((names.get(one, one), getattr(module, one)) for one in sources))
+
+
+def _pure(node: fx.Node) -> bool:
+    if pinned(node):
+        return False
+    if node.target in WEIGHT_FUNCTIONS or is_view(node.target):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    func = node.target
+    return not (func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or makes_memory_only(func))
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a constant node has a value of its own (a view of a weight reads live weights, and costs nothing)."""
+    while is_view(node.target) and node.op == "call_function":
+        if not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return node.op == "call_function"
+
+
+def _wanted_outside(node: fx.Node, constant: set[fx.Node]) -> bool:
+    return any(user not in constant for user in node.users)
+
+
+def _needed(roots: list[fx.Node]) -> list[fx.Node]:
+    """Nodes that ``roots`` are computed from, and themselves, in graph order."""
+    found: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return [node for node in roots[0].graph.nodes if node in found] if roots else []
+
+
+def _overlapping(value: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))

@@ -1,0 +1,228 @@
+"""Siblings: products, and convolutions, of one input with different weights become one with the weights side by side.
+
+Query, key and value of an attention, the 1x1 branches of an Inception block: one larger call fills more of the device
+than several small ones, and needs no streams to do so. It pays where the larger call takes hardly longer than the
+longest of the small ones, which is measured.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.lift import arguments_of, drop_unused, pinned, reference_of, use_calls
+from nimble_core.program import TensorRef
+from nimble_core.rewrites.decisions import Decisions, Timer
+
+__all__ = ["joined", "merge_siblings"]
+
+_aten = torch.ops.aten
+_HAND_OFF_NS = 3_000.0
+"""What running siblings side by side costs beside their own time: forks and joins of streams."""
+
+
+def joined(parts: Sequence[torch.Tensor | None], sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Weights or biases side by side along the first dimension; zeros for a bias that is not there."""
+    made = [torch.zeros(size, dtype=like.dtype, device=like.device) if part is None else part
+            for part, size in zip(parts, sizes, strict=True)]  # fmt: skip
+    out = torch.cat(made)
+    if made[0].dim() == 4 and made[0].is_contiguous(memory_format=torch.channels_last):
+        out = out.to(memory_format=torch.channels_last)
+    return out
+
+
+def merge_siblings(module: fx.GraphModule, device: torch.device, decisions: Decisions, *, convolutions: bool) -> int:
+    """Merge sibling products, and convolutions, where it pays; how many calls that saved.
+
+    Args:
+        module: changed in place.
+        device: where it runs.
+        decisions: where nothing is measured, products are merged without asking, convolutions are not.
+        convolutions: whether to merge those too: their results are slices, which suits a compiler, not libraries.
+    """
+    saved = 0
+    for group in _groups(module, convolutions=convolutions):
+        if decisions.given is not None or decisions.timer is None:
+            wanted = group[0].target is not _aten.convolution.default
+        else:
+            wanted = _pays(group, device, decisions.timer)
+        if decisions.take(group[0], "merged siblings", wanted=wanted):
+            _merge(module.graph, group)
+            saved += len(group) - 1
+    drop_unused(module)
+    return saved
+
+
+def _groups(module: fx.GraphModule, *, convolutions: bool) -> list[list[fx.Node]]:
+    found: dict[Any, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        key = _key(node, convolutions)
+        if key is not None:
+            found.setdefault(key, []).append(node)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _key(node: fx.Node, convolutions: bool) -> Any:
+    if node.op != "call_function" or pinned(node) or reference_of(node) is None:
+        return None
+    if node.target in (_aten.addmm.default, _aten.mm.default):
+        given = arguments_of(node)
+        rows = given["mat1"] if "mat1" in given else given["self"]
+        weight = _weight_of(given["mat2"])
+        bias = given["self"] if node.target is _aten.addmm.default else None
+        plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
+        if weight is None or not plain or (bias is not None and not _is_vector(bias)) or _is_given(rows):
+            return None
+        return node.target, rows, given["mat2"].target, _dtype(weight), bias is None
+    if convolutions and node.target is _aten.convolution.default:
+        given = arguments_of(node)
+        weight = given["weight"]
+        if given["transposed"] or given["groups"] != 1 or not _only_weights(weight):
+            return None
+        made = reference_of(_root(weight))
+        if made is None or len(made.sizes) != 4 or (given["bias"] is not None and not _only_weights(given["bias"])):
+            return None
+        parameters = tuple(tuple(given[name]) for name in ("stride", "padding", "dilation"))
+        return node.target, given["input"], made.sizes[1:], made.dtype, parameters
+    return None
+
+
+def _weight_of(node: Any) -> fx.Node | None:
+    """The weight ``[out, in]`` whose transpose this is."""
+    if isinstance(node, fx.Node) and node.target is _aten.t.default and isinstance(node.args[0], fx.Node):
+        weight = node.args[0]
+        return weight if _is_given(weight) and not pinned(weight) else None
+    return None
+
+
+def _is_given(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def _is_vector(node: Any) -> bool:
+    recorded = reference_of(node) if _is_given(node) and not pinned(node) else None
+    return recorded is not None and len(recorded.sizes) == 1
+
+
+def _only_weights(node: Any) -> bool:
+    """Whether a node is computed from given tensors that nobody writes."""
+    pending = [node]
+    while pending:
+        one = pending.pop()
+        if pinned(one) or one.op == "placeholder" or (one.op != "get_attr" and not one.all_input_nodes):
+            return False
+        pending += one.all_input_nodes
+    return True
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while reference_of(node) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _dtype(node: fx.Node) -> str:
+    recorded = reference_of(node)
+    return recorded.dtype if recorded else ""
+
+
+def _parts(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, int]:
+    """``(input, weight, bias, output features)``."""
+    given, recorded = arguments_of(node), reference_of(node)
+    assert recorded is not None
+    if node.target is _aten.convolution.default:
+        return given["input"], given["weight"], given["bias"], recorded.sizes[1]
+    weight = given["mat2"].args[0]
+    if node.target is _aten.addmm.default:
+        return given["mat1"], weight, given["self"], recorded.sizes[1]
+    return given["self"], weight, None, recorded.sizes[1]
+
+
+def _example(recorded: TensorRef, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    made = torch.empty(sizes, dtype=getattr(torch, recorded.dtype), device=device)
+    if len(sizes) == 4 and device.type == "cuda":
+        made = made.to(memory_format=torch.channels_last)
+    return made.uniform_(-0.1, 0.1)
+
+
+def _pays(group: Sequence[fx.Node], device: torch.device, timer: Timer) -> bool:
+    source = _parts(group[0])[0]
+    recorded, results = reference_of(source), [reference_of(node) for node in group]
+    if recorded is None or not all(results):
+        return False
+    widths = [_parts(node)[3] for node in group]
+    x = _example(recorded, recorded.sizes, device)
+    own: dict[int, Callable[[], object]] = {}
+    for width in {*widths, sum(widths)}:
+        if group[0].target is _aten.convolution.default:
+            kernel = reference_of(_root(_parts(group[0])[1]))
+            assert kernel is not None
+            weight = _example(recorded, (width, *kernel.sizes[1:]), device)
+            own[width] = partial(_aten.convolution.default, x, weight, None, *group[0].args[3:])
+        else:
+            weight = _example(recorded, (width, recorded.sizes[-1]), device)
+            bias = _example(recorded, (width,), device)
+            own[width] = partial(_aten.addmm.default, bias, x, weight.t())
+    times = dict(zip(own, timer(list(own.values())), strict=True))
+    together, separate = times[sum(widths)], [times[width] for width in widths]
+    apart = [one for one in separate if one is not None]
+    if together is None or len(apart) < len(separate):
+        return False
+    return together <= min(sum(apart), max(apart) + _HAND_OFF_NS)
+
+
+def _merge(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
+    sources = [_parts(node) for node in group]
+    widths = [width for *_, width in sources]
+    first = group[0]
+    # Weights are given tensors, or made of them: they may all come before the first sibling.
+    for node in group[1:]:
+        for needed in _weight_nodes(node):
+            first.prepend(needed)
+    with graph.inserting_before(first):
+        weight = graph.call_function(joined, ([one[1] for one in sources], widths, sources[0][1]))
+        biases = [one[2] for one in sources]
+        bias = (
+            graph.call_function(joined, (biases, widths, sources[0][1])) if any(b is not None for b in biases) else None
+        )
+        if first.target is _aten.convolution.default:
+            merged = graph.call_function(first.target, (sources[0][0], weight, bias, *first.args[3:]))
+        else:
+            turned = graph.call_function(_aten.t.default, (weight,))
+            if bias is None:
+                merged = graph.call_function(_aten.mm.default, (sources[0][0], turned))
+            else:
+                merged = graph.call_function(_aten.addmm.default, (bias, sources[0][0], turned))
+        use_calls(merged, *group)
+        recorded = reference_of(first)
+        if recorded is not None:
+            sizes = (recorded.sizes[0], sum(widths), *recorded.sizes[2:])
+            merged.meta["ref"] = replace(recorded, sizes=sizes)
+        slices = graph.call_function(_aten.split_with_sizes.default, (merged, widths, 1))
+        pieces = []
+        for place in range(len(group)):
+            piece = graph.call_function(operator.getitem, (slices, place))
+            pieces.append(piece)
+    for node, piece in zip(group, pieces, strict=True):
+        piece.meta.update(node.meta)
+        piece.meta["eager"] = ()
+        node.replace_all_uses_with(piece)
+
+
+def _weight_nodes(node: fx.Node) -> list[fx.Node]:
+    """All that weights and bias of ``node`` are made of, in graph order."""
+    _, weight, bias, _ = _parts(node)
+    found: set[fx.Node] = set()
+    pending = [one for one in (weight, bias) if one is not None]
+    while pending:
+        one = pending.pop()
+        if one not in found:
+            found.add(one)
+            pending += one.all_input_nodes
+    return [one for one in node.graph.nodes if one in found]

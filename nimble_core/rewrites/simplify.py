@@ -1,0 +1,61 @@
+"""Small certain gains: equal computations once, copies that copy nothing never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.lift import drop_unused, is_view, pinned, use_calls
+from nimble_core.operators import makes_memory_only
+
+__all__ = ["share_equal"]
+
+
+def share_equal(module: fx.GraphModule) -> int:
+    """Let operators with equal arguments compute once; how many nodes that saved.
+
+    What draws random numbers, writes in place or only makes memory stays as often as it is.
+    """
+    seen: dict[Any, fx.Node] = {}
+    saved = 0
+    for node in list(module.graph.nodes):
+        if node.op not in ("call_function", "get_attr") or pinned(node):
+            continue
+        if node.op == "call_function" and not _repeatable(node):
+            continue
+        key = _key(node)
+        first = seen.setdefault(key, node) if key is not None else node
+        if first is not node:
+            use_calls(first, node)
+            node.replace_all_uses_with(first)
+            module.graph.erase_node(node)
+            saved += 1
+    drop_unused(module)
+    return saved
+
+
+def _repeatable(node: fx.Node) -> bool:
+    func = node.target
+    if is_view(func):
+        return True
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or makes_memory_only(func):
+        return False
+    return torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _key(node: fx.Node) -> Any:
+    try:
+        key = (node.op, node.target, _frozen(node.args), _frozen(tuple(sorted(node.kwargs.items()))))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    # 1 and 1.0 and True are equal, but not to an operator.
+    return value if isinstance(value, fx.Node) else (type(value), value)

@@ -1,0 +1,68 @@
+"""A rewritten model, run again under the recorder: its calls, and which eager calls each of them stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.lift import calls_of
+from nimble_core.program import Fuse, Origin, Program
+
+__all__ = ["Rewritten", "provenance_of", "tracked"]
+
+Provenance = Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """What computes the same as the model, in other calls.
+
+    Args:
+        fuse: whose kernels it runs.
+        run: from input tensors to output tensors, in the order of the eager Program's.
+        provenance: ``(origins, eager calls)`` of the call that is being issued, from the operator and the frame that
+            issues it.
+        names: what its constants are called.
+    """
+
+    fuse: Fuse
+    run: Callable[..., Sequence[torch.Tensor]]
+    provenance: Provenance
+    names: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def provenance_of(program: Program, calls: Sequence[int], operator: str) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
+    """Origins of eager calls, each once; the operator alone where there are none."""
+    origins = dict.fromkeys(origin for call in calls for origin in program.calls[call].origins)
+    return tuple(origins) or (Origin(operator),), tuple(calls)
+
+
+class _Tracked(fx.Interpreter):
+    """Runs a graph node by node, and says which node is running."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.now: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.now = n
+        return super().run_node(n)
+
+
+def tracked(module: fx.GraphModule, program: Program) -> tuple[Callable[..., Any], Provenance]:
+    """A graph as a function, and the provenance of the call that it is issuing."""
+    interpreter = _Tracked(module)
+
+    def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
+        calls = calls_of(interpreter.now) if interpreter.now is not None else ()
+        return provenance_of(program, calls, str(func))
+
+    def run(*inputs: torch.Tensor) -> Any:
+        return interpreter.run(*inputs, enable_io_processing=False)
+
+    return run, provenance

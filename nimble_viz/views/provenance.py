@@ -1,0 +1,124 @@
+"""Which eager calls a fused call stands for, which fused call an eager call became, and what nobody explains."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from nimble_core.program import Call
+from nimble_core.units import format_count, format_ns, format_percent
+from nimble_viz.report import Report
+from nimble_viz.views.labels import common_module, label_call, plural
+
+__all__ = ["became", "fused_calls", "module_of", "nesting_modules", "provenance"]
+
+_MOST_INDICES = 3
+
+
+def became(report: Report) -> tuple[tuple[int, ...], ...]:
+    """For each eager call the calls that stand for it; where nothing was fused, itself."""
+    if report.eager is None:
+        return tuple((call.index,) for call in report.program.calls)
+    stand: list[list[int]] = [[] for _ in report.eager.calls]
+    for call in report.program.calls:
+        for index in dict.fromkeys(call.eager):
+            stand[index].append(call.index)
+    return tuple(map(tuple, stand))
+
+
+def module_of(call: Call) -> str:
+    """The innermost module that holds everything the call stands for; empty for the model itself, or if unknown."""
+    return common_module([origin.module for origin in call.origins])
+
+
+def nesting_modules(report: Report) -> list[str]:
+    """A module path for each call to group by.
+
+    A fused call that no eager call explains goes with its neighbours, to the module that holds both, so that it does
+    not tear their module apart.
+    """
+    calls = report.program.calls
+    if report.eager is None:
+        return [module_of(call) for call in calls]
+    known = [module_of(call) if call.origins else None for call in calls]
+
+    def nearest(paths: list[str | None]) -> list[str | None]:
+        return list(accumulate(paths, lambda last, path: last if path is None else path))
+
+    before, after = nearest(known), nearest(known[::-1])[::-1]
+    found = []
+    for path, earlier, later in zip(known, before, after, strict=True):
+        near = [one for one in (earlier, later) if one is not None]
+        found.append(common_module(near) if path is None else path)
+    return found
+
+
+def provenance(report: Report) -> dict[str, Any] | None:
+    """How much of a fused program is explained by eager calls; None where nothing was fused.
+
+    ``unmapped`` calls stand for no eager call; ``time`` is their share of the isolated time of all calls, None where
+    that was not measured. ``gone`` counts eager calls that no call stands for: folded into weights, or not needed.
+    """
+    if report.eager is None:
+        return None
+    calls, ns = report.program.calls, report.costs.ns
+    unmapped = [call.index for call in calls if not call.eager]
+    gone = sum(not stand for stand in became(report))
+    total = report.costs.total_ns if report.costs.source != "uniform" else 0.0
+    time = sum(ns[index] for index in unmapped) / total if total else None
+    share = len(unmapped) / len(calls) if calls else 0.0
+    mapped = f"{plural(len(calls), 'call')} ({report.program.fuse}) for {plural(len(report.eager.calls), 'eager call')}"
+    spent = "" if time is None else f", {format_percent(time)} of replay time"
+    unknown = f"{plural(len(unmapped), 'call')}: {format_percent(share)} of calls{spent}"
+    return {
+        "fuse": report.program.fuse,
+        "unmapped": len(unmapped),
+        "calls": share,
+        "time": time,
+        "gone": gone,
+        "facts": [
+            ("Calls after fusing", mapped),
+            ("Unmapped (no eager call explains it)", unknown),
+            ("Eager calls that left no call (folded, not needed)", format_count(gone)),
+        ],
+    }
+
+
+def fused_calls(report: Report, most: int) -> list[dict[str, str]]:
+    """The ``most`` expensive calls that are not just an eager call themselves, with what they stand for."""
+    if report.eager is None:
+        return []
+    measured = report.costs.source != "uniform"
+    eager = report.eager.calls
+    other = [call for call in report.program.calls if [eager[at].operator for at in call.eager] != [call.operator]]
+    ranked = sorted(other, key=lambda call: (-report.costs.ns[call.index], call.index))
+    return [
+        {
+            "label": label_call(call),
+            "kernel": call.operator,
+            "cost": format_ns(report.costs.ns[call.index]) if measured else "",
+            "eager": _indices(call.eager),
+            "module": module_of(call),
+            "source": _sources(call),
+        }
+        for call in ranked[:most]
+    ]
+
+
+def _indices(eager: tuple[int, ...]) -> str:
+    if not eager:
+        return "no eager call"
+    shown = ", ".join(map(str, eager[:_MOST_INDICES]))
+    more = f" and {len(eager) - _MOST_INDICES} more" if len(eager) > _MOST_INDICES else ""
+    return f"eager {shown}{more}"
+
+
+def _sources(call: Call) -> str:
+    """Source lines of the origins, those of one file together: ``"net.py:21, 30"``."""
+    lines: dict[str, dict[int, None]] = {}
+    for origin in call.origins:
+        if origin.file:
+            lines.setdefault(origin.file, {})[origin.line] = None
+    return "; ".join(
+        f"{file}:{', '.join(map(str, list(found)[:_MOST_INDICES]))}" for file, found in list(lines.items())[:2]
+    )
