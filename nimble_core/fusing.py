@@ -16,9 +16,10 @@ from torch import fx
 
 from nimble_core.attribution import attributed
 from nimble_core.devices.base import Device
-from nimble_core.errors import CaptureError
+from nimble_core.errors import CaptureError, NimbleError
 from nimble_core.graph import build_graph
-from nimble_core.inductor import compile_graph, provenance_in_code
+from nimble_core.inductor import compile_graph, first_line, provenance_in_code
+from nimble_core.launchers import Relaunch
 from nimble_core.lift import lift
 from nimble_core.pipeline import Recorded
 from nimble_core.plan import Plan
@@ -61,30 +62,38 @@ def fuse(
         step: times the steps.
 
     Raises:
-        CaptureError: it cannot be rewritten or compiled, or a launch was not seen; says why.
+        CaptureError: it cannot be rewritten, compiled or run, or a launch was not seen; says why.
+        DeviceError: out of memory.
     """
     decisions = Decisions(
         device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
     )
-    with step(f"rewrite for {kind}"), device.libraries_tuned():
-        module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
-        folded = split_constants(module, _given_names(recorded))
     inputs = recorded.signature.tensors
     run: Callable[..., Sequence[torch.Tensor]]
-    if kind == "inductor":
-        with step("compile"), device.libraries_tuned():
-            run = compile_graph(module, inputs, thorough=thorough)
-            device.warm_up(run, inputs, {})
-            provenance = provenance_in_code(module, recorded.recording.program)
-    else:
-        run, provenance = tracked(module, recorded.recording.program)
-        with step("warm up library calls"), device.libraries_tuned():
-            device.warm_up(run, inputs, {})
-    constants = {f"folded {number}": tensor for number, tensor in enumerate(folded.constants if folded else ())}
-    with step(f"record {kind}"), device.libraries_tuned():
-        recording = device.record(
-            recorded.model, recorded.signature, (), {}, Rewritten(kind, run, provenance, constants)
-        )
+    try:
+        with step(f"rewrite for {kind}"), device.libraries_tuned():
+            module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
+            folded = split_constants(module, _given_names(recorded))
+        if kind == "inductor":
+            with step("compile"), device.libraries_tuned():
+                run = compile_graph(module, inputs, thorough=thorough)
+                device.warm_up(run, inputs, {})
+                provenance = provenance_in_code(module, recorded.recording.program)
+        else:
+            run, provenance = tracked(module, recorded.recording.program)
+            with step("warm up library calls"), device.libraries_tuned():
+                device.warm_up(run, inputs, {})
+        constants = {f"folded {number}": tensor for number, tensor in enumerate(folded.constants if folded else ())}
+        with step(f"record {kind}"), device.libraries_tuned():
+            recording = device.record(
+                recorded.model, recorded.signature, (), {}, Rewritten(kind, run, provenance, constants)
+            )
+    except NimbleError:
+        raise
+    except Exception as error:  # of operators and compiled code, on calls that the model itself never makes
+        raise CaptureError(
+            f"the {kind} kernels do not run: {type(error).__name__}: {first_line(error)}", fix='Options(fuse="none")'
+        ) from error
     if recording.unseen:
         raise CaptureError(
             f"{recording.unseen} launches of the {kind} kernels belong to no call that was seen",
@@ -97,20 +106,22 @@ def fuse(
     return Recorded(recorded.model, recorded.signature, recording, build_graph(program), folded, recorded)
 
 
-def follow(device: Device, recorded: Recorded, plan: Plan, *, step: Step) -> Recorded:
+def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = False, step: Step) -> Recorded:
     """The program that ``plan`` schedules: ``recorded`` itself, or made of it as it was when the plan was made.
 
     Raises:
-        CaptureError: as ``fuse``.
+        CaptureError, DeviceError: as ``fuse``.
     """
     if plan.fuse == "none":
         return recorded
-    return fuse(device, recorded, plan.fuse, choices=plan.kernels, step=step)
+    return fuse(device, recorded, plan.fuse, thorough=thorough, choices=plan.kernels, step=step)
 
 
 def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
     where = recorded.signature.device
     module = lift(recorded.recording)
+    if compiled:
+        _refuse_launches(module)
     affine_norms(module)
     share_equal(module)
     channels_last = device.kind == "cuda" and to_channels_last(module) > 0
@@ -121,7 +132,9 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
         choose_pools(module, where, decisions)
     if device.kind == "cuda" or not compiled:  # on the host the compiler knows no library calls
         choose_forms(module, where, decisions, channels_last=channels_last, compiled=compiled)
-    if not compiled:
+    if compiled:
+        share_equal(module)  # inputs that several convolutions want padded
+    else:
         fold_affine(module)
     return module
 
@@ -133,3 +146,13 @@ def _given_names(recorded: Recorded) -> dict[str, str]:
     return {
         f"given_{slot}": storages[recording.storage_of[slot]].name or f"constant {slot}" for slot in recording.given
     }
+
+
+def _refuse_launches(module: fx.GraphModule) -> None:
+    """Raise CaptureError if the model launches kernels itself: a compiler cannot look into them."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, Relaunch):
+            raise CaptureError(
+                "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",
+                fix='Options(fuse="library"), or wrap them with torch.library.triton_op',
+            )

@@ -7,7 +7,9 @@ that Inductor writes above every launch, which name the nodes of the graph that 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -20,7 +22,7 @@ from nimble_core.lift import calls_of
 from nimble_core.program import Origin, Program
 from nimble_core.rewritten import provenance_of
 
-__all__ = ["compile_graph", "provenance_in_code", "source_nodes"]
+__all__ = ["compile_graph", "first_line", "provenance_in_code", "source_nodes"]
 
 _SOURCES = re.compile(r"#.*Source Nodes: \[(.*?)\]")
 _WORK = re.compile(r"\.run\(|extern_kernels\.|torch\.ops\.|^\s*(\w+ = )?cpp_\w+\(")
@@ -30,8 +32,7 @@ _OPTIONS: Mapping[str, Any] = {
     "inplace_buffers": False,
     "memory_planning": False,
     "triton.cudagraphs": False,
-    # What a kernel may fuse is judged for one stream; the rest is ours.
-    "comment_origin": True,
+    "comment_origin": True,  # which nodes each launch stands for, however Inductor is set up otherwise
 }
 
 
@@ -52,15 +53,41 @@ def compile_graph(
     if thorough:
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _host_kernels_explained(), warnings.catch_warnings():
+            # torch's notices about its own code, and advice on settings, which are the user's.
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             compiled: Callable[..., Sequence[torch.Tensor]]
             compiled = torch._inductor.compile(module, list(inputs), options=options)
             return compiled
     except Exception as error:  # a compiler's errors have no common root
         raise CaptureError(
-            f"Inductor could not compile the model: {type(error).__name__}: {_first_line(error)}",
+            f"Inductor could not compile the model: {type(error).__name__}: {first_line(error)}",
             fix='Options(fuse="library") or "none"',
         ) from error
+
+
+@contextmanager
+def _host_kernels_explained() -> Iterator[None]:
+    """Inside, Inductor writes above host kernels as well which nodes they stand for; by itself it does not."""
+    import torch._inductor.codegen.cpp as cpp
+    from torch._inductor.utils import get_kernel_metadata
+    from torch._inductor.virtualized import V
+
+    scheduling: Any = cpp.CppScheduling
+    written = scheduling.codegen_comment
+
+    def explained(self: Any, nodes: Any, kernel_name: str | None = None) -> None:
+        wrapper = V.graph.wrapper_code
+        sources, _ = get_kernel_metadata(nodes, wrapper)
+        if sources:
+            wrapper.make_comment(sources)
+        written(self, nodes, kernel_name)
+
+    scheduling.codegen_comment = explained
+    try:
+        yield
+    finally:
+        scheduling.codegen_comment = written
 
 
 def _known(name: str) -> bool:
@@ -74,7 +101,8 @@ def _known(name: str) -> bool:
     return True
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, cut at 200 characters."""
     return next((line for line in str(error).splitlines() if line.strip()), "")[:200]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Launch", "Role", "kernel_roles", "launches_seen"]
+__all__ = ["Launch", "Relaunch", "Role", "kernel_roles", "launches_seen", "relative_window"]
 
 Role = tuple[bool, bool]
 """Whether a kernel reads a tensor, and whether it writes it."""
@@ -67,27 +67,49 @@ def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role
     return roles
 
 
-class _InductorKernel:
+class Relaunch:
+    """A kernel as something to call, by the way its launcher is found: a recorder sees it when it runs again.
+
+    Args:
+        name: of the kernel, which a graph that calls it shows.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+
+class _InductorKernel(Relaunch):
     """Launches one of Inductor's Triton kernels on the current stream."""
 
-    def __init__(self, kernel: Any, run: Callable[..., Any]) -> None:
-        self._kernel, self._run = kernel, run
-        self.__name__ = kernel.fn.__name__  # graphs name their nodes after what they call
+    def __init__(self, name: str, kernel: Any) -> None:
+        super().__init__(name)
+        self._kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        return self._run(self._kernel, *args, stream=stream, **kwargs)
+        return self._kernel.run(*args, stream=stream, **kwargs)
 
 
-class _TritonKernel:
+class _TritonKernel(Relaunch):
     """Launches a Triton kernel of the user's on the current stream."""
 
-    def __init__(self, kernel: Any, run: Callable[..., Any], grid: Any) -> None:
-        self._kernel, self._run, self._grid = kernel, run, grid
-        self.__name__ = kernel.fn.__name__  # graphs name their nodes after what they call
+    def __init__(self, name: str, kernel: Any, grid: Any) -> None:
+        super().__init__(name)
+        self._kernel, self._grid = kernel, grid
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._kernel, *args, grid=self._grid, warmup=False, **kwargs)
+        return self._kernel.run(*args, grid=self._grid, warmup=False, **kwargs)
+
+
+class _HostKernel(Relaunch):
+    """Calls one of Inductor's host kernels."""
+
+    def __init__(self, name: str, module: ModuleType) -> None:
+        super().__init__(name)
+        self._module = module
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(self._module, self.__name__)(*args)
 
 
 @contextmanager
@@ -96,7 +118,7 @@ def launches_seen(on_launch: Callable[[Launch, FrameType], Any], apart: Callable
 
     Args:
         on_launch: told of the launch and of the frame that asked for it; what it returns is the launch's result.
-        apart: whether the thread is inside an operator, whose launches are its own affair.
+        apart: whether the thread is inside an operator, whose launches are its own affair, or is doing a launch.
     """
     thread = threading.get_ident()
 
@@ -126,7 +148,7 @@ def _watch_inductor(owner: Any, on_launch: Any, watched: Callable[[], bool], und
         names = tuple(kernel.fn.arg_names[: len(args)])
         name = kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__
         roles = kernel_roles(names, kernel.mutated_arg_names)
-        return on_launch(Launch(name, _InductorKernel(kernel, run), args, kwargs, names, roles), sys._getframe(1))
+        return on_launch(Launch(name, _InductorKernel(name, kernel), args, kwargs, names, roles), sys._getframe(1))
 
     owner.run = seen
     undo.callback(setattr, owner, "run", run)
@@ -141,7 +163,7 @@ def _watch_triton(owner: Any, on_launch: Any, watched: Callable[[], bool], undo:
         names = tuple(kernel.arg_names[: len(args)])
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         roles = _analysed(kernel, named)
-        launch = _TritonKernel(kernel, run, grid)
+        launch = _TritonKernel(kernel.fn.__name__, kernel, grid)
         return on_launch(Launch(kernel.fn.__name__, launch, args, kwargs, names, roles), sys._getframe(1))
 
     owner.run = seen
@@ -188,7 +210,7 @@ def _watch_generated(module: ModuleType, on_launch: Any, watched: Callable[[], b
         ) -> Any:
             if not watched():
                 return _kernel(*args)
-            return on_launch(Launch(_name, _kernel, args, {}, _names, _roles), sys._getframe(1))
+            return on_launch(Launch(_name, _HostKernel(_name, module), args, {}, _names, _roles), sys._getframe(1))
 
         undo.callback(setattr, module, name, kernel)
         setattr(module, name, launch)
@@ -216,12 +238,20 @@ def _empty_strided(device: str) -> Callable[..., torch.Tensor]:
     return empty_strided
 
 
-def _reinterpreted(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+def relative_window(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """A window that starts ``offset`` elements after ``tensor`` does.
+
+    In operators that keep that relation wherever a replay has the memory; ``as_strided`` counts from its start.
+    """
+    alias: Callable[..., torch.Tensor] = torch.ops.aten._reshape_alias.default
+    if offset:
+        reach = sum((one - 1) * step for one, step in zip(size, stride, strict=True)) + 1 if 0 not in size else 0
+        tensor = torch.ops.aten.slice.Tensor(alias(tensor, [offset + reach], [1]), 0, offset, offset + reach)
+    return alias(tensor, size, stride)
 
 
 _SEEN: dict[str, Callable[..., Any]] = {
     "empty_strided_cuda": _empty_strided("cuda"),
     "empty_strided_cpu": _empty_strided("cpu"),
-    "reinterpret_tensor": _reinterpreted,
+    "reinterpret_tensor": relative_window,
 }

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.errors import CaptureError
-from nimble_core.operators import written_arguments
+from nimble_core.operators import draws_numbers, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
 
@@ -29,6 +29,7 @@ __all__ = [
     "drop_unused",
     "is_view",
     "lift",
+    "movable",
     "pinned",
     "reference_of",
     "use_calls",
@@ -39,11 +40,16 @@ CALL_PREFIX = "eager_call_"
 
 _CALLS, _REF, _PINNED = "eager", "ref", "pinned"
 
+_WINDOWS = {torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default}
+
 _RESHAPES: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
-"""Views that ask for strides which rewrites may change."""
+"""Views that ask for strides which rewrites may change, unless memory is written through them."""
+
+_TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
+"""Operators whose result is of another type than what they write in place."""
 
 
 def calls_of(node: fx.Node) -> tuple[int, ...]:
@@ -65,6 +71,11 @@ def reference_of(node: fx.Node) -> TensorRef | None:
 def pinned(node: fx.Node) -> bool:
     """Whether some operator writes the memory of this node in place: rewrites leave it alone."""
     return bool(node.meta.get(_PINNED))
+
+
+def movable(node: fx.Node) -> bool:
+    """Whether a node may run earlier or later than it does: nothing that it reads or makes is written in place."""
+    return not pinned(node) and not any(pinned(one) for one in node.all_input_nodes)
 
 
 def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], sources: Sequence[fx.Node], **kwargs: Any) -> fx.Node:
@@ -105,11 +116,24 @@ class _Lift:
 
     def step(self, step: Step, used_later: Mapping[int, int], position: int) -> None:
         func, kwargs = step.func, dict(step.kwargs)
+        same = self._same_window(step)
+        if same is not None:
+            self._take(step.outputs[0], self.value[same])
+            return
+        if func is torch.ops.aten._reshape_alias.default:
+            raise CaptureError(
+                "a window with strides of its own cannot be rewritten: what it shows depends on the layout of memory",
+                fix="slice and transpose instead of as_strided",
+            )
         schema = getattr(func, "_schema", None)
         written = _written_slots(step)
         functional = self._functional(step, written, used_later, position) if schema else None
         args = tuple(self._filled(arg) for arg in step.args)
         named = {name: self._filled(value) for name, value in kwargs.items()}
+        for argument in schema.arguments[len(args) :] if schema else ():
+            if argument.kwarg_only or argument.name not in named:
+                break
+            args = (*args, named.pop(argument.name))
         name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
         target = functional or _RESHAPES.get(func, func)
         node = self.graph.create_node("call_function", target, args, named, name=name)
@@ -123,8 +147,18 @@ class _Lift:
         for slot in written:
             for other, one in self.value.items():
                 if storages[other] == storages[slot]:
-                    one.meta[_PINNED] = True
+                    _pin(one)
         self._take_all(step, node, schema)
+
+    def _same_window(self, step: Step) -> int | None:
+        """The slot that ``as_strided`` gives again, but for strides that do not matter, as pools do; None otherwise."""
+        if step.func not in _WINDOWS or step.reads[0] not in self.value:
+            return None
+        before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
+        if (before.offset, before.sizes, before.dtype) != (after.offset, after.sizes, after.dtype):
+            return None
+        strides = zip(before.sizes, before.strides, after.strides, strict=True)
+        return step.reads[0] if all(size == 1 or a == b for size, a, b in strides) else None
 
     def _functional(self, step: Step, written: Sequence[int], used_later: Mapping[int, int], position: int) -> Any:
         """The operator without its write in place; None if the write has to stay."""
@@ -154,6 +188,9 @@ class _Lift:
         places = list(range(len(step.outputs)))
         if returns != ["List[Tensor]"]:
             places = [place for place, kind in enumerate(returns) if kind == "Tensor"]
+            mask = arguments_of(node).get("output_mask")
+            if mask is not None:
+                places = [place for place in places if mask[place]]
         for place, slot in made:
             if len(places) != len(step.outputs) and place:
                 continue  # one of them was undefined: only the first is certain
@@ -169,7 +206,7 @@ class _Lift:
         if any(
             one.meta.get(_PINNED) and self.recording.storage_of[other] == storage for other, one in self.value.items()
         ):
-            node.meta[_PINNED] = True
+            _pin(node)
         self.value[slot] = node
 
     def _filled(self, arg: Any) -> Any:
@@ -214,24 +251,38 @@ def lift(recording: Recording) -> fx.GraphModule:
     used_later.update(dict.fromkeys(recording.outputs, len(recording.steps)))
     for position, step in enumerate(recording.steps):
         lifting.step(step, used_later, position)
-    graph.output(tuple(lifting.value[slot] for slot in recording.outputs))
+    graph.output(tuple(lifting._filled(Slot(slot)) for slot in recording.outputs))
+    for node in graph.nodes:
+        if pinned(node) and node.target is torch.ops.aten.reshape.default:  # a copy would not be written
+            node.target = torch.ops.aten.view.default
     lifted = fx.GraphModule(module, graph)
     drop_unused(lifted)
     return lifted
 
 
+def _pin(node: fx.Node) -> None:
+    """Pin a node, and what makes it where that makes several."""
+    node.meta[_PINNED] = True
+    if node.target is operator.getitem:
+        _pin(node.args[0])  # type: ignore[arg-type]
+
+
 def drop_unused(module: fx.GraphModule) -> None:
-    """Remove nodes whose result nobody reads, but for those that write in place."""
+    """Remove nodes whose result nobody reads, but for those that write in place, draw random numbers or check."""
     for node in reversed(module.graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not _writes(node):
+        if node.op in ("call_function", "get_attr") and not node.users and not _matters(node):
             module.graph.erase_node(node)
 
 
-def _writes(node: fx.Node) -> bool:
+def _matters(node: fx.Node) -> bool:
+    """Whether a node does more than make its result."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    return bool(node.meta.get(_PINNED)) or (schema is not None and schema.is_mutable)
+    if pinned(node) or schema is None:
+        return pinned(node)
+    seeded = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return schema.is_mutable or not schema.returns or (seeded and draws_numbers(node.target, node.args, node.kwargs))
 
 
 def _written_slots(step: Step) -> tuple[int, ...]:
@@ -246,7 +297,7 @@ def _without_write(func: Any) -> Any:
     """``relu`` for ``relu_``: the same operator with a new result; None if there is none with the same arguments."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
-    if not name.endswith("_") or name.startswith("_"):
+    if not name.endswith("_") or name.startswith("_") or name.removesuffix("_") in _TRUTHS:
         return None
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     found = getattr(packet, func._overloadname, None)

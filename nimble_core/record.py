@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nimble_core.errors import CaptureError
-from nimble_core.launchers import Launch, launches_seen
+from nimble_core.launchers import Launch, launches_seen, relative_window
 from nimble_core.operators import (
     argument_texts,
     copies_to_host,
@@ -215,6 +215,11 @@ class _Recorder(TorchDispatchMode):
             if func is torch.ops.prim.device.default:  # fake tensors say where they are through dispatch
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(torch.Tensor, partial(self.stand_in, func), (args, kwargs))
+        if func is torch.ops.aten.as_strided.default and (args[3:] or "storage_offset" in kwargs):
+            beyond = self._beyond(args[0], args[3] if args[3:] else kwargs["storage_offset"])
+            if beyond is not None:
+                with self:
+                    return relative_window(args[0], args[1], args[2], beyond)
         tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
         frame = sys._getframe(1)
         self._refuse_dynamic(func, tensors, args, kwargs, frame)
@@ -267,6 +272,12 @@ class _Recorder(TorchDispatchMode):
             if func is torch.ops.aten.lift_fresh.default:
                 self._fresh.update((self._storage(tensor), tensor) for tensor in returned)
         return result
+
+    @staticmethod
+    def _beyond(tensor: torch.Tensor, offset: int | None) -> int | None:
+        """How far behind the start of ``tensor`` an absolute offset is: a replay may have its memory elsewhere."""
+        beyond = 0 if offset is None else offset - int(tensor.storage_offset())
+        return beyond if beyond >= 0 else None
 
     def _step(
         self,
@@ -329,6 +340,8 @@ class _Recorder(TorchDispatchMode):
     def _counted(self, slot: int) -> torch.Tensor:
         """The given tensor as an alias that shares its version counter: none that was made inside the mode does."""
         tensor, alias = self._given[slot], self._owners[slot].detach()
+        if self.stand_in:
+            return tensor
         same = (alias.data_ptr(), alias.shape, alias.stride()) == (tensor.data_ptr(), tensor.shape, tensor.stride())
         return alias if same else tensor
 

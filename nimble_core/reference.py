@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def reference_outputs(
         device = tensors[0].device if tensors else torch.device("cpu")
         if device.type == "cuda":
             limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0] // 2)
-        owned = [tensor for _, _, tensor in owned_tensors(_owner(model))]
+        owned = [tensor for module in _modules_of(model).values() for _, _, tensor in owned_tensors(module)]
         needed = sum({id(tensor): _wide_bytes(tensor) for tensor in (*tensors, *owned)}.values())
         if needed > limit_bytes:
             return Reference(None, _too_large(needed, limit_bytes))
@@ -110,14 +111,33 @@ def _owner(model: Callable[..., Any]) -> Any:
     return getattr(model, "__self__", model)
 
 
+def _closed_over(function: FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+def _modules_of(model: Callable[..., Any]) -> dict[int, torch.nn.Module]:
+    """The module that ``model`` is, or is a method of; those that a function closes over, or names: by ``id``."""
+    reached: list[Any] = [_owner(model)]
+    if isinstance(model, FunctionType):
+        reached = [*_closed_over(model), *(model.__globals__.get(name) for name in model.__code__.co_names)]
+    return {id(one): one for one in reached if isinstance(one, torch.nn.Module)}
+
+
 def _twin(model: Callable[..., Any], copies: dict[int, Any]) -> Callable[..., Any]:
-    """A copy of a module (or of the module whose method ``model`` is) in float64; another function stands for itself.
+    """A copy of a module (or of the module whose method ``model`` is) in float64; a function around such copies.
 
     Args:
         model: module or function.
         copies: of tensors by their ``id``, for the copy to hold; those that it makes are added.
     """
     owner = _owner(model)
+    if isinstance(model, FunctionType):
+        twins = {id(module): _twin(module, copies) for module in _modules_of(model).values()}
+        cells = tuple(CellType(twins.get(id(one), one)) for one in _closed_over(model))
+        names = {name: twins.get(id(one), one) for name, one in model.__globals__.items()} if twins else {}
+        around = FunctionType(model.__code__, names or model.__globals__, model.__name__, model.__defaults__, cells)
+        around.__kwdefaults__ = model.__kwdefaults__
+        return around if twins else model
     if not isinstance(owner, torch.nn.Module):
         return model
     for module in owner.modules():

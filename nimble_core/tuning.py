@@ -190,6 +190,7 @@ class _Tuning:
     executables: dict[str, Executable] = field(default_factory=dict)
     candidates: dict[str, Candidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    cases: Cases | None = None
     wrong: str = ""
     began: float = field(default_factory=time.perf_counter)
 
@@ -197,13 +198,17 @@ class _Tuning:
         kinds = self._kinds()
         # A report shows what else was tried: it is made anew.
         checks = None if measure_single or len(kinds) < 2 else self._recalled()
+        recalled = checks is not None
         if checks is None:
             checks = self._tried(kinds, measure_single)
-        if not any(name for name in self.executables if not self._wrong(name)) and "none" not in kinds:
-            checks += self._tried(("none",), measure_single)
-        best = self._choose()
+            self._say_what_is_wrong(kinds)
+        if not self._right(kinds):
+            kinds = ("none",)
+            if "none" not in self._kinds():
+                checks += self._tried(kinds, measure_single)
+        best = self._choose(kinds)
         kind = self.candidates[best].fuse
-        if len(kinds) > 1:
+        if len(kinds) > 1 and self.options.policy == "auto" and not recalled:
             variant = self.variants[kind]
             remember(self._key(), make_plan(variant.recording.program, variant.graph, self.executables[best].schedule))
         self._close_losers(best)
@@ -221,7 +226,8 @@ class _Tuning:
     def _key(self) -> str:
         """What the choice depends on, for those who choose again."""
         options, cudnn = self.options, torch.backends.cudnn
-        conditions = {name: getattr(options, name) for name in ("policy", "tune", "max_streams", "memory_limit")}
+        names = ("policy", "tune", "budget_s", "max_streams", "memory_limit")
+        conditions = {name: getattr(options, name) for name in names}
         conditions |= {
             "device": self.device.name,
             "torch": str(torch.__version__),
@@ -239,7 +245,8 @@ class _Tuning:
         kind, name = plan.fuse, plan.policy
         try:
             start = time.perf_counter()
-            variant = follow(self.device, self.recorded, plan, step=self.step)
+            thorough = self.options.tune == "full"
+            variant = follow(self.device, self.recorded, plan, thorough=thorough, step=self.step)
             self.variants[kind], self.fuse_s[kind] = variant, time.perf_counter() - start
             schedule = schedule_of(plan, variant.recording.program, variant.graph)
             with self.step(f"capture {name}"):
@@ -249,7 +256,7 @@ class _Tuning:
         except NimbleError as error:
             self.notes.append(f"what an earlier process chose could not be made again: {error.what}")
         else:
-            if not self._wrong(name):
+            if name in self.executables and not self._wrong(name):
                 self.notes.append(
                     f"{name} was chosen by an earlier process; tune again by emptying {cache_directory()}"
                 )
@@ -274,6 +281,7 @@ class _Tuning:
         measured = options.tune != "off" and (options.policy != "single" or len(kinds) > 1)
         search = auto and measured
         planned: dict[str, tuple[str, Schedule]] = {}
+        checks: tuple[EqualityCheck, ...] = ()
         baseline: tuple[Fuse, ...] = (
             ("none",) if measure_single and "none" not in kinds and "none" not in self.variants else ()
         )
@@ -282,8 +290,15 @@ class _Tuning:
                 continue
             single = _named(kind, "single")
             if measured or measure_single:
-                with self.step(f"capture {single}"):
-                    self._capture(single, kind, schedule_by(self.variants[kind], "single", None, 1), None)
+                if single not in self.executables:
+                    with self.step(f"capture {single}"):
+                        self._capture(single, kind, schedule_by(self.variants[kind], "single", None, 1), None)
+                if search and kind != "none" and single in self.executables:
+                    # Kernels that are wrong must not displace plans of others.
+                    with self.step("check equality"):
+                        checks += self._check()
+                if single not in self.executables or (kind != "none" and self._wrong(single)):
+                    continue
                 with self.step("measure calls"):
                     self.observed[kind] = observe(self.device, self.variants[kind], self.executables[single])
             if kind in baseline:
@@ -298,11 +313,10 @@ class _Tuning:
             with self.step(f"capture {name}"):
                 optional = single in self.executables and (auto or measure_single)
                 self._capture(name, fused, schedule, _known_costs(self.observed.get(fused)), optional=optional)
-        checks: tuple[EqualityCheck, ...] = ()
         several = len(self.executables) > 1
         if (search and several) or any(kind != "none" for kind in kinds):
             with self.step("check equality"):
-                checks = self._check()
+                checks += self._check()
         if measured and several and (auto or len(kinds) > 1):
             with self.step("choose"):
                 self._time()
@@ -314,12 +328,12 @@ class _Tuning:
             self.variants[kind] = self.recorded
             return True
         start = time.perf_counter()
-        expected_s = _compile_s(self.recorded) if kind == "inductor" and self.options.fuse == "auto" else 0.0
+        expected_s = _compile_s(self.recorded) if kind == "inductor" else 0.0
         left_s = self.options.budget_s - (start - self.began)
-        if expected_s > left_s:
+        if self.options.fuse == "auto" and expected_s > left_s:
             note = (
-                f"not compiled: about {expected_s:.0f} s expected, {max(left_s, 0):.0f} s left of "
-                f"budget_s={self.options.budget_s:g}"
+                f"not {'compiled' if kind == 'inductor' else 'rewritten'}: about {expected_s:.0f} s expected, "
+                f"{max(left_s, 0):.0f} s left of budget_s={self.options.budget_s:g}"
             )
         else:
             try:
@@ -417,10 +431,12 @@ class _Tuning:
             executable = capture(
                 self.device, self.variants[kind], schedule, memory_limit=self.options.memory_limit, costs=costs
             )
-        except DeviceError as error:  # out of memory, most often: what is known without it is still of use
-            if not optional:
+        except NimbleError as error:  # out of memory, most often: what is known without it is still of use
+            if kind == "none" and not (optional and isinstance(error, DeviceError)):
                 raise
             self.notes.append(f"{name} was left out: {error.what}")
+            if name not in self.candidates:
+                self._note(name, kind, schedule)
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
             return
         self.executables[name] = executable
@@ -436,16 +452,29 @@ class _Tuning:
         return time.perf_counter() - self.began > share * budget_s and more_s > _NEGLIGIBLE * budget_s
 
     def _check(self) -> tuple[EqualityCheck, ...]:
-        fused = any(self.candidates[name].fuse != "none" for name in self.executables)
-        cases = eager_cases(self.recorded, truth=fused)
-        if cases.why:
-            self.notes.append(f"compared with eager, not with float64: {cases.why}")
-        checks = []
-        for name, executable in self.executables.items():
+        """Judge those that were not judged yet; other kernels than eager's that fail are left out."""
+        unchecked = [name for name in self.executables if self.candidates[name].check is None]
+        fused = any(self.candidates[name].fuse != "none" for name in unchecked)
+        if not unchecked:
+            return ()
+        if self.cases is None or (fused and self.cases.truth is None):
+            self.cases = eager_cases(self.recorded, truth=fused)
+            if self.cases.why:
+                self.notes.append(f"compared with eager, not with float64: {self.cases.why}")
+        cases, checks = self.cases, []
+        for name in unchecked:
             kind = self.candidates[name].fuse
-            replay = from_same_state(self.variants[kind], executable)
+            replay = from_same_state(self.variants[kind], self.executables[name])
             truth = cases.truth if kind != "none" else None
-            check = check_equality(name, replay, cases.eager, references=truth, lowest=cases.lowest)
+            try:
+                check = check_equality(name, replay, cases.eager, references=truth, lowest=cases.lowest)
+            except DeviceError as error:
+                if kind == "none":
+                    raise
+                self.executables.pop(name).close()
+                self.notes.append(f"{name} was left out: {error.what}")
+                self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
+                continue
             checks.append(check)
             self.candidates[name] = replace(self.candidates[name], check=check, note=check.reason)
         return tuple(checks)
@@ -463,11 +492,10 @@ class _Tuning:
         for name, measurement in taken.items():
             self.candidates[name] = replace(self.candidates[name], measurement=measurement)
 
-    def _choose(self) -> str:
-        """The fastest candidate that is right; what was asked for where nothing was measured."""
+    def _choose(self, wanted: Sequence[Fuse]) -> str:
+        """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured."""
         if self._wrong("single"):
             self._object(self.candidates["single"].note)
-        wanted = self._kinds()
         taken: dict[str, Measurement] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
@@ -492,6 +520,16 @@ class _Tuning:
         """Whether the options ask for this one, and not only for what it is compared with."""
         alone = name == _named(self.candidates[name].fuse, "single")
         return self.candidates[name].fuse in kinds and (not alone or self.options.policy in ("auto", "single"))
+
+    def _right(self, kinds: Sequence[Fuse]) -> bool:
+        """Whether something that runs such kernels may be chosen."""
+        return any(self.candidates[name].fuse in kinds and not self._wrong(name) for name in self.executables)
+
+    def _say_what_is_wrong(self, kinds: Sequence[Fuse]) -> None:
+        for kind in kinds:
+            reasons = [self.candidates[name].note for name in self.executables if self.candidates[name].fuse == kind]
+            if kind != "none" and reasons and not self._right((kind,)):
+                self.notes.append(f"{kind}: left out: {reasons[0]}")
 
     def _wrong(self, name: str) -> bool:
         check = self.candidates[name].check if name in self.candidates else None

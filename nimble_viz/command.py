@@ -114,6 +114,10 @@ def _call(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _compare(given: argparse.Namespace) -> int:
     from nimble_viz.progress import Progress
 
@@ -124,7 +128,8 @@ def _compare(given: argparse.Namespace) -> int:
     model, args, kwargs = _call(given.factory)
     from nimble_viz.comparison import compare
 
-    report = compare(model, *args, kwargs=kwargs, options=options, progress=Progress() if given.quiet else None)
+    progress = Progress() if given.quiet else None
+    report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress)
     with _files():
         if given.save is not None:
             report.save(given.save)
@@ -188,6 +193,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("factory", metavar="MODULE:FACTORY", help="gives (model, args) or (model, args, kwargs)")
     compare.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
     compare.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
+    compare.add_argument(
+        "--against",
+        type=_names,
+        default=(),
+        metavar="PEER,...",
+        help="others to measure, e.g. compile,cuda-graph",
+    )
     compare.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _add_options(compare.add_argument_group("options of the preparation"))
     compare.set_defaults(run=_compare)

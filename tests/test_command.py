@@ -115,6 +115,11 @@ def test_every_option_has_a_flag(called: Called, factory: str, capsys: pytest.Ca
     assert "cap on streams" in shown
 
 
+def test_peers_are_named_with_commas(called: Called, factory: str) -> None:
+    assert main(["compare", f"{factory}:two", "--against", "torchscript, compile:reduce-overhead"]) == 0
+    assert called["against"] == ("torchscript", "compile:reduce-overhead")
+
+
 def test_quiet_and_files(called: Called, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, page = tmp_path / "r.nimble", tmp_path / "r.html"
     assert main(["compare", f"{factory}:two", "--quiet", "--save", str(saved), "--html", str(page)]) == 0

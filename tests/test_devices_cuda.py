@@ -24,6 +24,9 @@ from nimble_core.pipeline import (
 
 pytestmark = pytest.mark.gpu
 
+UNFUSED = Options(fuse="none")
+"""Eager's own kernels: their replays give eager's bits."""
+
 
 class Wide(nn.Module):
     """Branches that may run side by side, then one that needs them all."""
@@ -159,7 +162,7 @@ def test_outputs_are_copies_unless_asked_otherwise(wide: Wide) -> None:
 @torch.no_grad()
 def test_weights_are_read_live(wide: Wide) -> None:
     x = inputs()
-    net = Nimble(wide).prepare(x)
+    net = Nimble(wide, UNFUSED).prepare(x)
     wide.branches[0][0].weight.mul_(2)
     assert torch.equal(net(x), wide(x))
 
@@ -222,7 +225,7 @@ def test_host_reads_are_refused_by_name_and_the_process_stays_usable(model: Any,
     assert not torch.cuda.is_current_stream_capturing()
     y = inputs()
     with torch.no_grad():
-        assert torch.equal(Nimble(wide).prepare(y)(y), wide(y))
+        assert torch.equal(Nimble(wide, UNFUSED).prepare(y)(y), wide(y))
 
 
 def test_an_operator_that_synchronises_inside_is_refused_and_random_numbers_can_be_drawn_after() -> None:
@@ -262,34 +265,9 @@ def test_memory_limit(wide: Wide) -> None:
         Nimble(wide, Options(memory_limit=1)).prepare(inputs(64))
 
 
-def test_launches_that_are_not_seen_are_detected() -> None:
-    triton = pytest.importorskip("triton")
-    kernel = _triton_double(triton)
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        out = torch.empty_like(y)
-        kernel[(1,)](y, out, y.numel(), BLOCK=64)
-        return out - 1
-
-    x = torch.randn(64, device="cuda")
-    net = Nimble(model).prepare(x)
-    assert "captured as a whole" in net.engines[0].notes[-1]
-    y = torch.randn(64, device="cuda")
-    assert torch.equal(net(y), model(y))
-    with pytest.raises(CaptureError, match="belong to no call"):
-        Nimble(model, Options(strict=True)).prepare(x)
-
-
-def _triton_double(triton: Any) -> Any:
-    from triton_kernels_for_tests import double
-
-    return double
-
-
 @torch.no_grad()
 def test_calls_from_several_streams_and_threads(wide: Wide) -> None:
-    net = Nimble(wide).prepare(inputs())
+    net = Nimble(wide, UNFUSED).prepare(inputs())
     failures: list[int] = []
 
     def work(seed: int) -> None:
@@ -329,7 +307,7 @@ def test_autocast_and_channels_last(wide: Wide) -> None:
             return wide(x)
 
     x = inputs().to(memory_format=torch.channels_last)
-    net = Nimble(model).prepare(x)
+    net = Nimble(model, UNFUSED).prepare(x)
     y = inputs().to(memory_format=torch.channels_last)
     assert torch.equal(net(y), model(y))
 
@@ -405,18 +383,18 @@ def test_results_lie_where_they_were_planned_and_no_reader_sees_what_was_there_b
 def test_a_memory_limit_adds_order_or_is_refused() -> None:
     wide = Towers().cuda().eval()
     x = torch.randn(2, 8, 128, 128, device="cuda")
-    free = Nimble(wide, Options(policy="nimble")).prepare(x)
-    one = Nimble(wide, Options(policy="single")).prepare(x)
+    free = Nimble(wide, Options(fuse="none", policy="nimble")).prepare(x)
+    one = Nimble(wide, Options(fuse="none", policy="single")).prepare(x)
     held, least = free.engines[0].executable.nbytes, one.engines[0].executable.nbytes
     assert least < held
     limit = (held + least) // 2
-    limited = Nimble(wide, Options(policy="nimble", memory_limit=limit)).prepare(x)
+    limited = Nimble(wide, Options(fuse="none", policy="nimble", memory_limit=limit)).prepare(x)
     engine = limited.engines[0]
     assert engine.executable.nbytes <= limit
     assert engine.schedule.added_order
     assert torch.equal(limited(x), wide(x))
     with pytest.raises(DeviceError, match="memory_limit"):
-        Nimble(wide, Options(policy="nimble", memory_limit=4096)).prepare(x)
+        Nimble(wide, Options(fuse="none", policy="nimble", memory_limit=4096)).prepare(x)
 
 
 def test_captures_that_fail_leave_the_process_usable(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +412,7 @@ def test_captures_that_fail_leave_the_process_usable(wide: Wide, monkeypatch: py
     with pytest.raises(CaptureError):
         Nimble(wide, Options(tune="off")).prepare(inputs())
     monkeypatch.undo()
-    net, x = Nimble(wide).prepare(inputs()), inputs()
+    net, x = Nimble(wide, UNFUSED).prepare(inputs()), inputs()
     with torch.no_grad():
         assert torch.equal(net(x), wide(x))
     torch.cuda.empty_cache()

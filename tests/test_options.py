@@ -12,13 +12,15 @@ from nimble_core.options import Options
 def test_defaults() -> None:
     options = Options()
     assert (options.policy, options.outputs, options.on_new_shape, options.strict) == ("auto", "copy", "error", False)
+    assert (options.fuse, options.tune, options.budget_s) == ("auto", "fast", 20.0)
     assert options == Options()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("fuse", "inductor"),
+        ("fuse", "cudnn"),
+        ("fuse", None),
         ("tune", "slow"),
         ("tune", None),
         ("outputs", "both"),

@@ -117,7 +117,8 @@ def test_json_gives_the_same_plan_back(case: str, tmp_path: Path) -> None:
         )
         assert Plan.from_json(plan.to_json()) == plan
         assert load_plan(plan.save(tmp_path / "one.plan.json")) == plan
-        assert (plan.policy, plan.fuse, plan.kernels) == (schedule.policy, "none", ())
+        made = report.program
+        assert (plan.policy, plan.fuse, plan.kernels) == (schedule.policy, made.fuse, made.choices)
     assert [path.name for path in tmp_path.iterdir()] == ["one.plan.json"]
 
 
@@ -341,8 +342,8 @@ def rescheduled(**fields: Any) -> str:
         (changed(operator_of=[0, 0, 0, 0, 0, 9]), "9 is not between 0 and 1"),
         (changed(hazards=-1), "-1 is not between"),
         (changed(max_streams="8"), "Expected"),
-        (changed(fuse="inductor"), "Invalid enum value"),
-        (changed(kernels=[{"call": 6, "kernel": "k"}]), "6 is not between 0 and 5"),
+        (changed(fuse="cudnn"), "Invalid enum value"),
+        (changed(kernels=[{"call": -1, "kernel": "k"}]), "-1 is not between 0 and"),
         (rescheduled(stream=[0] * 5), "5 streams for 6 calls"),
         (rescheduled(stream=[0, 0, 0, 0, 0, 2]), "streams have gaps"),
         (rescheduled(order=[0] * 6), "does not name every call once"),
@@ -370,9 +371,21 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         load_plan(tmp_path / "absent.plan.json")
 
 
-def test_kernel_choices_are_kept() -> None:
-    plan = replace(planned(program())[0], kernels=(KernelChoice(2, "fused"),))
-    assert Plan.from_json(plan.to_json()).kernels == (KernelChoice(2, "fused"),)
+CHOICES = st.lists(st.builds(KernelChoice, st.integers(0, 10_000), st.text(max_size=20)), max_size=6).map(tuple)
+
+
+@given(st.sampled_from(["none", "library", "inductor"]), CHOICES)
+def test_kernel_choices_are_kept(fuse: Any, choices: tuple[KernelChoice, ...]) -> None:
+    made = replace(program(), fuse=fuse, choices=choices)
+    plan = planned(made)[0]
+    assert (plan.fuse, plan.kernels) == (fuse, choices)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_choices_may_name_more_eager_calls_than_there_are_calls() -> None:
+    """A fused program has fewer calls than the eager one that its choices speak of."""
+    made = replace(program(2), fuse="library", choices=(KernelChoice(77, "cudnn fused"),))
+    assert Plan.from_json(planned(made)[0].to_json()).kernels == made.choices
 
 
 # ---------------------------------------------------------------- reports

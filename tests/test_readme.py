@@ -46,7 +46,7 @@ def test_architecture_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "architecture"}
     found = blocks("python", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
-    assert len(found) == 3
+    assert len(found) == 5
     for number, source in enumerate(found):
         exec(compile(source, f"docs/architecture.md block {number}", "exec"), namespace)
 
@@ -100,7 +100,9 @@ def test_extras_that_are_named_exist() -> None:
     assert {"cuda", "cuda12", "cuda13"} <= named <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/dependencies.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/dependencies.md", "docs/kernels.md"]
+)
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):

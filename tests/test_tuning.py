@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.plan import Plan, load_plan
 from nimble_core.policies import POLICIES
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import DeviceModel
@@ -216,3 +218,274 @@ def test_eager_cases_leave_no_trace() -> None:
         assert torch.equal(a[0], b[0])
         assert torch.equal(out[0], again[0])
     assert not torch.equal(first.eager[0][0][0], first.eager[1][0][0])
+
+
+# -- whose kernels --------------------------------------------------------------------------------------------------
+
+
+class LikeCuda(Watched):
+    """A device on which ``fuse="auto"`` tries everything; each call of some kernels takes longer."""
+
+    kind = "cuda"
+
+    def __init__(self, slow: dict[str, float] | None = None, **kwargs: Any) -> None:
+        super().__init__(1000.0, **kwargs)
+        self.slow = slow or {}
+        self.recorded: list[str] = []
+
+    def record(self, *args: Any, **kwargs: Any) -> Any:
+        recording = super().record(*args, **kwargs)
+        self.recorded.append(recording.program.fuse)
+        return recording
+
+    def costs(self, program: Any) -> Any:
+        found = super().costs(program)
+        return replace(found, ns=tuple(ns * self.slow.get(program.fuse, 1.0) for ns in found.ns))
+
+
+@pytest.fixture
+def own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No choices of other tests."""
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+AMPLE = Options(budget_s=500.0)
+COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def by_name(tuned: Tuned) -> dict[str, Any]:
+    return {one.name: one for one in tuned.candidates}
+
+
+@COMPILES
+@pytest.mark.usefixtures("own_choices")
+def test_all_kernels_are_tried_and_the_fastest_that_are_right_win() -> None:
+    device = LikeCuda({"library": 0.5, "inductor": 0.1})
+    with tuning(device, AMPLE) as tuned:
+        assert device.recorded == ["none", "none", "library", "inductor"]
+        assert tuned.recorded.recording.program.fuse == "inductor"
+        found = by_name(tuned)
+        assert {"single", "library, single", "inductor, single"} <= found.keys()
+        for name, one in found.items():
+            assert name.startswith(f"{one.fuse}, ") or (one.fuse == "none" and "library" not in name)
+            assert (one.fuse_s > 0) == (one.fuse != "none")
+            if one.measurement:
+                assert one.check
+                assert one.check.passed
+                assert one.capture_s > 0
+            else:
+                assert one.note
+        (chosen,) = [one for one in tuned.candidates if one.chosen]
+        assert chosen.fuse == "inductor"
+        assert chosen.measurement.median_ns == min(
+            one.measurement.median_ns for one in found.values() if one.measurement
+        )
+        assert {"single", "inductor, single", chosen.name} <= set(tuned.executables)
+        assert tuned.recorded.eager is not None
+        assert tuned.costs
+        assert len(tuned.costs.ns) == len(tuned.recorded.recording.program.calls)
+
+
+@COMPILES
+@pytest.mark.usefixtures("own_choices")
+def test_kernels_that_are_hopeless_are_tried_on_one_stream_only() -> None:
+    device = LikeCuda({"library": 100.0, "inductor": 100.0})
+    with tuning(device, AMPLE) as tuned:
+        assert tuned.recorded.recording.program.fuse == "none"
+        assert "library, single" in device.captured
+        assert not any(
+            name.startswith(("library, ", "inductor, ")) and "single" not in name for name in device.captured
+        )
+        left = [one for one in tuned.candidates if "other kernels are faster" in one.note]
+        assert all(one.fuse in ("library", "inductor") for one in left)
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_a_budget_too_small_to_compile_in() -> None:
+    device = LikeCuda({"library": 0.1})
+    with tuning(device, Options(budget_s=1.0)) as tuned:
+        assert "inductor" not in device.recorded
+        (left,) = [one for one in tuned.candidates if one.fuse == "inductor"]
+        assert left.name == "inductor"
+        assert left.note.startswith("not compiled: about ")
+        assert "budget_s=1" in left.note
+        assert f"inductor: {left.note}" in tuned.notes
+        assert tuned.recorded.recording.program.fuse == "library"
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_nothing_is_rewritten_without_tuning_or_on_the_host() -> None:
+    device = LikeCuda()
+    with tuning(device, Options(tune="off")) as tuned:
+        assert set(device.recorded) == {"none"}
+        assert tuned.recorded.recording.program.fuse == "none"
+    host = Watched(1000.0)
+    with tuning(host, Options()) as tuned:
+        assert all(one.fuse == "none" for one in tuned.candidates)
+
+
+@COMPILES
+def test_a_choice_is_recalled(own_choices: Path) -> None:
+    options = Options(budget_s=400.0)
+    first = LikeCuda({"library": 0.1, "inductor": 0.5})
+    with tuning(first, options) as tuned:
+        schedule, program = tuned.best.schedule, tuned.recorded.recording.program
+        assert program.fuse == "library"
+    (file,) = own_choices.iterdir()
+    before = file.read_bytes()
+    second = LikeCuda({"library": 0.1, "inductor": 0.5})
+    with tuning(second, options) as tuned:
+        assert second.recorded == ["none", "none", "library"]
+        assert second.captured == [schedule.policy]
+        assert (tuned.best.schedule.policy, tuned.best.schedule.stream) == (schedule.policy, schedule.stream)
+        assert tuned.recorded.recording.program.choices == program.choices
+        (one,) = tuned.candidates
+        assert one.chosen
+        assert one.fuse_s > 0
+        assert one.check
+        assert one.check.passed
+        assert any("chosen by an earlier process" in note for note in tuned.notes)
+        assert any(str(own_choices) in note for note in tuned.notes)
+    assert file.read_bytes() == before
+    with tuning(LikeCuda({"library": 0.1}), options, measure_single=True) as tuned:
+        assert len(tuned.candidates) > 1, "a report shows all that can be chosen from"
+
+
+@pytest.mark.usefixtures("own_choices")
+@pytest.mark.parametrize(
+    "other",
+    [{"budget_s": 1.5}, {"max_streams": 3}, {"memory_limit": 1 << 30}, {"tune": "full"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_choice_under_other_conditions_is_not(other: dict[str, Any]) -> None:
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda(), options):
+        pass
+    with tuning(LikeCuda(), replace(options, **other)) as tuned:
+        assert not any("earlier process" in note for note in tuned.notes)
+    with tuning(LikeCuda(), options) as tuned:
+        assert any("earlier process" in note for note in tuned.notes)
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_a_choice_under_other_precision_is_not() -> None:
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda(), options):
+        pass
+    torch.set_float32_matmul_precision("high")
+    try:
+        with tuning(LikeCuda(), options) as tuned:
+            assert not any("earlier process" in note for note in tuned.notes)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_policies_of_the_users_own_are_not_kept(own_choices: Path) -> None:
+    def mine(graph: Any, costs: Any) -> Schedule:
+        return replace(POLICIES["nimble"](graph, costs), policy="mine")
+
+    for policy in (mine, "nimble"):
+        with tuning(LikeCuda(), Options(policy=policy, budget_s=1.0)):
+            pass
+    assert not list(own_choices.iterdir())
+
+
+def spoiled(plan: Plan) -> Plan:
+    return replace(plan, fingerprint="0" * 64)
+
+
+def racing(plan: Plan) -> Plan:
+    schedule = plan.schedule
+    order = (*reversed(schedule.order),)
+    return replace(plan, schedule=replace(schedule, order=order))
+
+
+@pytest.mark.parametrize("spoil", [spoiled, racing])
+def test_a_choice_that_does_not_fit_any_more_is_made_again(own_choices: Path, spoil: Any) -> None:
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda({"library": 0.1}), options):
+        pass
+    (file,) = own_choices.iterdir()
+    good = file.read_bytes()
+    spoil(load_plan(file)).save(file)
+    device = LikeCuda({"library": 0.1})
+    with tuning(device, options) as tuned:
+        assert any("could not be made again" in note for note in tuned.notes)
+        assert tuned.recorded.recording.program.fuse == "library"
+        assert len(tuned.candidates) > 1
+    assert file.read_bytes() == good, "the next process finds what was chosen now"
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_a_choice_that_is_wrong_now_is_made_again() -> None:
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda({"library": 0.1}), options):
+        pass
+    with tuning(LikeCuda({"library": 0.1}, wrong="library"), options) as tuned:
+        assert tuned.recorded.recording.program.fuse == "none"
+        assert any(note.startswith("library: left out: outputs differ") for note in tuned.notes)
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_a_choice_that_cannot_be_captured_now_is_made_again() -> None:
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda({"library": 0.1}), options):
+        pass
+    with tuning(LikeCuda({"library": 0.1}, impossible="library"), options) as tuned:
+        assert tuned.recorded.recording.program.fuse == "none"
+        assert any("library, single was left out: out of memory" in note for note in tuned.notes)
+
+
+@pytest.mark.usefixtures("own_choices")
+@pytest.mark.parametrize("fuse", ["auto", "library"])
+@pytest.mark.parametrize("measure_single", [False, True])
+def test_wrong_kernels_win_nothing(fuse: Any, measure_single: bool) -> None:
+    device = LikeCuda({"library": 0.001}, wrong="library")
+    with tuning(device, Options(fuse=fuse, budget_s=1.0), measure_single=measure_single) as tuned:
+        wrong = [one for one in tuned.candidates if one.fuse == "library" and one.check]
+        assert wrong
+        assert all(one.check.differs and one.note == one.check.reason for one in wrong)
+        (chosen,) = [one for one in tuned.candidates if one.chosen]
+        assert chosen.fuse == "none"
+        assert chosen.streams > 1, "eager's own kernels are planned as without the option"
+        assert any(note.startswith("library: left out: ") for note in tuned.notes)
+        assert not tuned.wrong
+        assert len({check.name for check in tuned.checks}) == len(tuned.checks)
+
+
+@pytest.mark.usefixtures("own_choices")
+@pytest.mark.parametrize("policy", ["nimble", "single"])
+def test_a_named_policy_is_kept_when_the_kernels_are_not(policy: str) -> None:
+    device = LikeCuda(wrong="library", model=WAITS_COST_MORE)
+    with tuning(device, Options(fuse="library", policy=policy)) as tuned:
+        assert tuned.best.schedule.policy == policy
+
+
+@pytest.mark.usefixtures("own_choices")
+@pytest.mark.parametrize("impossible", ["library, single", "library"])
+def test_kernels_that_do_not_fit_are_left_out(impossible: str) -> None:
+    for fuse in ("auto", "library"):
+        device = LikeCuda(impossible=impossible)
+        with tuning(device, Options(fuse=fuse, budget_s=1.0)) as tuned:
+            assert tuned.recorded.recording.program.fuse == "none"
+            assert any("library, single was left out: out of memory" in note for note in tuned.notes)
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_a_named_policy_with_every_kind_of_kernels() -> None:
+    device = LikeCuda({"library": 0.1})
+    with tuning(device, Options(policy="nimble", budget_s=1.0)) as tuned:
+        assert tuned.best.schedule.policy == "library, nimble"
+        assert {"single", "nimble", "library, single", "library, nimble"} == set(device.captured)
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_no_budget_at_all() -> None:
+    with tuning(LikeCuda(), Options(budget_s=0.0)) as tuned:
+        notes = {one.name: one.note for one in tuned.candidates if one.fuse != "none"}
+        assert notes["library"].startswith("not rewritten: about 0 s expected, 0 s left")
+        assert notes["inductor"].startswith("not compiled: about ")
+        assert tuned.recorded.recording.program.fuse == "none"
+    with tuning(LikeCuda(), Options(fuse="library", budget_s=0.0), measure_single=True) as tuned:
+        assert tuned.recorded.recording.program.fuse == "library", "what is asked for by name is made whatever it takes"

@@ -1,4 +1,4 @@
-"""A Triton kernel launched directly, which no dispatch mode sees. Triton needs kernels in a file of their own."""
+"""Triton kernels launched directly, which no dispatch mode sees. Triton needs kernels in a file of their own."""
 
 import triton
 import triton.language as tl
@@ -9,3 +9,19 @@ def double(source, target, count, BLOCK: tl.constexpr):
     """``target = 2 * source``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, 2 * tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def add_in_place(target, source, count, BLOCK: tl.constexpr):
+    """``target += source``."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    tl.store(target + at, tl.load(target + at, mask=inside) + tl.load(source + at, mask=inside), mask=inside)
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (64, 128)], key=["count"])
+@triton.jit
+def triple(source, target, count, BLOCK: tl.constexpr):
+    """``target = 3 * source``, in blocks of the size that is fastest."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, 3 * tl.load(source + at, mask=at < count), mask=at < count)

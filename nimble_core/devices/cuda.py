@@ -172,34 +172,34 @@ class CudaDevice:
             with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
                 lanes = _Lanes(self.device, schedule)
                 nodes = probe.nodes()
-                for position, call in enumerate(schedule.order):
-                    stream = lanes.enter(call, streams)
-                    for producer in waits.get(call, ()):
-                        stream.wait_event(events[producer])
-                    for storage in arena.dead_before(position):
-                        issuer.release(storage)
-                    try:
-                        with arena.placing(call):
-                            issuer.issue(call)
-                    except (RuntimeError, TypeError, ValueError) as error:
-                        if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
-                            raise
-                        raise CaptureError(
-                            f"a call could not be re-issued: {str(error).splitlines()[0]}",
-                            where=str(recording.program.calls[call]),
-                            fix="report this model; until then, leave that part out of the prepared module",
-                        ) from error
-                    misplaced = arena.misplaced(call, issuer)
-                    if misplaced is not None:
-                        # At once: what comes next may be meant for the memory in which these results are now.
-                        self._learn(recording.program.calls[call], misplaced)
-                    first, nodes = nodes, probe.nodes()
-                    bounds[call] = (first, nodes)
-                    if call in producers:
-                        event = torch.cuda.Event()
-                        event.record(stream)
-                        events[call] = event
-                lanes.leave(streams)
+                with lanes.joined(streams):
+                    for position, call in enumerate(schedule.order):
+                        stream = lanes.enter(call, streams)
+                        for producer in waits.get(call, ()):
+                            stream.wait_event(events[producer])
+                        for storage in arena.dead_before(position):
+                            issuer.release(storage)
+                        try:
+                            with arena.placing(call):
+                                issuer.issue(call)
+                        except (RuntimeError, TypeError, ValueError) as error:
+                            if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
+                                raise
+                            raise CaptureError(
+                                f"a call could not be re-issued: {str(error).splitlines()[0]}",
+                                where=str(recording.program.calls[call]),
+                                fix="report this model; until then, leave that part out of the prepared module",
+                            ) from error
+                        misplaced = arena.misplaced(call, issuer)
+                        if misplaced is not None:
+                            # At once: what comes next may be meant for the memory in which these results are now.
+                            self._learn(recording.program.calls[call], misplaced)
+                        first, nodes = nodes, probe.nodes()
+                        bounds[call] = (first, nodes)
+                        if call in producers:
+                            event = torch.cuda.Event()
+                            event.record(stream)
+                            events[call] = event
                 outputs = issuer.outputs()
             outputs = arena.settled(outputs)
             issuer.tensors.clear()
@@ -352,6 +352,7 @@ class CudaDevice:
                     _join(streams)
                     _end(graph)
                 except BaseException:
+                    torch.cuda.set_stream(streams[0])  # a capture ends on the stream that it began on
                     with suppress(Exception):
                         _join(streams)
                     with suppress(Exception):
@@ -638,8 +639,18 @@ class _Lanes:
         torch.cuda.set_stream(stream)
         return stream
 
-    def leave(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Bring every lane back to its own stream, and the first one to be current."""
+    @contextmanager
+    def joined(self, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+        """Bring every lane back to its own stream at the end, and the first one to be current; errors go first."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # CUDA may have ended the capture
+                self._leave(streams)
+            raise
+        self._leave(streams)
+
+    def _leave(self, streams: Sequence[torch.cuda.Stream]) -> None:
         for lane, stream in self._current.items():
             if stream is not streams[lane]:
                 streams[lane].wait_stream(stream)

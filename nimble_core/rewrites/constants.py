@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from nimble_core.folded import Folded
-from nimble_core.lift import drop_unused, is_view, pinned
+from nimble_core.lift import add_call, drop_unused, is_view, pinned
 from nimble_core.operators import makes_memory_only
 from nimble_core.rewrites.fold import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
+from nimble_core.rewrites.layout import restrided
 from nimble_core.rewrites.library import padded_channels
 from nimble_core.rewrites.merge import joined
 
@@ -47,6 +48,7 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
     roots = [node for node in module.graph.nodes if node in computed and _wanted_outside(node, constant)]
     if not roots:
         return None
+    _hand_out_copies(module, constant)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in _needed(roots):
@@ -84,6 +86,17 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
         return [values[place] for place in used]
 
     return Folded(recompute, tuple(kept), tuple((names.get(one, one), getattr(module, one)) for one in sources))
+
+
+def _hand_out_copies(module: fx.GraphModule, constant: set[fx.Node]) -> None:
+    """Let the graph return copies of constants: whoever gets them may write them."""
+    outputs = module.graph.output_node()
+    for result in outputs.all_input_nodes:
+        made = result.args[0] if result.target is restrided else result
+        if made in constant and isinstance(made, fx.Node) and _computes(made):
+            with module.graph.inserting_before(outputs):
+                copy = add_call(module.graph, torch.ops.aten.clone.default, (result,), (result,))
+            outputs.replace_input_with(result, copy)
 
 
 def _pure(node: fx.Node) -> bool:

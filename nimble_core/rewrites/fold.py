@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.lift import add_call, arguments_of, drop_unused, pinned
+from nimble_core.lift import add_call, arguments_of, drop_unused, movable, pinned
 
 __all__ = [
     "affine",
@@ -96,7 +96,7 @@ def _separated(graph: fx.Graph, norm: fx.Node) -> bool:
         return False
     if not isinstance(convolution, fx.Node) or convolution.target is not _aten.convolution.default:
         return False
-    if len(convolution.users) > 1 or pinned(convolution):
+    if len(convolution.users) > 1 or not movable(convolution):
         return False
     results = [user for user in norm.users if user.target is operator.getitem]
     if len(results) != len(norm.users) or any(user.args[1] != 0 and user.users for user in results):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.lift import add_call, arguments_of, drop_unused, pinned, reference_of
+from nimble_core.lift import add_call, arguments_of, drop_unused, movable, pinned, reference_of
 from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.fold import affine, folded_into
@@ -88,18 +88,22 @@ class Form:
         run: on input, weight, bias and addend.
         weight: what the weight has to be made into first, ahead of time; None: nothing.
         bare: the convolution alone, where all that follows is separate: a compiler fuses that with what comes next.
+        zeros: channels of zeros that ``bare`` and ``weight`` expect behind those of the input, and make behind those of
+            the result: a compiler writes and skips them in passing.
     """
 
     run: Routine
     weight: Callable[[torch.Tensor], torch.Tensor] | None = None
     bare: Routine | None = None
+    zeros: tuple[int, int] = (0, 0)
 
 
 def padded_channels(weight: torch.Tensor) -> torch.Tensor:
-    """A convolution's weight with zeros for input channels up to the next multiple that tensor cores ask for."""
+    """A convolution's weight with zeros up to the next multiples of channels, in and out, that tensor cores ask for."""
     multiple = _TENSOR_CORE_CHANNELS[str(weight.dtype).removeprefix("torch.")]
-    missing = -weight.shape[1] % multiple
-    return torch.nn.functional.pad(weight, (0, 0, 0, 0, 0, missing)).to(memory_format=torch.channels_last)
+    missing = [-size % multiple for size in weight.shape[:2]]
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, 0, 0, missing[1], 0, missing[0]))
+    return padded.to(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ def sites_of(module: fx.GraphModule, *, channels_last: bool) -> list[tuple[Site,
     taken: set[fx.Node] = set()
     # The later of two convolutions that are added runs with the sum: by then both are there.
     for node in reversed(list(module.graph.nodes)):
-        if node.target is not _aten.convolution.default or pinned(node):
+        if node.target is not _aten.convolution.default or not movable(node):
             continue
         given = arguments_of(node)
         source, weight, result = (reference_of(one) for one in (given["input"], _origin(given["weight"]), node))
@@ -163,7 +167,12 @@ def sites_of(module: fx.GraphModule, *, channels_last: bool) -> list[tuple[Site,
 
 def _is_sum(user: fx.Node, of: fx.Node, result: TensorRef) -> bool:
     """Whether ``user`` adds a tensor of the same shape to ``of``, and a ReLU alone reads that."""
-    if user.target is not _aten.add.Tensor or pinned(user) or len(user.args) != 2 or user.kwargs.get("alpha", 1) != 1:
+    if (
+        user.target is not _aten.add.Tensor
+        or not movable(user)
+        or len(user.args) != 2
+        or user.kwargs.get("alpha", 1) != 1
+    ):
         return False
     other = next((one for one in user.args if isinstance(one, fx.Node) and one is not of), None)
     recorded = reference_of(other) if other is not None else None
@@ -230,14 +239,10 @@ def _on_cuda(site: Site) -> dict[str, Form]:
 
         if not torch.backends.cudnn.deterministic and not site.pointwise:  # products have one good routine
             forms["cudnn timed"] = _separate(site, timed, open_end=True)
-    missing = -site.sizes[0][1] % _TENSOR_CORE_CHANNELS.get(site.dtype, 1)
-    if missing and site.channels_last and groups == 1 and not site.pointwise:
-        plain = _bare(site)
-
-        def padded(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
-            return plain(_aten.constant_pad_nd.default(x, [0, 0, 0, 0, 0, missing]), weight, None, None)
-
-        forms["padded channels"] = _separate(site, padded, open_end=True, weight=padded_channels)
+    multiple = _TENSOR_CORE_CHANNELS.get(site.dtype, 1)
+    zeros = (-site.sizes[0][1] % multiple, -site.sizes[1][0] % multiple)
+    if any(zeros) and site.channels_last and groups == 1:
+        forms["padded channels"] = _padded(site, zeros)
     if site.relu and site.bias and site.dtype in _TENSOR_CORE_CHANNELS:
 
         def fused(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
@@ -262,6 +267,18 @@ def _on_cuda(site: Site) -> dict[str, Form]:
         forms["depthwise native"] = _separate(site, native, open_end=False)
         forms["depthwise cudnn"] = _separate(site, library, open_end=True)
     return forms
+
+
+def _padded(site: Site, zeros: tuple[int, int]) -> Form:
+    """cuDNN pads by itself, each convolution anew, with up to five more kernels; here the weight is padded for good."""
+    plain, features = _bare(site), site.sizes[1][0]
+
+    def padded(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
+        x = _aten.constant_pad_nd.default(x, [0, 0, 0, 0, 0, zeros[0]]) if zeros[0] else x
+        return _aten.slice.Tensor(plain(x, weight, None, None), 1, 0, features)
+
+    whole = _separate(site, padded, open_end=True, weight=padded_channels)
+    return Form(whole.run, padded_channels, plain, zeros)
 
 
 def _onednn(site: Site) -> Form:
@@ -346,7 +363,9 @@ def times_of(
         for name, form in forms_of(site, device.type).items():
             weight = form.weight(given) if form.weight else given
             if compiled and form.bare is not None:
-                asked.append((site, name, partial(form.bare, x, weight, None, None)))
+                more = (0, 0, 0, 0, 0, form.zeros[0])
+                source = torch.nn.functional.pad(x, more).contiguous(memory_format=_layout(x)) if form.zeros[0] else x
+                asked.append((site, name, partial(form.bare, source, weight, None, None)))
                 if site.bias or site.add or site.relu:
                     asked.append((site, name, partial(torch.relu, out)))
             else:
@@ -356,6 +375,10 @@ def times_of(
         own = times.setdefault(site, {})
         own[name] = own.get(name, 0.0) + (math.inf if taken is None else taken)
     return times
+
+
+def _layout(x: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
 
 
 def best_forms(times: Mapping[Site, Mapping[str, float]]) -> dict[Site, str]:
@@ -395,14 +418,14 @@ def choose_forms(
     for site, place in sites:
         for name, form in forms_of(site, device.type).items():
             if name != "separate" and decisions.take(place.convolution, name, wanted=best.get(site) == name):
-                _replace(module.graph, place, form, compiled=compiled)
+                _replace(module.graph, place, form, site.sizes[1][0], compiled=compiled)
                 count += 1
                 break
     drop_unused(module)
     return count
 
 
-def _replace(graph: fx.Graph, place: Place, form: Form, *, compiled: bool) -> None:
+def _replace(graph: fx.Graph, place: Place, form: Form, channels: int, *, compiled: bool) -> None:
     given = arguments_of(place.convolution)
     alone = compiled and form.bare is not None
     last = place.convolution if alone else place.last
@@ -413,7 +436,12 @@ def _replace(graph: fx.Graph, place: Place, form: Form, *, compiled: bool) -> No
         if form.weight:
             weight = graph.call_function(form.weight, (weight,))
         if alone:  # the compiler takes all that follows
-            fused = add_call(graph, form.bare, (given["input"], weight, None, None), (place.convolution,))
+            source = given["input"]
+            if form.zeros[0]:
+                source = graph.call_function(_aten.constant_pad_nd.default, (source, [0, 0, 0, 0, 0, form.zeros[0]]))
+            fused = add_call(graph, form.bare, (source, weight, None, None), (place.convolution,))
+            if form.zeros[1]:
+                fused = add_call(graph, _aten.slice.Tensor, (fused, 1, 0, channels), (place.convolution,))
             if bias is not None:
                 shaped = graph.call_function(_aten.reshape.default, (bias, [1, -1, 1, 1]))
                 fused = add_call(graph, _aten.add.Tensor, (fused, shaped), (place.convolution,))

@@ -7,6 +7,7 @@ longest of the small ones, which is measured.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.lift import arguments_of, drop_unused, pinned, reference_of, use_calls
+from nimble_core.lift import arguments_of, drop_unused, movable, pinned, reference_of, use_calls
 from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
+from nimble_core.rewrites.layout import keep_strides
 
 __all__ = ["joined", "merge_siblings"]
 
@@ -55,6 +57,8 @@ def merge_siblings(module: fx.GraphModule, device: torch.device, decisions: Deci
         if decisions.take(group[0], "merged siblings", wanted=wanted):
             _merge(module.graph, group)
             saved += len(group) - 1
+    if saved:
+        keep_strides(module)
     drop_unused(module)
     return saved
 
@@ -69,7 +73,8 @@ def _groups(module: fx.GraphModule, *, convolutions: bool) -> list[list[fx.Node]
 
 
 def _key(node: fx.Node, convolutions: bool) -> Any:
-    if node.op != "call_function" or pinned(node) or reference_of(node) is None:
+    made = reference_of(node)
+    if node.op != "call_function" or not movable(node) or made is None:
         return None
     if node.target in (_aten.addmm.default, _aten.mm.default):
         given = arguments_of(node)
@@ -77,7 +82,7 @@ def _key(node: fx.Node, convolutions: bool) -> Any:
         weight = _weight_of(given["mat2"])
         bias = given["self"] if node.target is _aten.addmm.default else None
         plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
-        if weight is None or not plain or (bias is not None and not _is_vector(bias)) or _is_given(rows):
+        if weight is None or not plain or (bias is not None and not _is_vector(bias, made.sizes[1])) or _is_given(rows):
             return None
         return node.target, rows, given["mat2"].target, _dtype(weight), bias is None
     if convolutions and node.target is _aten.convolution.default:
@@ -85,11 +90,11 @@ def _key(node: fx.Node, convolutions: bool) -> Any:
         weight = given["weight"]
         if given["transposed"] or given["groups"] != 1 or not _only_weights(weight):
             return None
-        made = reference_of(_root(weight))
-        if made is None or len(made.sizes) != 4 or (given["bias"] is not None and not _only_weights(given["bias"])):
+        kernel = reference_of(_root(weight))
+        if kernel is None or len(kernel.sizes) != 4 or (given["bias"] is not None and not _only_weights(given["bias"])):
             return None
         parameters = tuple(tuple(given[name]) for name in ("stride", "padding", "dilation"))
-        return node.target, given["input"], made.sizes[1:], made.dtype, parameters
+        return node.target, given["input"], kernel.sizes[1:], kernel.dtype, parameters
     return None
 
 
@@ -105,9 +110,9 @@ def _is_given(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
 
-def _is_vector(node: Any) -> bool:
+def _is_vector(node: Any, size: int) -> bool:
     recorded = reference_of(node) if _is_given(node) and not pinned(node) else None
-    return recorded is not None and len(recorded.sizes) == 1
+    return recorded is not None and recorded.sizes == (size,)
 
 
 def _only_weights(node: Any) -> bool:
@@ -182,9 +187,12 @@ def _merge(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
     widths = [width for *_, width in sources]
     first = group[0]
     # Weights are given tensors, or made of them: they may all come before the first sibling.
+    late = set(itertools.dropwhile(lambda one: one is not first, list(graph.nodes)))
     for node in group[1:]:
         for needed in _weight_nodes(node):
-            first.prepend(needed)
+            if needed in late:
+                late.remove(needed)
+                first.prepend(needed)
     with graph.inserting_before(first):
         weight = graph.call_function(joined, ([one[1] for one in sources], widths, sources[0][1]))
         biases = [one[2] for one in sources]

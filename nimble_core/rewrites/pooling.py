@@ -14,6 +14,7 @@ from torch import fx
 
 from nimble_core.lift import drop_unused, pinned, reference_of, use_calls
 from nimble_core.rewrites.decisions import Decisions
+from nimble_core.rewrites.layout import writes_through_views
 
 __all__ = ["choose_pools"]
 
@@ -22,7 +23,12 @@ _POOLS = {_aten.max_pool2d_with_indices.default, _aten.avg_pool2d.default}
 
 
 def choose_pools(module: fx.GraphModule, device: torch.device, decisions: Decisions) -> int:
-    """Let pools of channels-last tensors run contiguous where that is faster; how many do then."""
+    """Let pools of channels-last tensors run contiguous where that is faster; how many do then.
+
+    Their results are channels last, whatever they read; where memory is written through views, all pools stay.
+    """
+    if writes_through_views(module):
+        return 0
     chosen: dict[Any, bool] = {}
     count = 0
     for node in list(module.graph.nodes):

@@ -1,4 +1,4 @@
-"""Small certain gains: equal computations once, copies that copy nothing never."""
+"""A small certain gain: equal computations once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.lift import drop_unused, is_view, pinned, use_calls
+from nimble_core.lift import drop_unused, is_view, movable, use_calls
 from nimble_core.operators import makes_memory_only
 
 __all__ = ["share_equal"]
@@ -16,12 +16,12 @@ __all__ = ["share_equal"]
 def share_equal(module: fx.GraphModule) -> int:
     """Let operators with equal arguments compute once; how many nodes that saved.
 
-    What draws random numbers, writes in place or only makes memory stays as often as it is.
+    What draws random numbers, only makes memory, or touches memory that is written in place stays as often as it is.
     """
     seen: dict[Any, fx.Node] = {}
     saved = 0
     for node in list(module.graph.nodes):
-        if node.op not in ("call_function", "get_attr") or pinned(node):
+        if node.op not in ("call_function", "get_attr") or not movable(node):
             continue
         if node.op == "call_function" and not _repeatable(node):
             continue
@@ -57,5 +57,5 @@ def _key(node: fx.Node) -> Any:
 def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(item) for item in value)
-    # 1 and 1.0 and True are equal, but not to an operator.
-    return value if isinstance(value, fx.Node) else (type(value), value)
+    # 1 and 1.0 and True are equal, 0.0 and -0.0 too, but not to an operator.
+    return value if isinstance(value, fx.Node) else (type(value), repr(value), value)

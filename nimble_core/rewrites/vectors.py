@@ -37,14 +37,15 @@ def _as_sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     recorded = reference_of(node)
     if recorded is None or node.target not in (_aten.addmm.default, _aten.mm.default, _aten.convolution.default):
         return None
+    if not recorded.dtype.startswith(("float", "bfloat")):  # sums of integers are of another type
+        return None
     given = arguments_of(node)
     if node.target is _aten.convolution.default:
         source = reference_of(given["input"])
         single = source is not None and (source.sizes[0], *source.sizes[2:]) == (1, 1, 1)
         if not single or given["groups"] != 1 or given["transposed"] or recorded.sizes[2:] != (1, 1):
             return None
-        weight_sizes = _sizes(given["weight"])
-        if weight_sizes is not None and weight_sizes[2:] != (1, 1):
+        if any(given["padding"]) or _kernel(given["weight"]) != (1, 1):
             return None
         features, channels = recorded.sizes[1], source.sizes[1]  # type: ignore[union-attr]
         with graph.inserting_before(node):
@@ -73,6 +74,9 @@ def _call(graph: fx.Graph, node: fx.Node, target: Any, *args: Any) -> fx.Node:
     return made
 
 
-def _sizes(node: Any) -> tuple[int, ...] | None:
-    recorded = reference_of(node) if isinstance(node, fx.Node) else None
-    return recorded.sizes if recorded else None
+def _kernel(weight: fx.Node) -> tuple[int, ...] | None:
+    """Size of a convolution's kernel; rewrites of weights keep it."""
+    while reference_of(weight) is None and weight.all_input_nodes:
+        weight = weight.all_input_nodes[0]
+    recorded = reference_of(weight)
+    return recorded.sizes[2:] if recorded else None

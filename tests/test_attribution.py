@@ -1,0 +1,113 @@
+"""Each eager call belongs to the kernel that does it, and to those that finish a library's work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rewrite_models import lifted
+from strategies import programs
+
+from nimble_core.attribution import attributed, unmapped
+from nimble_core.program import Access, Call, Origin, Program, Storage, TensorRef
+
+EAGER_CALLS = 6
+
+
+def eager_program() -> Program:
+    calls = tuple(
+        Call(index, f"aten.op{index}.default", (), (), origins=(Origin(f"aten.op{index}.default", f"m{index}"),))
+        for index in range(EAGER_CALLS)
+    )
+    return Program(calls=calls, storages=(), inputs=(), outputs=())
+
+
+@st.composite
+def compiled(draw: st.DrawFn) -> Program:
+    """A Program of kernels and library calls, each with any eager calls to its name."""
+    program = draw(programs())
+    calls = []
+    for call in program.calls:
+        named = tuple(sorted(draw(st.sets(st.integers(0, EAGER_CALLS - 1), max_size=3))))
+        operator = draw(st.sampled_from(["triton_poi_fused_0", "aten.addmm.default"]))
+        origins = tuple(Origin(f"aten.op{index}.default", f"m{index}") for index in named) or (Origin(operator),)
+        calls.append(replace(call, operator=operator, eager=named, origins=origins))
+    return replace(program, calls=tuple(calls))
+
+
+@given(compiled())
+def test_nothing_is_lost_and_nothing_is_made_up(program: Program) -> None:
+    eager = eager_program()
+    found = attributed(program, eager)
+    assert {one for call in found.calls for one in call.eager} == {one for call in program.calls for one in call.eager}
+    for call, before in zip(found.calls, program.calls, strict=True):
+        assert set(call.eager) <= set(before.eager)
+        assert bool(call.eager) == bool(before.eager)
+        assert list(call.eager) == sorted(set(call.eager))
+        assert replace(call, eager=before.eager, origins=before.origins) == before
+        wanted = tuple(origin for index in call.eager for origin in eager.calls[index].origins)
+        assert call.origins == (wanted or (Origin(call.operator),))
+
+
+@given(compiled())
+def test_a_call_is_claimed_again_only_by_who_goes_on_with_it_or_has_nothing_else(program: Program) -> None:
+    found = attributed(program, eager_program())
+    claimed: set[int] = set()
+    library: dict[int, set[int]] = {}
+    for call, before in zip(found.calls, program.calls, strict=True):
+        kernel = "." not in call.operator
+        goes_on = set().union(*(library.get(ref.storage, set()) for ref in call.reads)) if kernel else set()
+        if set(before.eager) - claimed:
+            assert set(call.eager) - claimed == set(before.eager) - claimed  # the first that names it has it
+            assert set(call.eager) & claimed <= goes_on
+        elif call.eager and set(before.eager) & goes_on:
+            assert set(call.eager) <= goes_on
+        else:
+            assert call.eager == before.eager
+        claimed |= set(call.eager)
+        for ref in call.writes:
+            library[ref.storage] = set() if kernel else set(call.eager)
+
+
+def program_of(*kernels: tuple[str, tuple[int, ...], int | None, int]) -> Program:
+    """Kernels as (operator, eager calls, storage read, storage written)."""
+    refs = [TensorRef(n, 0, (1,), (1,), "float32", 4) for n in range(6)]
+    calls = []
+    for index, (operator, named, read, written) in enumerate(kernels):
+        accesses = (Access(refs[read], False),) if read is not None else ()
+        calls.append(Call(index, operator, (), (*accesses, Access(refs[written], True)), eager=named))
+    return Program(calls=tuple(calls), storages=(Storage(4, "intermediate"),) * 6, inputs=(), outputs=())
+
+
+def claims(program: Program) -> list[tuple[int, ...]]:
+    return [call.eager for call in attributed(program, eager_program()).calls]
+
+
+def test_a_bias_left_out_of_a_convolution_is_still_its() -> None:
+    program = program_of(("aten.convolution.default", (0,), None, 0), ("triton_relu", (0, 1), 0, 1))
+    assert claims(program) == [(0,), (0, 1)]
+
+
+def test_what_a_kernel_reads_from_another_kernel_is_the_others() -> None:
+    program = program_of(("triton_a", (0, 1), None, 0), ("triton_b", (1, 2), 0, 1))
+    assert claims(program) == [(0, 1), (2,)]
+
+
+def test_a_library_call_is_not_that_of_who_reads_it_two_kernels_later() -> None:
+    program = program_of(
+        ("aten.convolution.default", (0,), None, 0), ("triton_a", (0, 1), 0, 1), ("triton_b", (0, 1, 2), 1, 2)
+    )
+    assert claims(program) == [(0,), (0, 1), (2,)]
+
+
+def test_one_call_in_two_kernels_belongs_to_both() -> None:
+    assert claims(program_of(("triton_a", (0,), None, 0), ("triton_b", (0,), 0, 1))) == [(0,), (0,)]
+
+
+def test_what_nobody_explains_is_counted() -> None:
+    program = program_of(("triton_a", (0,), None, 0), ("aten.clone.default", (), 0, 1), ("triton_b", (), 0, 1))
+    assert unmapped(program) == 2
+    one, _ = lifted(lambda x: x + 1, torch.randn(3))
+    assert unmapped(one.recording.program) == 1

@@ -1,0 +1,466 @@
+"""Kernels launched past the dispatcher: seen, named, with the right roles, and everything put back afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimble_core import Nimble, Options
+from nimble_core.devices.fake import FakeDevice
+from nimble_core.launchers import _SEEN, Launch, Relaunch, kernel_roles, launches_seen
+from nimble_core.pipeline import Stopwatch, check_inputs, record_static
+from nimble_core.recording import Issuer, Recording, issuing
+
+# -- roles by name --------------------------------------------------------------------------------------------------
+
+NAMES = st.one_of(
+    st.builds("{}{}".format, st.sampled_from(["in_ptr", "out_ptr", "in_out_ptr", "arg_"]), st.integers(0, 9)),
+    st.sampled_from(["xnumel", "r0_numel", "ws_ptr", "load_seed_offset", "source", "target"]),
+)
+
+
+@given(st.lists(NAMES, unique=True), st.data())
+def test_no_role_promises_less_than_what_a_kernel_does(names: list[str], data: st.DataObject) -> None:
+    mutated = data.draw(st.lists(st.sampled_from(names), unique=True)) if names else []
+    roles = kernel_roles(names, mutated)
+    assert roles.keys() <= set(names)
+    for name in names:
+        reads, writes = roles.get(name, (True, True))  # what is not listed counts as read and written
+        assert reads or writes
+        if name in mutated or name.startswith("in_out_ptr"):
+            assert reads
+            assert writes
+        elif name.startswith("in_ptr"):
+            assert not writes
+        elif name.startswith("out_ptr"):
+            assert not reads
+
+
+# -- Inductor's host kernels ----------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """A function compiled by torch.compile, with what its generated module holds."""
+
+    def __init__(self, function: Callable[..., Any], *args: torch.Tensor) -> None:
+        from torch._inductor.codecache import PyCodeCache
+
+        known = {id(module) for module in PyCodeCache.modules}
+        torch._dynamo.reset()
+        self.eager, self.args = function, args
+        # "eager" elsewhere may be found in Inductor's own cache of graphs: then the module is loaded from there.
+        with torch.no_grad():
+            self.compiled = torch.compile(function)
+            self.compiled(*args)
+        fresh = [module for module in PyCodeCache.modules if id(module) not in known]
+        self.modules: list[ModuleType] = fresh
+        (self.module,) = fresh
+
+    def run(self) -> Any:
+        with torch.no_grad():
+            return self.compiled(*self.args)
+
+    def kernels(self) -> list[str]:
+        return [name for name in vars(self.module) if name.startswith("cpp_")]
+
+
+def work(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = torch.relu(x + 1).softmax(-1)
+    return (y @ weight).tanh() * 3
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(6, 6, generator=generator) for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Compiled(work, x, weight)
+
+
+class Doing:
+    """Notes launches and does them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Launch] = []
+        self.files: list[str] = []
+        self.launching = False
+
+    def __call__(self, launch: Launch, frame: Any) -> Any:
+        self.seen.append(launch)
+        self.files.append(frame.f_code.co_filename)
+        self.launching = True
+        try:
+            return launch.launch(*launch.args, **launch.kwargs)
+        finally:
+            self.launching = False
+
+    def apart(self) -> bool:
+        return self.launching
+
+
+def never() -> bool:
+    return False
+
+
+def test_host_kernels_are_seen_with_names_and_roles(compiled: Compiled) -> None:
+    doing = Doing()
+    with launches_seen(doing, doing.apart):
+        result = compiled.run()
+    seen = doing.seen
+    torch.testing.assert_close(result, work(*compiled.args))
+    assert [launch.name for launch in seen] == compiled.kernels()
+    assert set(doing.files) == {compiled.module.__file__}
+    text = Path(str(compiled.module.__file__)).read_text(encoding="utf-8")
+    for launch in seen:
+        assert len(launch.names) == len(launch.args)
+        signature = text.split(f"{launch.name} = async_compile.cpp_pybinding([")[1].split("]")[0]
+        kinds = [kind.strip().strip("'") for kind in signature.split(",")]
+        for name, kind in zip(launch.names, kinds, strict=True):
+            assert (launch.roles.get(name) == (True, False)) == kind.startswith("const ")
+        tensors = [one for one in launch.args if isinstance(one, torch.Tensor)]
+        assert any(launch.roles.get(name) != (True, False) for name in launch.names), "a kernel writes something"
+        assert tensors
+
+
+def test_roles_are_true(compiled: Compiled) -> None:
+    """What counts as read only keeps its bits."""
+    doing = Doing()
+
+    def on_launch(launch: Launch, frame: Any) -> Any:
+        before = [one.clone() if isinstance(one, torch.Tensor) else one for one in launch.args]
+        result = doing(launch, frame)
+        for name, one, kept in zip(launch.names, launch.args, before, strict=True):
+            if isinstance(one, torch.Tensor) and launch.roles.get(name) == (True, False):
+                assert torch.equal(one, kept)
+        return result
+
+    with launches_seen(on_launch, doing.apart):
+        compiled.run()
+    assert doing.seen
+
+
+@pytest.mark.parametrize("error", [None, KeyError("in the middle"), KeyboardInterrupt()])
+def test_generated_modules_are_as_they_were(compiled: Compiled, error: BaseException | None) -> None:
+    before = dict(vars(compiled.module))
+    changed: set[str] = set()
+    doing = Doing()
+
+    def on_launch(launch: Launch, frame: Any) -> Any:
+        changed.update(name for name, value in vars(compiled.module).items() if value is not before[name])
+        if error is not None:
+            raise error
+        return doing(launch, frame)
+
+    if error is None:
+        with launches_seen(on_launch, doing.apart):
+            compiled.run()
+    else:
+        with pytest.raises(type(error)), launches_seen(on_launch, doing.apart):
+            compiled.run()
+    assert {*compiled.kernels(), *(name for name in _SEEN if name in before)} == changed
+    after = vars(compiled.module)
+    assert after.keys() == before.keys()
+    assert all(after[name] is value for name, value in before.items())
+
+
+def test_launches_of_other_threads_are_left_alone(compiled: Compiled) -> None:
+    doing = Doing()
+    results: list[torch.Tensor] = []
+    with launches_seen(doing, never):
+        thread = threading.Thread(target=lambda: results.append(compiled.run()))
+        thread.start()
+        thread.join()
+    assert not doing.seen
+    torch.testing.assert_close(results[0], work(*compiled.args))
+
+
+def test_launches_inside_an_operator_are_its_own_affair(compiled: Compiled) -> None:
+    doing = Doing()
+    with launches_seen(doing, lambda: True):
+        compiled.run()
+    assert not doing.seen
+
+
+def recording_of(model: Callable[..., Any], *args: torch.Tensor) -> Recording:
+    return record_static(
+        FakeDevice(), model, check_inputs(model, args, {}), args, {}, strict=True, step=Stopwatch()
+    ).recording
+
+
+def issued(recording: Recording, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    issuer = Issuer(recording, inputs)
+    with issuing("cpu"):
+        for call in range(len(recording.program.calls)):
+            issuer.issue(call)
+        return issuer.outputs()
+
+
+def test_a_compiled_function_inside_a_model_is_recorded_kernel_by_kernel(compiled: Compiled) -> None:
+    x, weight = compiled.args
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return compiled.compiled(x * 2, weight) - 1
+
+    model(x)
+    recording = recording_of(model, x)
+    names = [call.operator for call in recording.program.calls]
+    assert [name for name in names if name.startswith("cpp_")] == compiled.kernels()
+    assert "aten.mul.Tensor" in names
+    assert "aten.sub.Tensor" in names
+    assert not recording.unseen
+    other = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(issued(recording, other)[0], work(other * 2, weight) - 1)
+    net = Nimble(model, Options(fuse="none", tune="off")).prepare(x)
+    with torch.no_grad():
+        torch.testing.assert_close(net(other), work(other * 2, weight) - 1)
+
+
+def test_a_compiled_function_inside_an_operator_is_recorded_once(compiled: Compiled) -> None:
+    x, weight = compiled.args
+    library = torch.library.Library("nimble_launcher_tests", "DEF")
+    library.define("whole(Tensor x, Tensor weight) -> Tensor")
+    library.impl("whole", lambda x, weight: compiled.compiled(x, weight), "CPU")
+    operator = torch.ops.nimble_launcher_tests.whole
+    recording = recording_of(lambda x: operator(x, weight) + 1, x)
+    names = [call.operator for call in recording.program.calls]
+    assert names == ["nimble_launcher_tests.whole.default", "aten.add.Tensor"]
+    torch.testing.assert_close(issued(recording, x)[0], work(x, weight) + 1)
+
+
+# -- memory that generated code makes and views ---------------------------------------------------------------------
+
+
+@given(st.integers(0, 3), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=3))
+def test_a_reinterpreted_tensor_is_the_window_that_as_strided_gives(
+    offset: int, dimensions: Sequence[tuple[int, int]]
+) -> None:
+    size, stride = [one for one, _ in dimensions], [step for _, step in dimensions]
+    base = torch.arange(200.0)[7:]
+    found = _SEEN["reinterpret_tensor"](base, size, stride, offset)
+    expected = torch.as_strided(base, size, stride, 7 + offset)
+    assert torch.equal(found, expected)
+    assert (found.stride(), found.storage_offset()) == (expected.stride(), expected.storage_offset())
+    assert found.data_ptr() == expected.data_ptr()
+
+
+@given(st.integers(0, 3))
+def test_an_empty_window(offset: int) -> None:
+    assert _SEEN["reinterpret_tensor"](torch.arange(9.0), (0, 2), (2, 1), offset).shape == (0, 2)
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+def test_a_window_is_found_wherever_the_replay_has_the_memory(policy: str) -> None:
+    """In an arena, and in an input, a tensor does not start where it did while recording."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        turned = _SEEN["reinterpret_tensor"](x * 2, (3, 4), (1, 3), 0)
+        return _SEEN["reinterpret_tensor"](turned + 1, (2, 2), (4, 1), 3) * _SEEN["reinterpret_tensor"](
+            x, (2, 2), (4, 1), 5
+        )
+
+    whole = torch.randn(40)
+    example, other = whole[8:20], whole[21:33]
+    net = Nimble(model, Options(fuse="none", policy=policy, tune="off")).prepare(example)
+    for x in (example, other, other.clone()):
+        assert torch.equal(net(x), model(x))
+
+
+# -- Triton's launchers, by classes like them -----------------------------------------------------------------------
+
+
+class InductorKernel:
+    """As Inductor's CachingAutotuner is called by the code it generates."""
+
+    def __init__(self, name: str, arg_names: list[str], mutated: list[str]) -> None:
+        self.fn = SimpleNamespace(arg_names=arg_names, __name__=name)
+        self.inductor_meta = {"kernel_name": name}
+        self.mutated_arg_names = mutated
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> str:
+        self.runs.append((args, stream, benchmark_run, kwargs))
+        return "ran"
+
+
+class UserKernel:
+    """As Triton's JITFunction is launched by ``kernel[grid](...)``."""
+
+    def __init__(self, name: str, arg_names: list[str]) -> None:
+        self.fn = SimpleNamespace(__name__=name)
+        self.arg_names = arg_names
+        self.runs: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> str:
+        self.runs.append((args, grid, warmup, kwargs))
+        return "ran"
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both launchers where ``launches_seen`` looks for them."""
+    heuristics: Any = ModuleType("torch._inductor.runtime.triton_heuristics")
+    heuristics.CachingAutotuner = InductorKernel
+    jit: Any = ModuleType("triton.runtime.jit")
+    jit.JITFunction = UserKernel
+    monkeypatch.setitem(sys.modules, heuristics.__name__, heuristics)
+    monkeypatch.setitem(sys.modules, jit.__name__, jit)
+    run, launch = InductorKernel.run, UserKernel.run
+    yield
+    assert InductorKernel.run is run
+    assert UserKernel.run is launch
+
+
+@pytest.mark.usefixtures("triton")
+def test_inductors_triton_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, out, count = torch.ones(4), torch.empty(4), torch.zeros(4)
+    kernel = InductorKernel("triton_poi_0", ["in_ptr0", "out_ptr0", "in_ptr1", "xnumel", "XBLOCK"], ["in_ptr1"])
+    seen: list[Launch] = []
+    with launches_seen(lambda launch, frame: seen.append(launch), never):
+        kernel.run(x, out, count, 4, stream=7)
+        assert not kernel.runs, "who is told has to launch"
+        kernel.run(x, out, count, 4, stream=7, benchmark_run=True)
+    (launch,) = seen
+    assert (launch.name, launch.names) == ("triton_poi_0", ("in_ptr0", "out_ptr0", "in_ptr1", "xnumel"))
+    assert launch.roles == {"in_ptr0": (True, False), "out_ptr0": (False, True), "in_ptr1": (True, True)}
+    assert [run[2] for run in kernel.runs] == [True], "trials of a compiler are not the model's launches"
+    # Launched again on the stream that is current then, not on the one that it was recorded on.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    assert isinstance(launch.launch, Relaunch)
+    assert launch.launch(*launch.args, **launch.kwargs) == "ran"
+    assert kernel.runs[-1] == ((x, out, count, 4), 99, False, {})
+
+
+@pytest.mark.usefixtures("triton")
+def test_triton_kernels_of_the_users_are_seen() -> None:
+    x, out = torch.ones(4), torch.empty(4)
+    kernel = UserKernel("double", ["source", "target", "count", "BLOCK"])
+    seen: list[Launch] = []
+    with launches_seen(lambda launch, frame: seen.append(launch), never):
+        kernel[(2,)](x, out, 4, BLOCK=64)
+        kernel.run(x, out, 4, grid=(2,), warmup=True, BLOCK=64)
+    (launch,) = seen
+    assert (launch.name, launch.names, launch.kwargs) == ("double", ("source", "target", "count"), {"BLOCK": 64})
+    assert set(launch.roles.values()) <= {(True, True)}, "a kernel that cannot be analysed reads and writes everything"
+    assert [run[2] for run in kernel.runs] == [True]
+    launch.launch(*launch.args, **launch.kwargs)
+    assert kernel.runs[-1] == ((x, out, 4), (2,), False, {"BLOCK": 64})
+
+
+@pytest.mark.usefixtures("triton")
+def test_triton_launches_elsewhere_are_left_alone() -> None:
+    kernel, inductors = UserKernel("double", ["x"]), InductorKernel("triton_poi_0", ["in_ptr0"], [])
+    doing = Doing()
+
+    def launch() -> None:
+        kernel[(1,)](torch.ones(1))
+        inductors.run(torch.ones(1), stream=3)
+
+    with launches_seen(doing, never):
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+    with launches_seen(doing, lambda: True):
+        launch()
+    with pytest.raises(ValueError, match="mine"), launches_seen(doing, never):
+        raise ValueError("mine")
+    launch()
+    assert not doing.seen
+    assert len(kernel.runs) == len(inductors.runs) == 3
+
+
+# -- operators written in C++ ---------------------------------------------------------------------------------------
+
+SOURCE = """
+#include <ATen/ATen.h>
+#include <torch/library.h>
+at::Tensor twice(const at::Tensor& x) { return x * 2; }
+void add_to(at::Tensor& x, const at::Tensor& y) { x.add_(y); }
+TORCH_LIBRARY(nimble_cpp_tests, m) {
+  m.def("twice(Tensor x) -> Tensor");
+  m.def("add_to(Tensor(a!) x, Tensor y) -> ()");
+}
+TORCH_LIBRARY_IMPL(nimble_cpp_tests, CPU, m) {
+  m.impl("twice", twice);
+  m.impl("add_to", add_to);
+}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+def test_an_operator_in_cpp_is_one_call_with_the_writes_of_its_schema(fuse: Any) -> None:
+    missing = [name for name in ("ninja", "g++") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)} to build an operator")
+    if not hasattr(torch.ops.nimble_cpp_tests, "twice"):
+        from torch.utils.cpp_extension import load_inline
+
+        load_inline(
+            "nimble_cpp_tests",
+            cpp_sources=[SOURCE],
+            is_python_module=False,
+            no_implicit_headers=True,
+            extra_cflags=["-O0"],
+        )
+        torch.library.register_fake("nimble_cpp_tests::twice", torch.empty_like)
+        torch.library.register_fake("nimble_cpp_tests::add_to", lambda x, y: None)
+    operators = torch.ops.nimble_cpp_tests
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        operators.add_to(y, x)
+        return operators.twice(y).relu() - y
+
+    x = torch.randn(5, 5)
+    net = Nimble(model, Options(fuse=fuse, tune="off")).prepare(x)
+    program = net.engines[0].recorded.recording.program
+    assert program.fuse == fuse, net.engines[0].notes
+    (call,) = [call for call in program.calls if call.operator.startswith("nimble_cpp_tests.add_to")]
+    assert len(call.writes) == 1
+    assert sum(call.operator.startswith("nimble_cpp_tests.twice") for call in program.calls) == 1
+    other = torch.randn(5, 5)
+    torch.testing.assert_close(net(other), model(other))
+
+
+@pytest.mark.parametrize("fuse", ["library", "inductor"])
+def test_a_compiled_function_inside_a_model_stays_when_the_rest_is_rewritten(compiled: Compiled, fuse: Any) -> None:
+    x, weight = compiled.args
+    layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3)).eval()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        a, b, c = (layer(x) for layer in layers)
+        return compiled.compiled(a * 2, weight) - b + c
+
+    with torch.no_grad():
+        model(x)
+    net = Nimble(model, Options(fuse=fuse, tune="off")).prepare(x)
+    engine = net.engines[0]
+    program = engine.recorded.recording.program
+    if fuse == "inductor":
+        assert program.fuse == "none"
+        assert any("past torch's dispatcher" in note for note in engine.notes)
+    else:
+        assert program.fuse == "library", engine.notes
+        assert sum(call.label == "addmm" for call in program.calls) == 1
+        kernels = [call for call in program.calls if call.operator in compiled.kernels()]
+        assert [call.operator for call in kernels] == compiled.kernels()
+        assert all(len(call.eager) == 1 for call in kernels)
+    other = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(net(other), model(other), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,188 @@
+"""Channels last inside, eager's strides outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewrite_models import (
+    Drawn,
+    claimed,
+    drawn_models,
+    eager_effects,
+    effects,
+    lifted,
+    recorded,
+    strides_that_matter,
+    unchanged_by,
+)
+from torch import nn
+
+from nimble_core.lift import lift
+from nimble_core.rewrites.fold import affine_norms
+from nimble_core.rewrites.layout import keep_strides, restrided, to_channels_last
+from nimble_core.rewrites.library import sites_of
+
+aten = torch.ops.aten
+
+
+@settings(max_examples=30)
+@given(drawn_models())
+def test_any_model_computes_the_same_in_eagers_strides(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    module = unchanged_by(to_channels_last, one)
+    assert claimed(module) == claimed(lift(one.recording))
+    wanted = eager_effects(one).outputs
+    assert strides_that_matter(effects(module, one).outputs) == strides_that_matter(wanted)
+
+
+CONV = nn.Conv2d(3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: CONV(x),
+        lambda x: CONV(x).flatten(2).transpose(1, 2),
+        lambda x: CONV(x).permute(0, 2, 3, 1),
+        lambda x: CONV(x).mean((2, 3), keepdim=True).expand(-1, -1, 2, 2),
+        lambda x: CONV(x)[:, :, 1],
+        lambda x: (CONV(x), CONV(x).relu(), x, CONV.weight),
+        lambda x: CONV(x).unsqueeze(1),
+        lambda x: CONV(x).sum((0, 1)),
+    ],
+)
+def test_outputs_of_any_shape_have_eagers_strides(forward: Callable[..., Any]) -> None:
+    one, module = lifted(forward, torch.randn(2, 3, 6, 6))
+    assert to_channels_last(module) > 0
+    wanted = [ref.strides for ref in one.recording.program.outputs]
+    found = effects(module, one).outputs
+    sizes = [one.shape for one in found]
+    real = module(*one.signature.tensors)
+    kept = [
+        [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+        for shape, strides in zip(sizes, wanted, strict=True)
+    ]
+    assert strides_that_matter(list(real)) == kept
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolutions_read_and_write_channels_last(channels_last: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    _, module = lifted(model, x)
+    assert to_channels_last(module) == 2
+    seen = []
+
+    class Watch(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            made = super().call_function(target, args, kwargs)
+            if target is aten.convolution.default:
+                seen.extend([*args[:2], made])
+            return made
+
+    Watch(module).run(x)
+    assert len(seen) == 6
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in seen)
+
+
+def test_inputs_and_weights_are_converted_once() -> None:
+    _, module = lifted(
+        lambda x: CONV(x) + CONV(x.relu()) + nn.functional.conv2d(x, CONV.weight * 2), torch.randn(2, 3, 6, 6)
+    )
+    assert to_channels_last(module) == 3
+    assert sum(node.target is aten.clone.default for node in module.graph.nodes) == 3
+
+
+def test_inputs_that_are_written_are_converted_each_time() -> None:
+    def forward(x: torch.Tensor) -> Any:
+        first = CONV(x)
+        x.mul_(2)
+        return first, CONV(x)
+
+    unchanged_by(to_channels_last, recorded(forward, torch.randn(2, 3, 6, 6)), 1e-5)
+
+
+def test_the_first_convolution_is_a_site_like_any_other() -> None:
+    _, module = lifted(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval(), torch.randn(1, 3, 8, 8))
+    to_channels_last(module)
+    sizes = [site.sizes[0] for site, _ in sites_of(module, channels_last=True)]
+    assert sorted(sizes) == [(1, 3, 8, 8), (1, 4, 6, 6)]
+
+
+def written_through_a_view(x: torch.Tensor) -> Any:
+    y = CONV(x).relu()
+    y.view(2, -1)[0] = 0
+    return y * 2
+
+
+def strided_by_hand(x: torch.Tensor) -> Any:
+    return CONV(x).as_strided((2, 3), (4, 2))
+
+
+def seen_through_a_view(x: torch.Tensor) -> Any:
+    y = CONV(x)
+    flat = y.flatten()
+    y.mul_(2)
+    return flat + 1
+
+
+@pytest.mark.parametrize("forward", [written_through_a_view, strided_by_hand, seen_through_a_view])
+def test_graphs_that_depend_on_strides_stay(forward: Callable[..., Any]) -> None:
+    one = recorded(forward, torch.randn(2, 3, 6, 6))
+    module = unchanged_by(to_channels_last, one, 1e-5)
+    assert to_channels_last(module) == 0
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Conv1d(3, 4, 3), nn.Conv3d(3, 4, 3), nn.ReLU()])
+def test_without_convolutions_of_images_nothing_changes(model: nn.Module) -> None:
+    shape = {nn.Conv1d: (2, 3, 8), nn.Conv3d: (1, 3, 5, 5, 5)}.get(type(model), (2, 4))
+    _, module = lifted(model.eval(), torch.randn(*shape))
+    before = str(module.graph)
+    assert to_channels_last(module) == 0
+    assert str(module.graph) == before
+
+
+def test_folds_and_layout_agree() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3)).eval().double()
+
+    def both(module: torch.fx.GraphModule) -> None:
+        assert affine_norms(module) == 1
+        assert to_channels_last(module) == 2
+
+    unchanged_by(both, recorded(model, torch.randn(2, 3, 6, 6, dtype=torch.float64)), strides=True)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    expanded=st.booleans(),
+)
+def test_restrided_holds_the_same_numbers(sizes: list[int], order: Any, expanded: bool) -> None:
+    dims = list(range(len(sizes)))
+    order.shuffle(dims)
+    strides, step = [0] * len(sizes), 1
+    for dim in dims:
+        strides[dim], step = step, step * sizes[dim]
+    tensor = torch.randn(*sizes)
+    if expanded:
+        tensor = tensor.narrow(dims[0], 0, 1).expand(sizes)
+        strides[dims[0]] = 0
+    found = restrided(tensor, tuple(strides))
+    assert torch.equal(found, tensor)
+    assert all(size == 1 or a == b for size, a, b in zip(sizes, found.stride(), strides, strict=True))
+    assert restrided(found, tuple(strides)) is found
+
+
+def test_strides_are_kept_once() -> None:
+    _, module = lifted(CONV, torch.randn(2, 3, 6, 6))
+    to_channels_last(module)
+    before = str(module.graph)
+    keep_strides(module)
+    assert str(module.graph) == before

@@ -1,0 +1,299 @@
+"""Siblings run as one where it pays, and each gets its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewrite_models import (
+    Drawn,
+    claimed,
+    drawn_models,
+    eager_effects,
+    effects,
+    fake_timer,
+    lifted,
+    recorded,
+    same,
+    targets,
+    unchanged_by,
+)
+from torch import fx, nn
+
+from nimble_core.lift import calls_of, lift
+from nimble_core.program import KernelChoice
+from nimble_core.rewrites.constants import split_constants
+from nimble_core.rewrites.decisions import Decisions
+from nimble_core.rewrites.fold import affine_norms, fold_affine
+from nimble_core.rewrites.layout import to_channels_last
+from nimble_core.rewrites.merge import joined, merge_siblings
+from nimble_core.rewrites.simplify import share_equal
+
+HOST = torch.device("cpu")
+TOGETHER = fake_timer([1.0])
+
+
+def merged(module: fx.GraphModule, decisions: Decisions | None = None, *, convolutions: bool = True) -> int:
+    return merge_siblings(module, HOST, decisions or Decisions(TOGETHER), convolutions=convolutions)
+
+
+@settings(max_examples=25)
+@given(drawn_models(("siblings", "conv", "conv", "conv_norm", "again", "slice_", "input_", "add_")), st.booleans())
+def test_any_model_computes_the_same(made: tuple[Drawn, tuple[torch.Tensor, ...]], cut: bool) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+
+    def rewrite(module: fx.GraphModule) -> None:
+        merged(module)
+        if cut:
+            split_constants(module, {})
+
+    module = unchanged_by(rewrite, one, strides=True)
+    if not cut:
+        assert claimed(module) == claimed(lift(one.recording))
+
+
+class Siblings(nn.Module):
+    """Layers of any widths, with and without bias, on one input."""
+
+    def __init__(self, widths: list[int], biases: list[bool]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, n, bias=b) for n, b in zip(widths, biases, strict=True))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.sin()
+        return [layer(x) for layer in self.layers]
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=5), st.booleans())
+def test_products_of_any_width(kinds: list[tuple[int, bool]], batched: bool) -> None:
+    one = recorded(Siblings(*map(list, zip(*kinds, strict=True))), torch.randn(*[2] * batched, 3, 4).double())
+
+    def rewrite(module: fx.GraphModule) -> None:
+        share_equal(module)  # each layer has a view of its own of the same rows
+        merged(module)
+
+    module = unchanged_by(rewrite, one, strides=True)
+    with_bias = sum(bias for _, bias in kinds)
+    groups = [size for size in (with_bias, len(kinds) - with_bias) if size]
+    products = [node for node in module.graph.nodes if "mm" in str(node.target)]
+    assert sorted(len(calls_of(node)) for node in products) == sorted(groups)
+
+
+@settings(max_examples=15)
+@given(
+    kinds=st.lists(
+        st.tuples(
+            st.integers(1, 4), st.sampled_from([1, 3]), st.integers(1, 2), st.sampled_from([1, 3]), st.booleans()
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    layout=st.booleans(),
+    norms=st.booleans(),
+)
+def test_convolutions_of_any_kind(kinds: list[Any], layout: bool, norms: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Conv2d(3, 3 * n, k, s, k // 2, groups=g, bias=b) for n, k, s, g, b in kinds).double()
+    scales = nn.ModuleList(nn.BatchNorm2d(3 * n) for n, *_ in kinds).double().eval()
+
+    def forward(x: torch.Tensor) -> Any:
+        made = [layer(x) for layer in layers]
+        return [scale(y).relu() for scale, y in zip(scales, made, strict=True)] if norms else made
+
+    def rewrite(module: fx.GraphModule) -> None:
+        affine_norms(module)
+        if layout:
+            to_channels_last(module)
+        before = sum(node.target is torch.ops.aten.convolution.default for node in module.graph.nodes)
+        saved = merged(module)
+        after = sum(node.target is torch.ops.aten.convolution.default for node in module.graph.nodes)
+        assert before - after == saved
+        alike: dict[Any, int] = {}
+        for _, k, s, g, _ in kinds:
+            alike[k, s, g] = alike.get((k, s, g), 0) + (g == 1)
+        assert saved == sum(max(count - 1, 0) for count in alike.values())
+        fold_affine(module)
+        split_constants(module, {})
+
+    unchanged_by(rewrite, recorded(forward, torch.randn(2, 3, 5, 5).double()), strides=True)
+
+
+# -- who else uses what they are made of -----------------------------------------------------------------------------
+
+A, B, C = (nn.Linear(4, 4).double() for _ in range(3))
+
+
+def input_of_the_program(x: torch.Tensor) -> Any:
+    return A(x) * B(x)
+
+
+def weights_used_before(x: torch.Tensor) -> Any:
+    y = F.linear(x, B.weight).tanh()
+    return A(y) + F.linear(y, B.weight, A.bias), B.weight
+
+
+def bias_used_before(x: torch.Tensor) -> Any:
+    y = (x + B.bias).tanh()
+    return A(y), B(y)
+
+
+def same_weight_twice(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    return A(y), F.linear(y, A.weight, B.bias), A(y)
+
+
+def one_bias_for_all(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    bias = A.bias[:1].detach()
+    return torch.addmm(bias, y, B.weight.t()) + torch.addmm(A.bias, y, C.weight.t())
+
+
+def scaled_sum(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    return torch.addmm(A.bias, y, B.weight.t(), alpha=2), torch.addmm(A.bias, y, C.weight.t(), beta=3), A(y), B(y)
+
+
+def viewed_and_returned(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    return A(y), B(y), C(y).view(-1), A(y).t()
+
+
+def far_apart(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    first = A(y)
+    return B(y + first) + B(y) * C(first)
+
+
+@pytest.mark.parametrize(
+    ("forward", "saved"),
+    [
+        (input_of_the_program, 1), (weights_used_before, 1), (bias_used_before, 1), (same_weight_twice, 2),
+        (one_bias_for_all, 0), (scaled_sum, 1), (viewed_and_returned, 3), (far_apart, 1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_siblings_share(forward: Callable[..., Any], saved: int, cut: bool) -> None:
+    def rewrite(module: fx.GraphModule) -> None:
+        assert merged(module) == saved
+        if cut:
+            split_constants(module, {})
+
+    unchanged_by(rewrite, recorded(forward, torch.randn(3, 4).double()), strides=True)
+
+
+def input_written(x: torch.Tensor) -> Any:
+    first = A(x)
+    x.mul_(2)
+    return first, B(x)
+
+
+def memory_written(x: torch.Tensor) -> Any:
+    y = x * 2
+    first = A(y)
+    y[0] = 1
+    return first, B(y)
+
+
+def weight_written(x: torch.Tensor) -> Any:
+    y = x.tanh()
+    first = A(y)
+    B.weight.data.mul_(2)
+    return first, B(y)
+
+
+@pytest.mark.parametrize("forward", [input_written, memory_written, weight_written])
+def test_what_is_written_in_between_is_read_twice(forward: Callable[..., Any]) -> None:
+    def rewrite(module: fx.GraphModule) -> None:
+        assert merged(module) == 0
+
+    unchanged_by(rewrite, recorded(forward, torch.randn(3, 4).double()))
+
+
+def test_returned_parts_can_be_viewed_as_eagers_can() -> None:
+    one, module = lifted(Siblings([2, 3], [True, True]), torch.randn(3, 4).double())
+    assert merged(module) == 1
+    for part, wanted in zip(effects(module, one).outputs, eager_effects(one).outputs, strict=True):
+        assert torch.equal(part.view(-1), wanted.view(-1)) or same(effects(module, one), eager_effects(one), 1e-12)
+    for part in module(torch.randn(3, 4).double()):
+        assert part.is_contiguous()
+
+
+def test_provenance() -> None:
+    _, module = lifted(Siblings([2, 3, 4], [True] * 3), torch.randn(3, 4).double())
+    before = claimed(module)
+    merged(module)
+    (product,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.addmm.default)
+    assert calls_of(product) == (1, 2, 3)
+    assert claimed(module) == before
+    owners = [node for node in module.graph.nodes if set(calls_of(node)) & {1, 2, 3}]
+    assert owners[0] is product
+
+
+# -- when ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "pays"),
+    [  # widths 2, 3, then both together; or as the set of widths happens to be ordered
+        ({2: 10_000.0, 3: 10_000.0, 5: 12_000.0}, True),  # hardly longer than one of them
+        ({2: 10_000.0, 3: 10_000.0, 5: 14_000.0}, False),  # longer than one and a hand-off
+        ({2: 500.0, 3: 500.0, 5: 1_100.0}, False),  # longer than both after each other
+        ({2: 10_000.0, 3: 10_000.0, 5: None}, False),  # does not run
+        ({2: None, 3: 10_000.0, 5: 1.0}, False),
+    ],
+)
+def test_it_has_to_pay(times: dict[int, float | None], pays: bool) -> None:
+    def timer(calls: Any) -> list[float | None]:
+        return [times[call().shape[-1]] for call in calls]
+
+    _, module = lifted(Siblings([2, 3], [True, True]), torch.randn(3, 4).double())
+    decisions = Decisions(timer)
+    assert merged(module, decisions) == int(pays)
+    assert decisions.made == [KernelChoice(1, "merged siblings")] * pays
+
+
+def test_unmeasured_products_are_merged_and_convolutions_are_not() -> None:
+    _, module = lifted(Siblings([2, 3], [True, True]), torch.randn(3, 4).double())
+    assert merged(module, Decisions()) == 1
+    layers = [nn.Conv2d(3, n, 1) for n in (2, 3)]
+    _, module = lifted(lambda x: [layer(x) for layer in layers], torch.randn(1, 3, 4, 4))
+    assert merged(module, Decisions()) == 0
+    assert merged(module, convolutions=False) == 0
+    assert merged(module) == 1
+
+
+def test_given_choices_are_made_again() -> None:
+    one = recorded(Siblings([2, 3, 2, 1], [True, True, False, False]), torch.randn(3, 4).double())
+    measured = Decisions(TOGETHER)
+    first = lift(one.recording)
+    assert merged(first, measured) == 2
+    again = lift(one.recording)
+    follow = Decisions(None, frozenset(measured.made))
+    assert merged(again, follow) == 2
+    assert targets(again) == targets(first)
+    assert follow.made == measured.made
+    none = lift(one.recording)
+    assert merged(none, Decisions(TOGETHER, frozenset())) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4), st.booleans())
+def test_joined_lies_side_by_side(parts: list[tuple[int, bool]], last: bool) -> None:
+    layout = torch.channels_last if last else torch.contiguous_format
+    weights = [torch.randn(n, 3, 2, 2).to(memory_format=layout) for n, _ in parts]
+    sizes = [n for n, _ in parts]
+    made = joined(weights, sizes, weights[0])
+    assert [torch.equal(a, b) for a, b in zip(made.split(sizes), weights, strict=True)] == [True] * len(parts)
+    assert made.is_contiguous(memory_format=layout)
+    biases = [torch.randn(n) if there else None for n, there in parts]
+    rows = joined(biases, sizes, weights[0]).split(sizes)
+    assert all(
+        torch.equal(row, torch.zeros(len(row)) if one is None else one) for row, one in zip(rows, biases, strict=False)
+    )
