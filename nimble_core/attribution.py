@@ -3,10 +3,13 @@
 Inductor names, for a kernel, all that went into what it fused and into what it reads: the convolution that a pointwise
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
+Of what it replaced by a pattern (an attention) Inductor names nothing: such a call stands for the eager calls that no
+other claims and that lie between those of its producers and those of its readers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nimble_core.program import Call, Origin, Program
@@ -22,7 +25,8 @@ def attributed(program: Program, eager: Program) -> Program:
         eager: the calls it stands for.
 
     Complexity:
-        Linear in the accesses and in the eager calls that the compiler names.
+        Linear in the accesses and in the eager calls that the compiler names; where it names none for a call, also
+        quadratic in bits in the eager calls.
     """
     claimed: set[int] = set()
     library: dict[int, frozenset[int]] = {}
@@ -40,7 +44,56 @@ def attributed(program: Program, eager: Program) -> Program:
         for ref in call.writes:
             library[ref.storage] = frozenset() if compiled else frozenset(own)
         calls.append(_standing_for(call, tuple(sorted(own)), eager))
+    if not all(call.eager for call in calls):
+        calls = _between(calls, eager, set(range(len(eager.calls))) - claimed)
     return replace(program, calls=tuple(calls))
+
+
+def _between(calls: list[Call], eager: Program, unclaimed: set[int]) -> list[Call]:
+    """Calls that name nothing, with the unclaimed eager calls that lie between what they read and who reads them."""
+    before = _ancestors(eager)
+    done = list(calls)
+    made_by: dict[int, Call] = {}
+    for place, call in enumerate(calls):
+        if not call.eager and call.writes:
+            written = {ref.storage for ref in call.writes}
+            readers = [one for one in done[place + 1 :] if any(ref.storage in written for ref in one.reads)]
+            read = {ref.storage for ref in call.reads}
+            roots = _mask(made_by[storage].eager for storage in read if storage in made_by)
+            after = 0
+            for reader in readers:
+                for index in reader.eager:
+                    after |= before[index]
+            found = [one for one in sorted(unclaimed) if after >> one & 1 and (before[one] & roots or not roots)]
+            unclaimed.difference_update(found)
+            done[place] = _standing_for(call, tuple(found), eager)
+        for ref in call.writes:
+            made_by[ref.storage] = done[place]
+    return done
+
+
+def _mask(groups: Iterable[Sequence[int]]) -> int:
+    mask = 0
+    for group in groups:
+        for index in group:
+            mask |= 1 << index
+    return mask
+
+
+def _ancestors(program: Program) -> list[int]:
+    """For each call the calls that what it reads is computed from, as bits."""
+    last: dict[int, int] = {}
+    masks: list[int] = []
+    for call in program.calls:
+        mask = 0
+        for ref in call.reads:
+            maker = last.get(ref.storage)
+            if maker is not None:
+                mask |= masks[maker] | 1 << maker
+        masks.append(mask)
+        for ref in call.writes:
+            last[ref.storage] = call.index
+    return masks
 
 
 def _standing_for(call: Call, own: tuple[int, ...], eager: Program) -> Call:

@@ -39,13 +39,16 @@ TOLERANCE = {
 _FLOOR = {
     "float64": 1e-12,
     "float32": 2e-5,
-    "tf32": 1e-3,
-    "float16": 1e-3,
+    "tf32": 2e-3,
+    "float16": 4e-3,
     "bfloat16": 8e-3,
     "float8_e4m3fn": 1e-1,
     "float8_e5m2": 2e-1,
 }
-"""Errors against float64 that pass however exact eager is: two roundings; float32: Winograd convolution."""
+"""Errors against float64 that pass however exact eager is. float32: what Winograd convolution makes. TF32 and float16:
+weights that were folded and rounded once more; that error is the same everywhere, so that no pooling averages it as it
+does eager's (2.2e-3 and 6.9e-4 on NASNet-A mobile in float16). bfloat16: two roundings; more would hide mistakes.
+"""
 
 _FACTOR = 3.0
 _VOID_BELOW = 10.0

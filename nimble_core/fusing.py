@@ -27,8 +27,8 @@ from nimble_core.program import Fuse, KernelChoice
 from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms, fold_affine
-from nimble_core.rewrites.layout import to_channels_last
-from nimble_core.rewrites.library import choose_forms
+from nimble_core.rewrites.layout import speaks_of_strides, to_channels_last
+from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
 from nimble_core.rewrites.simplify import share_equal
@@ -121,11 +121,13 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     where = recorded.signature.device
     module = lift(recorded.recording)
     if compiled:
-        _refuse_launches(module)
+        _refuse_opaque(module)
     affine_norms(module)
     share_equal(module)
-    channels_last = device.kind == "cuda" and to_channels_last(module) > 0
-    merge_siblings(module, where, decisions, convolutions=compiled)
+    channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
+    channels_last = channels_last and to_channels_last(module) > 0
+    if not speaks_of_strides(module):  # siblings become slices of one result
+        merge_siblings(module, where, decisions, convolutions=compiled)
     if compiled:
         row_products_as_sums(module)
     elif channels_last:
@@ -148,9 +150,14 @@ def _given_names(recorded: Recorded) -> dict[str, str]:
     }
 
 
-def _refuse_launches(module: fx.GraphModule) -> None:
-    """Raise CaptureError if the model launches kernels itself: a compiler cannot look into them."""
+def _refuse_opaque(module: fx.GraphModule) -> None:
+    """Raise CaptureError for what Inductor cannot look into, or does not take at its word."""
     for node in module.graph.nodes:
+        if node.target is torch.ops.aten._reshape_alias.default:
+            raise CaptureError(
+                "the model takes a window by its strides (as_strided), and Inductor chooses strides of its own",
+                fix='slice and transpose instead, or Options(fuse="library")',
+            )
         if isinstance(node.target, Relaunch):
             raise CaptureError(
                 "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",

@@ -120,11 +120,6 @@ class _Lift:
         if same is not None:
             self._take(step.outputs[0], self.value[same])
             return
-        if func is torch.ops.aten._reshape_alias.default:
-            raise CaptureError(
-                "a window with strides of its own cannot be rewritten: what it shows depends on the layout of memory",
-                fix="slice and transpose instead of as_strided",
-            )
         schema = getattr(func, "_schema", None)
         written = _written_slots(step)
         functional = self._functional(step, written, used_later, position) if schema else None

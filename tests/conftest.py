@@ -27,10 +27,15 @@ def _has_chromium() -> bool:
     return any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
 
 
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in ("g++", "clang++"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for marker, present, reason in (
         ("gpu", _has_cuda, "needs a CUDA GPU"),
         ("browser", _has_chromium, "needs chromium"),
+        ("compiler", _has_compiler, "needs a C++ compiler"),
     ):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and not present():

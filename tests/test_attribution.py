@@ -111,3 +111,28 @@ def test_what_nobody_explains_is_counted() -> None:
     assert unmapped(program) == 2
     one, _ = lifted(lambda x: x + 1, torch.randn(3))
     assert unmapped(one.recording.program) == 1
+
+
+def test_what_names_nothing_stands_for_the_calls_between_its_neighbours() -> None:
+    """0 → 1 → 2 → 3 → 4 beside 5: kernels for 0 and 4, one between them that says nothing, and one for 5."""
+
+    def ref(storage: int) -> TensorRef:
+        return TensorRef(storage, 0, (4,), (1,), "float32", 4)
+
+    def chain(index: int, read: int, write: int, operator: str, calls: tuple[int, ...] = ()) -> Call:
+        accesses = (Access(ref(read), write=False), Access(ref(write), write=True))
+        return Call(index, operator, (), accesses, origins=(Origin(operator, f"m{index}"),), eager=calls)
+
+    storages = tuple(Storage(16, "intermediate") for _ in range(7))
+    eager_calls = (*(chain(n, n, n + 1, f"aten.op{n}.default") for n in range(5)), chain(5, 0, 6, "aten.op5.default"))
+    eager = Program(eager_calls, storages, (ref(0),), (ref(5), ref(6)))
+    kernels = (
+        chain(0, 0, 1, "triton_poi_0", (0,)),
+        chain(1, 1, 4, "aten._scaled_dot_product_flash_attention.default"),
+        chain(2, 4, 5, "triton_poi_1", (4,)),
+        chain(3, 0, 6, "aten.clone.default"),
+    )
+    found = attributed(Program(kernels, storages, (ref(0),), (ref(5), ref(6))), eager)
+    assert [call.eager for call in found.calls] == [(0,), (1, 2, 3), (4,), ()]
+    assert [origin.operator for origin in found.calls[1].origins] == [f"aten.op{n}.default" for n in (1, 2, 3)]
+    assert unmapped(found) == 1

@@ -342,7 +342,7 @@ def test_hugging_face_model() -> None:
 def test_compare_reports_everything(wide: Wide) -> None:
     import nimble_viz
 
-    report = nimble_viz.compare(wide, inputs(), options=Options(policy="nimble", budget_s=0.5))
+    report = nimble_viz.compare(wide, inputs(), options=Options(fuse="none", policy="nimble", budget_s=0.5))
     assert report.complete
     assert report.environment.device == "cuda"
     assert {one.name for one in report.measurements} == {"eager", "single", "nimble"}

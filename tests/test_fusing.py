@@ -30,6 +30,7 @@ from nimble_viz.text import plain_text
 
 FUSED = ["library", "inductor"]
 pytestmark = [
+    pytest.mark.compiler,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
 ]

@@ -73,6 +73,8 @@ def exact() -> Iterator[None]:
 @pytest.mark.parametrize("precision", FLOOR)
 @pytest.mark.parametrize("name", ["tower", "attention"])
 def test_as_close_to_float64_as_eager(name: str, precision: str, fuse: str, request: pytest.FixtureRequest) -> None:
+    if (name, precision) == ("tower", "bfloat16"):
+        pytest.skip("its outputs move too little between inputs to show anything in bfloat16")
     request.getfixturevalue("tf32" if precision == "tf32" else "exact")
     model, draw = made(name)
     dtype = getattr(torch, precision) if precision in ("float16", "bfloat16") else torch.float32

@@ -19,7 +19,10 @@ from nimble_core.lift import lift
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static
 from nimble_core.recording import Recording
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
 
 
 def recorded(name: str) -> tuple[Recorded, torch.Tensor]:

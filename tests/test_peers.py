@@ -15,6 +15,8 @@ from nimble_core.errors import InputError
 from nimble_viz import peers
 from nimble_viz.peers import Peer, close, peer, peer_names, resolve_peers
 
+pytestmark = pytest.mark.compiler
+
 
 class Small(nn.Module):
     """A convolution folded with its BatchNorm, a mark on the tensors, and a dict as output."""

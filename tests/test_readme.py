@@ -115,6 +115,27 @@ def test_a_missing_command_would_be_noticed() -> None:
     assert "nothing" not in make_targets()
 
 
+def test_the_inference_results_are_those_of_the_committed_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "inference-h200.json").read_text(encoding="utf-8"))["rows"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme[readme.index("<!-- inference results -->") : readme.index("<!-- end -->")]
+    rows = {cells[1].strip(): [one.strip() for one in cells[2:-1]] for line in shown.splitlines() if "x |" in line
+            for cells in [line.split("|")]}  # fmt: skip
+    assert rows.keys() == {row["model"] for row in found.values()}
+    for row in found.values():
+        times, speed = row["times"], row["speed"]["copies"]
+        eager, reduced, best, ours, over_reduced, over_best = rows[row["model"]]
+        name, took = best.rsplit(", ", 1)
+        peers = {one: times[one]["median us"] for one in speed}
+        assert name == min(peers, key=lambda one: peers[one])
+        assert (eager, reduced, took, ours) == tuple(
+            f"{times[one]['median us']:.0f}" for one in ("eager", "compile:reduce-overhead", name, "ours")
+        )
+        assert (over_reduced, over_best) == tuple(
+            f"{speed[one]['value']:.2f}x" for one in ("compile:reduce-overhead", name)
+        )
+
+
 def test_the_results_are_those_of_the_committed_file() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "cuda-h200.json").read_text(encoding="utf-8"))["models"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

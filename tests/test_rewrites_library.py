@@ -19,11 +19,20 @@ from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms
 from nimble_core.rewrites.layout import to_channels_last
-from nimble_core.rewrites.library import Site, best_forms, choose_forms, forms_of, padded_channels, sites_of, times_of
+from nimble_core.rewrites.library import (
+    Site,
+    best_forms,
+    choose_forms,
+    contiguous_is_faster,
+    forms_of,
+    padded_channels,
+    sites_of,
+    times_of,
+)
 
 HOST = torch.device("cpu")
 CONVOLUTION = torch.ops.aten.convolution.default
-RUNS_ANYWHERE = {"matrix product", "padded channels"}
+RUNS_ANYWHERE = {"matrix product", "padded channels", "im2col"}
 """Of the forms for CUDA, those made of operators that the host has too."""
 
 
@@ -259,3 +268,29 @@ def test_a_choice_is_made_for_one_convolution() -> None:
     given_choices = Decisions(None, frozenset([KernelChoice(2, "onednn fused"), KernelChoice(0, "no such form")]))
     assert choose_forms(module, HOST, given_choices, channels_last=False, compiled=False) == 1
     assert [calls_of(node) for node in module.graph.nodes if node.target is CONVOLUTION] == [(0,)]
+
+
+@pytest.mark.parametrize("contiguous_wins", [True, False])
+def test_the_layout_of_float32_is_the_one_that_takes_less_time(contiguous_wins: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    asked: list[int] = []
+
+    def timer(calls: Any) -> list[float | None]:
+        asked.append(len(calls))
+        fast = (len(asked) == 1) == contiguous_wins  # contiguous is asked first
+        return [10.0 if fast else 20.0] * len(calls)
+
+    decisions = Decisions(timer)
+    _, module = lifted(model, torch.randn(1, 3, 8, 8))
+    assert contiguous_is_faster(module, HOST, decisions, compiled=False) == contiguous_wins
+    assert [choice.kernel for choice in decisions.made] == ["contiguous"] * contiguous_wins
+    again = Decisions(None, frozenset(decisions.made))
+    assert contiguous_is_faster(module, HOST, again, compiled=False) == contiguous_wins
+
+
+def test_half_precision_is_channels_last_without_asking() -> None:
+    def never(calls: Any) -> list[float | None]:
+        raise AssertionError("timed")
+
+    _, module = lifted(nn.Conv2d(4, 4, 3).half().eval(), torch.randn(1, 4, 8, 8).half())
+    assert not contiguous_is_faster(module, HOST, Decisions(never), compiled=False)

@@ -13,11 +13,16 @@ from torch import fx
 
 from nimble_core.lift import add_call, arguments_of, is_view, pinned, reference_of
 
-__all__ = ["keep_strides", "restrided", "to_channels_last", "writes_through_views"]
+__all__ = ["keep_strides", "restrided", "speaks_of_strides", "to_channels_last", "writes_through_views"]
 
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution.default
-_STRIDED = {_aten.as_strided.default, _aten.set_.source_Tensor, _aten.view_as_real.default}
+_STRIDED = {
+    _aten.as_strided.default,
+    _aten._reshape_alias.default,
+    _aten.set_.source_Tensor,
+    _aten.view_as_real.default,
+}
 
 
 def to_channels_last(module: fx.GraphModule) -> int:
@@ -28,7 +33,7 @@ def to_channels_last(module: fx.GraphModule) -> int:
     """
     graph = module.graph
     convolutions = [node for node in graph.nodes if node.target is _CONVOLUTION and _of_images(node)]
-    if not convolutions or writes_through_views(module) or any(node.target in _STRIDED for node in graph.nodes):
+    if not convolutions or writes_through_views(module) or speaks_of_strides(module):
         return 0
     converted: dict[fx.Node, fx.Node] = {}
     for node in convolutions:
@@ -44,6 +49,11 @@ def to_channels_last(module: fx.GraphModule) -> int:
         node.args = (converted.get(source, source), converted[weight], *node.args[2:])
     keep_strides(module)
     return len(convolutions)
+
+
+def speaks_of_strides(module: fx.GraphModule) -> bool:
+    """Whether some operator takes a window by its strides: what it shows depends on the layout of what it looks at."""
+    return any(node.target in _STRIDED for node in module.graph.nodes)
 
 
 def keep_strides(module: fx.GraphModule) -> None:

@@ -21,7 +21,17 @@ from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.fold import affine, folded_into
 
-__all__ = ["Form", "Site", "best_forms", "choose_forms", "forms_of", "padded_channels", "sites_of", "times_of"]
+__all__ = [
+    "Form",
+    "Site",
+    "best_forms",
+    "choose_forms",
+    "contiguous_is_faster",
+    "forms_of",
+    "padded_channels",
+    "sites_of",
+    "times_of",
+]
 
 _aten = torch.ops.aten
 
@@ -243,6 +253,14 @@ def _on_cuda(site: Site) -> dict[str, Form]:
     zeros = (-site.sizes[0][1] % multiple, -site.sizes[1][0] % multiple)
     if any(zeros) and site.channels_last and groups == 1:
         forms["padded channels"] = _padded(site, zeros)
+    if site.dtype == "float32" and not site.channels_last and groups == 1 and not site.pointwise:
+        kernel_sizes = site.sizes[1][2:]
+
+        def unfolded(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
+            return _aten._slow_conv2d_forward.default(x, weight, kernel_sizes, bias, stride, padding)
+
+        if set(dilation) == {1}:
+            forms["im2col"] = _separate(site, unfolded, open_end=True)
     if site.relu and site.bias and site.dtype in _TENSOR_CORE_CHANNELS:
 
         def fused(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
@@ -391,6 +409,25 @@ def best_forms(times: Mapping[Site, Mapping[str, float]]) -> dict[Site, str]:
         if name != "separate" and own[name] <= _CLEARLY * own.get("separate", float("inf")):
             chosen[site] = name
     return chosen
+
+
+def contiguous_is_faster(module: fx.GraphModule, device: torch.device, decisions: Decisions, *, compiled: bool) -> bool:
+    """Whether the convolutions of a graph, each in its fastest form, take less time contiguous than channels last.
+
+    Only float32 is asked: half precision runs on tensor cores, which want channels last.
+    """
+    layouts = {layout: sites_of(module, channels_last=layout) for layout in (False, True)}
+    if not layouts[True] or any(site.dtype != "float32" for site, _ in layouts[True]):
+        return False
+    first = layouts[True][-1][1].convolution  # the last that is found is the first in the graph
+    wanted = False
+    if decisions.timer is not None:
+        totals = {}
+        for layout, sites in layouts.items():
+            times = times_of([site for site, _ in sites], device, decisions.timer, compiled=compiled)
+            totals[layout] = sum(min(times[site].values()) for site, _ in sites)
+        wanted = totals[False] < _CLEARLY * totals[True]
+    return decisions.take(first, "contiguous", wanted=wanted)
 
 
 def choose_forms(
