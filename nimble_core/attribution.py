@@ -3,6 +3,7 @@
 Inductor names, for a kernel, all that went into what it fused and into what it reads: the convolution that a pointwise
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
+A kernel does nothing that needs a library call which is still to come: such a name means a change of layout.
 Of what it replaced by a pattern (an attention) Inductor names nothing: such a call stands for the eager calls that no
 other claims and that lie between those of its producers and those of its readers.
 """
@@ -25,16 +26,22 @@ def attributed(program: Program, eager: Program) -> Program:
         eager: the calls it stands for.
 
     Complexity:
-        Linear in the accesses and in the eager calls that the compiler names; where it names none for a call, also
-        quadratic in bits in the eager calls.
+        Linear in the accesses, calls times eager calls in bits.
     """
     claimed: set[int] = set()
     library: dict[int, frozenset[int]] = {}
     calls = []
-    for call in program.calls:
-        named = set(call.eager)
-        fresh = named - claimed
+    before = _ancestors(eager)
+    last_named = {index: place for place, call in enumerate(program.calls) for index in call.eager}
+    done_at = _library_calls(program, eager)
+    for place, call in enumerate(program.calls):
         compiled = "." not in call.operator
+        named = set(call.eager)
+        if compiled:
+            # What needs the result of a library call that is still to come is not done here: a change of layout.
+            to_come = _mask([[index for index, at in done_at.items() if at > place]])
+            named = {one for one in named if last_named[one] == place or not (before[one] | 1 << one) & to_come}
+        fresh = named - claimed
         continued: set[int] = set()
         if compiled:
             for ref in call.reads:
@@ -45,13 +52,22 @@ def attributed(program: Program, eager: Program) -> Program:
             library[ref.storage] = frozenset() if compiled else frozenset(own)
         calls.append(_standing_for(call, tuple(sorted(own)), eager))
     if not all(call.eager for call in calls):
-        calls = _between(calls, eager, set(range(len(eager.calls))) - claimed)
+        calls = _between(calls, before, eager, set(range(len(eager.calls))) - claimed)
     return replace(program, calls=tuple(calls))
 
 
-def _between(calls: list[Call], eager: Program, unclaimed: set[int]) -> list[Call]:
+def _library_calls(program: Program, eager: Program) -> dict[int, int]:
+    """Eager calls that a call of the same operator does, and where: convolutions, products."""
+    found: dict[int, int] = {}
+    for place, call in enumerate(program.calls):
+        for index in call.eager:
+            if "." in call.operator and eager.calls[index].label == call.label:
+                found.setdefault(index, place)
+    return found
+
+
+def _between(calls: list[Call], before: list[int], eager: Program, unclaimed: set[int]) -> list[Call]:
     """Calls that name nothing, with the unclaimed eager calls that lie between what they read and who reads them."""
-    before = _ancestors(eager)
     done = list(calls)
     made_by: dict[int, Call] = {}
     for place, call in enumerate(calls):

@@ -327,10 +327,13 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
 
 
 def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
-    yield (
-        f"{len(folded.sources)} parameters and buffers are folded into constants, which follow their values; "
-        "after writes that torch does not count (.data, numpy, DLPack) call refresh()"
-    )
+    count = len(folded.sources)
+    if count:
+        what = "parameters and buffers are" if count > 1 else "parameter or buffer is"
+        yield (
+            f"{count} {what} folded into constants, which follow the values; "
+            "after writes that torch does not count (.data, numpy, DLPack) call refresh()"
+        )
     if watch.blind:
         yield f"made under inference_mode, so that only refresh() follows their values: {', '.join(watch.blind)}"
 

@@ -11,9 +11,11 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nimble_core.errors import CaptureError
 from nimble_core.operators import has_memory, storage_address, written_tensors
 from nimble_core.recording import flat_tensors
 
@@ -148,7 +150,12 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 class _WriteGuard(TorchDispatchMode):
-    """Lets a model run, telling the guard of every tensor it is about to write that existed before."""
+    """Lets a model run, telling the guard of every tensor it is about to write that existed before.
+
+    Operators that take functions (``torch.cond``) are refused here, in the first run of a model.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
@@ -163,6 +170,11 @@ class _WriteGuard(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise CaptureError(
+                f"{func} takes functions: what they do cannot be recorded as calls",
+                fix="write the branch or loop that is taken as plain operators, or move it out of the prepared module",
+            )
         for tensor in written_tensors(func, args, kwargs):
             if has_memory(tensor) and storage_address(tensor) not in self.made:
                 self.guard.before_write(tensor)
@@ -175,6 +187,10 @@ class _WriteGuard(TorchDispatchMode):
 
 
 def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were."""
+    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were.
+
+    Raises:
+        CaptureError: it calls an operator that takes functions.
+    """
     with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard):
         return model(*args, **kwargs)

@@ -136,3 +136,27 @@ def test_what_names_nothing_stands_for_the_calls_between_its_neighbours() -> Non
     assert [call.eager for call in found.calls] == [(0,), (1, 2, 3), (4,), ()]
     assert [origin.operator for origin in found.calls[1].origins] == [f"aten.op{n}.default" for n in (1, 2, 3)]
     assert unmapped(found) == 1
+
+
+def test_a_change_of_layout_does_not_do_what_is_still_to_come() -> None:
+    """A kernel that only turns weights around, named after all that reads them, before the first convolution."""
+
+    def ref(storage: int) -> TensorRef:
+        return TensorRef(storage, 0, (4,), (1,), "float32", 4)
+
+    def step(index: int, operator: str, read: int, write: int, calls: tuple[int, ...] = ()) -> Call:
+        accesses = (Access(ref(read), write=False), Access(ref(write), write=True))
+        return Call(index, operator, (), accesses, origins=(Origin(operator),), eager=calls)
+
+    names = ("aten.convolution.default", "aten.relu.default", "aten.convolution.default", "aten.relu.default")
+    storages = tuple(Storage(16, "intermediate") for _ in range(9))
+    eager = Program(tuple(step(n, name, n, n + 1) for n, name in enumerate(names)), storages, (ref(0),), (ref(4),))
+    kernels = (
+        step(0, "triton_poi_0", 0, 5, (0, 1, 2)),
+        step(1, "aten.convolution.default", 5, 6, (0,)),
+        step(2, "triton_poi_1", 6, 7, (0, 1)),
+        step(3, "aten.convolution.default", 7, 8, (1, 2)),
+        step(4, "triton_poi_2", 8, 4, (2, 3)),
+    )
+    found = attributed(Program(kernels, storages, (ref(0),), (ref(4),)), eager)
+    assert [call.eager for call in found.calls] == [(), (0,), (0, 1), (2,), (2, 3)]

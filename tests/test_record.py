@@ -515,6 +515,17 @@ def test_hidden_states_of_hugging_face_models_are_not_doubled() -> None:
     assert len(recording.outputs) == len(flatten(model(x, output_hidden_states=True))[0]) == 5
 
 
+def test_operators_that_take_functions_are_refused_and_leave_the_model_usable() -> None:
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda one: one + 1, lambda one: one - 1, (x,))
+
+    x = torch.ones(3)
+    with pytest.raises(CaptureError, match=r"cond takes functions"):
+        run_preserved(branch, (x,), {})
+    with torch.no_grad():
+        assert torch.equal(branch(x), x + 1)
+
+
 def test_what_a_forward_changed_is_in_the_notes() -> None:
     (note,) = recorded(Busy().train(), torch.randn(4, 3)).program.notes
     for name in ("history", "table", "number", "gone", "fresh", "count", "absent"):
