@@ -371,7 +371,7 @@ def _prepare(
             executable = device.capture_whole(model, recorded.recording, signature)
         notes = (*notes, whole_note(device, recorded))
     elif given is not None:
-        recorded = follow(device, recorded, given, step=watch)
+        recorded = follow(device, recorded, given, thorough=options.tune == "full", step=watch)
         program, graph = recorded.recording.program, recorded.graph
         schedule = schedule_of(given, program, graph)
         notes = (*notes, *plan_notes(given, device_name=device.name, torch=str(torch.__version__)))
