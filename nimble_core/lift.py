@@ -8,7 +8,7 @@ calls it stands for, so that whatever becomes of it can be traced back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.errors import CaptureError
-from nimble_core.operators import draws_numbers, written_arguments
+from nimble_core.operators import draws_numbers, makes_memory_only, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
 
@@ -29,8 +29,11 @@ __all__ = [
     "drop_unused",
     "is_view",
     "lift",
+    "made_of",
     "movable",
+    "only_computes",
     "pinned",
+    "recorded_ancestor",
     "reference_of",
     "use_calls",
 ]
@@ -105,6 +108,34 @@ def is_view(func: Any) -> bool:
     return func is operator.getitem or (
         schema is not None and any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
     )
+
+
+def only_computes(func: Any) -> bool:
+    """Whether an operator gives the same for the same arguments, and does nothing else: views among them."""
+    if is_view(func):
+        return True
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or makes_memory_only(func):
+        return False
+    return torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """Nodes of ``graph`` that ``nodes`` are computed from, and themselves, in graph order."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return [node for node in graph.nodes if node in found]
+
+
+def recorded_ancestor(node: fx.Node) -> fx.Node:
+    """The node itself if it was recorded, else what rewrites made it of, first inputs first: a weight, most often."""
+    while reference_of(node) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 @dataclass(slots=True)

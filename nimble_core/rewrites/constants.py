@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from nimble_core.folded import Folded
-from nimble_core.lift import add_call, drop_unused, is_view, pinned
-from nimble_core.operators import makes_memory_only
+from nimble_core.lift import add_call, drop_unused, is_view, made_of, only_computes, pinned
 from nimble_core.rewrites.fold import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
 from nimble_core.rewrites.layout import restrided
 from nimble_core.rewrites.library import padded_channels
@@ -51,7 +50,7 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
     _hand_out_copies(module, constant)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in _needed(roots):
+    for node in made_of(roots, module.graph):
         copies[node] = graph.node_copy(node, lambda one: copies[one])
     graph.output([copies[node] for node in roots])
     compute = fx.GraphModule(module, graph)
@@ -61,8 +60,8 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
     used: list[int] = []
     for place, (node, value) in enumerate(zip(roots, values, strict=True)):
         if value.nbytes > _GROWTH_NBYTES:
-            made_of = [one for one in _needed([copies[node]]) if one.op == "get_attr"]
-            if value.nbytes > _GROWTH_NBYTES + sum(getattr(module, str(one.target)).nbytes for one in made_of):
+            parts = [one for one in made_of([copies[node]], graph) if one.op == "get_attr"]
+            if value.nbytes > _GROWTH_NBYTES + sum(getattr(module, str(one.target)).nbytes for one in parts):
                 continue
         name = f"folded_{len(kept)}"
         module.register_buffer(name, value)
@@ -73,7 +72,7 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
         kept.append(value)
         used.append(place)
     wanted = [copies[roots[place]] for place in used]
-    sources = dict.fromkeys(str(one.target) for one in _needed(wanted) if one.op == "get_attr")
+    sources = dict.fromkeys(str(one.target) for one in made_of(wanted, graph) if one.op == "get_attr")
     drop_unused(module)
     module.graph.lint()
     module.recompile()
@@ -100,14 +99,7 @@ def _hand_out_copies(module: fx.GraphModule, constant: set[fx.Node]) -> None:
 
 
 def _pure(node: fx.Node) -> bool:
-    if pinned(node):
-        return False
-    if node.target in WEIGHT_FUNCTIONS or is_view(node.target):
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    func = node.target
-    return not (func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or makes_memory_only(func))
+    return not pinned(node) and (node.target in WEIGHT_FUNCTIONS or only_computes(node.target))
 
 
 def _computes(node: fx.Node) -> bool:
@@ -121,18 +113,6 @@ def _computes(node: fx.Node) -> bool:
 
 def _wanted_outside(node: fx.Node, constant: set[fx.Node]) -> bool:
     return any(user not in constant for user in node.users)
-
-
-def _needed(roots: list[fx.Node]) -> list[fx.Node]:
-    """Nodes that ``roots`` are computed from, and themselves, in graph order."""
-    found: set[fx.Node] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return [node for node in roots[0].graph.nodes if node in found] if roots else []
 
 
 def _overlapping(value: torch.Tensor) -> bool:

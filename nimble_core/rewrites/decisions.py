@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -24,11 +24,13 @@ class Decisions:
         timer: measures; None: nothing is measured, and what would need it stays as it is.
         given: choices made before for the same program; None: there are none.
         made: what was decided, in order.
+        times: what was measured, ns, by what and how: nothing is measured twice.
     """
 
     timer: Timer | None = None
     given: frozenset[KernelChoice] | None = None
     made: list[KernelChoice] = field(default_factory=list)
+    times: dict[Hashable, dict[str, float]] = field(default_factory=dict)
 
     def take(self, node: fx.Node, kernel: str, *, wanted: bool) -> bool:
         """Whether ``node`` gets ``kernel``: as it was given, else as it is wanted. Noted if it does."""

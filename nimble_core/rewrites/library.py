@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.lift import add_call, arguments_of, drop_unused, movable, pinned, reference_of
+from nimble_core.lift import add_call, arguments_of, drop_unused, movable, pinned, recorded_ancestor, reference_of
 from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.fold import affine, folded_into
@@ -144,7 +144,9 @@ def sites_of(module: fx.GraphModule, *, channels_last: bool) -> list[tuple[Site,
         if node.target is not _aten.convolution.default or not movable(node):
             continue
         given = arguments_of(node)
-        source, weight, result = (reference_of(one) for one in (given["input"], _origin(given["weight"]), node))
+        source, weight, result = (
+            reference_of(one) for one in (given["input"], recorded_ancestor(given["weight"]), node)
+        )
         if source is None or result is None or weight is None or given["transposed"]:
             continue
         if len(source.sizes) != 4 or len(weight.sizes) != 4:
@@ -198,13 +200,6 @@ def _channels(convolution: fx.Node, weight: TensorRef) -> int:
     if split is not None and split.target is _aten.split_with_sizes.default:
         return int(sum(split.args[1]))  # type: ignore[arg-type]
     return weight.sizes[0]
-
-
-def _origin(node: Any) -> Any:
-    """The weight before it was folded or converted: of the same size."""
-    while isinstance(node, fx.Node) and reference_of(node) is None and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -395,6 +390,17 @@ def times_of(
     return times
 
 
+def _measured(
+    sites: Iterable[Site], device: torch.device, decisions: Decisions, timer: Timer, *, compiled: bool
+) -> dict[Site, dict[str, float]]:
+    """``times_of``, with what was measured before in these decisions."""
+    distinct = dict.fromkeys(sites)
+    missing = [site for site in distinct if site not in decisions.times]
+    for site, own in times_of(missing, device, timer, compiled=compiled).items():
+        decisions.times[site] = own
+    return {site: decisions.times[site] for site in distinct}
+
+
 def _layout(x: torch.Tensor) -> torch.memory_format:
     return torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
 
@@ -424,7 +430,7 @@ def contiguous_is_faster(module: fx.GraphModule, device: torch.device, decisions
     if decisions.timer is not None:
         totals = {}
         for layout, sites in layouts.items():
-            times = times_of([site for site, _ in sites], device, decisions.timer, compiled=compiled)
+            times = _measured((site for site, _ in sites), device, decisions, decisions.timer, compiled=compiled)
             totals[layout] = sum(min(times[site].values()) for site, _ in sites)
         wanted = totals[False] < _CLEARLY * totals[True]
     return decisions.take(first, "contiguous", wanted=wanted)
@@ -447,7 +453,7 @@ def choose_forms(
     if decisions.given is None:
         distinct = list(dict.fromkeys(site for site, _ in sites))
         if decisions.timer is not None:
-            best = best_forms(times_of(distinct, device, decisions.timer, compiled=compiled))
+            best = best_forms(_measured(distinct, device, decisions, decisions.timer, compiled=compiled))
         elif not compiled:
             fused = {"cuda": "cudnn fused", "cpu": "onednn fused"}.get(device.type, "")
             best = {site: fused for site in distinct if fused in forms_of(site, device.type)}

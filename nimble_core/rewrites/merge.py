@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.lift import arguments_of, drop_unused, movable, pinned, reference_of, use_calls
+from nimble_core.lift import (
+    arguments_of,
+    drop_unused,
+    made_of,
+    movable,
+    pinned,
+    recorded_ancestor,
+    reference_of,
+    use_calls,
+)
 from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.layout import keep_strides
@@ -90,7 +99,7 @@ def _key(node: fx.Node, convolutions: bool) -> Any:
         weight = given["weight"]
         if given["transposed"] or given["groups"] != 1 or not _only_weights(weight):
             return None
-        kernel = reference_of(_root(weight))
+        kernel = reference_of(recorded_ancestor(weight))
         if kernel is None or len(kernel.sizes) != 4 or (given["bias"] is not None and not _only_weights(given["bias"])):
             return None
         parameters = tuple(tuple(given[name]) for name in ("stride", "padding", "dilation"))
@@ -124,12 +133,6 @@ def _only_weights(node: Any) -> bool:
             return False
         pending += one.all_input_nodes
     return True
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while reference_of(node) is None and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _dtype(node: fx.Node) -> str:
@@ -166,7 +169,7 @@ def _pays(group: Sequence[fx.Node], device: torch.device, timer: Timer) -> bool:
     own: dict[int, Callable[[], object]] = {}
     for width in {*widths, sum(widths)}:
         if group[0].target is _aten.convolution.default:
-            kernel = reference_of(_root(_parts(group[0])[1]))
+            kernel = reference_of(recorded_ancestor(_parts(group[0])[1]))
             assert kernel is not None
             weight = _example(recorded, (width, *kernel.sizes[1:]), device)
             own[width] = partial(_aten.convolution.default, x, weight, None, *group[0].args[3:])
@@ -189,7 +192,8 @@ def _merge(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
     # Weights are given tensors, or made of them: they may all come before the first sibling.
     late = set(itertools.dropwhile(lambda one: one is not first, list(graph.nodes)))
     for node in group[1:]:
-        for needed in _weight_nodes(node):
+        _, weight, bias, _ = _parts(node)
+        for needed in made_of([one for one in (weight, bias) if one is not None], graph):
             if needed in late:
                 late.remove(needed)
                 first.prepend(needed)
@@ -213,24 +217,8 @@ def _merge(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
             sizes = (recorded.sizes[0], sum(widths), *recorded.sizes[2:])
             merged.meta["ref"] = replace(recorded, sizes=sizes)
         slices = graph.call_function(_aten.split_with_sizes.default, (merged, widths, 1))
-        pieces = []
-        for place in range(len(group)):
-            piece = graph.call_function(operator.getitem, (slices, place))
-            pieces.append(piece)
+        pieces = [graph.call_function(operator.getitem, (slices, place)) for place in range(len(group))]
     for node, piece in zip(group, pieces, strict=True):
         piece.meta.update(node.meta)
         piece.meta["eager"] = ()
         node.replace_all_uses_with(piece)
-
-
-def _weight_nodes(node: fx.Node) -> list[fx.Node]:
-    """All that weights and bias of ``node`` are made of, in graph order."""
-    _, weight, bias, _ = _parts(node)
-    found: set[fx.Node] = set()
-    pending = [one for one in (weight, bias) if one is not None]
-    while pending:
-        one = pending.pop()
-        if one not in found:
-            found.add(one)
-            pending += one.all_input_nodes
-    return [one for one in node.graph.nodes if one in found]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from nimble_core.lift import drop_unused, is_view, movable, use_calls
-from nimble_core.operators import makes_memory_only
+from nimble_core.lift import drop_unused, movable, only_computes, use_calls
 
 __all__ = ["share_equal"]
 
@@ -23,7 +21,7 @@ def share_equal(module: fx.GraphModule) -> int:
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "get_attr") or not movable(node):
             continue
-        if node.op == "call_function" and not _repeatable(node):
+        if node.op == "call_function" and not only_computes(node.target):
             continue
         key = _key(node)
         first = seen.setdefault(key, node) if key is not None else node
@@ -34,15 +32,6 @@ def share_equal(module: fx.GraphModule) -> int:
             saved += 1
     drop_unused(module)
     return saved
-
-
-def _repeatable(node: fx.Node) -> bool:
-    func = node.target
-    if is_view(func):
-        return True
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or makes_memory_only(func):
-        return False
-    return torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _key(node: fx.Node) -> Any:
