@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -14,25 +15,42 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from benchmarks.figures import GREY, ROOT, STYLE, signed
 
 OVER = "compile:reduce-overhead"
-COLOURS = {"float32": "#0072b2", "tf32": "#56a5d6", "float16": "#d55e00"}
+PANELS = (("float16",), ("float32", "tf32"))
+"""Dtypes that are drawn together, from the left."""
+
+COLOURS = {"float16": "#d55e00", "float32": "#0072b2", "tf32": "#56a5d6"}
 """Of each dtype (Okabe and Ito's)."""
 
-NAMES = {"float32": "float32 (TF32 in convolutions)", "tf32": "TF32", "float16": "float16"}
+NAMES = {"float16": "float16", "float32": "float32 (TF32 in convolutions)", "tf32": "TF32 in all products"}
 MEAN = "geometric mean"
+BEST_PEER: dict[str, Any] = {"color": "#000000", "linewidth": 2.0}
+COLUMNS = (1.15, 1.34)
+"""Where both numbers of a bar end, in widths of its panel."""
 
 
 class Bar(NamedTuple):
-    """Speed of ours over reduce-overhead, its quartiles over neighbouring rounds, and the best peer's speed."""
+    """Speed of ours over reduce-overhead, its quartiles over neighbouring rounds, the best peer's speed over it."""
 
     value: float
     low: float
     high: float
     best: float
+    stable: bool = True
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Speed over reduce-overhead and over the best peer."""
+        return f"{_times(self.value)}{'' if self.stable else '†'}", _times(self.value / self.best)
+
+
+def _times(value: float) -> str:
+    """One below 1 never reads as 1."""
+    return f"{value:.3f}×" if 0.995 <= value < 1 else f"{value:.2f}×"
 
 
 def bars(rows: Mapping[str, Any]) -> tuple[dict[str, dict[str, Bar]], list[str]]:
@@ -51,70 +69,84 @@ def bars(rows: Mapping[str, Any]) -> tuple[dict[str, dict[str, Bar]], list[str]]
             continue
         base = over[OVER]
         best = base["value"] / min(one["value"] for one in over.values())
-        found.setdefault(row["model"], {})[row["dtype"]] = Bar(base["value"], base["low"], base["high"], best)
+        bar = Bar(base["value"], base["low"], base["high"], best, base["stable"])
+        found.setdefault(row["model"], {})[row["dtype"]] = bar
     order = sorted(found, key=lambda model: -geometric_mean([bar.value for bar in found[model].values()]))
     return {model: found[model] for model in order}, missing
 
 
-def draw(axes: Axes, panel: Mapping[str, Mapping[str, Bar]]) -> None:
-    """One group a model, one bar a dtype, with a mark where the best peer is."""
-    means = {
-        dtype: geometric_mean(values)
-        for dtype in COLOURS
-        if (values := [one[dtype].value for one in panel.values() if dtype in one])
-    }
-    y, ticks = 0.0, []
-    groups: list[tuple[str, Mapping[str, Bar]]] = [*panel.items()]
-    groups.append((MEAN, {dtype: Bar(mean, mean, mean, 0.0) for dtype, mean in means.items()}))
-    for model, values in groups:
-        start = y
-        for dtype in (one for one in COLOURS if one in values):
-            bar = values[dtype]
-            axes.barh(y, bar.value, 0.84, color=COLOURS[dtype], alpha=1.0 if model == MEAN else 0.85, linewidth=0)
+def mean(panel: Mapping[str, Mapping[str, Bar]], dtype: str) -> Bar | None:
+    """Geometric means of a dtype's bars; None if there are none."""
+    every = [one[dtype] for one in panel.values() if dtype in one]
+    if not every:
+        return None
+    value = geometric_mean([bar.value for bar in every])
+    return Bar(value, value, value, geometric_mean([bar.best for bar in every]))
+
+
+def draw(axes: Axes, panel: Mapping[str, Mapping[str, Bar]], dtypes: Sequence[str]) -> None:
+    """One row a model, one bar a dtype with a mark where the best peer is, and both speeds in numbers."""
+    means = {dtype: one for dtype in dtypes if (one := mean(panel, dtype))}
+    rows: list[tuple[str, Mapping[str, Bar]]] = [*panel.items(), (MEAN, means)]
+    for row, (model, values) in enumerate(rows):
+        if row % 2:
+            axes.axhspan(row - 0.5, row + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
+        here = [dtype for dtype in dtypes if dtype in values]
+        weight = "bold" if model == MEAN else "normal"
+        for turn, dtype in enumerate(here):
+            bar, height = values[dtype], (0.62 if len(here) == 1 else 0.84) / len(here)
+            y = row + (turn - (len(here) - 1) / 2) * height
+            axes.barh(y, bar.value, 0.94 * height, color=COLOURS[dtype], alpha=0.85, linewidth=0, zorder=2)
             if bar.high > bar.low:
-                axes.plot((bar.low, bar.high), (y, y), color="#222222", linewidth=0.8)
-            if bar.best:
-                axes.plot((bar.best, bar.best), (y - 0.42, y + 0.42), color="#000000", linewidth=2.0)
-            axes.annotate(
-                f"{bar.value:.2f}×",
-                (max(bar.value, bar.high, bar.best), y),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                color="#222222",
-                fontweight="bold" if model == MEAN else "normal",
-            )
-            y += 1.0
-        ticks.append(((start + y - 1) / 2, model))
-        y += 0.6
+                axes.plot((bar.low, bar.high), (y, y), color="#222222", linewidth=0.9, zorder=4)
+            axes.plot((bar.best, bar.best), (y - 0.47 * height, y + 0.47 * height), **BEST_PEER, zorder=5)
+            for place, text, colour in zip(COLUMNS, bar.labels, ("#222222", GREY), strict=True):
+                axes.annotate(
+                    text,
+                    (place, y),
+                    xycoords=("axes fraction", "data"),
+                    ha="right",
+                    va="center",
+                    fontsize=8.5 if len(here) == 1 else 7.5,
+                    color=colour,
+                    fontweight=weight,
+                    annotation_clip=False,
+                )
+    heads = ("over reduce-\noverhead", "over best\npeer")
+    for place, text, colour in zip(COLUMNS, heads, ("#222222", GREY), strict=True):
+        axes.annotate(
+            text, (place, 1.0), (0, 4), xycoords="axes fraction", textcoords="offset points", ha="right", va="bottom",
+            fontsize=8, color=colour, annotation_clip=False,
+        )  # fmt: skip
     axes.axvline(1.0, color=GREY, linewidth=1.0, zorder=3)
-    axes.set_yticks([place for place, _ in ticks], [model for _, model in ticks])
-    axes.get_yticklabels()[-1].set_fontweight("bold")
+    axes.axhline(len(rows) - 1.5, color=GREY, linewidth=0.8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(y - 1.0, -0.7)
-    axes.set_xlim(0, 1.1 * max(max(bar.high, bar.best, bar.value) for one in panel.values() for bar in one.values()))
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     axes.set_xlabel("speed over torch.compile(mode='reduce-overhead')")
 
 
-def footnote(rows: Mapping[str, Any], missing: Iterable[str]) -> str:
-    """Where and how it was measured, and what is not shown."""
+def footnote(rows: Mapping[str, Any], missing: Sequence[str], *, unstable: bool = False) -> str:
+    """Where and how it was measured, and what is not shown, in lines that fit below the figure."""
     stamps = [row["environment"] for row in rows.values() if row["batch"] == 1]
     machines = sorted({f"{one['device_name']}, host {one['host_cpu']}, torch {one['torch']}" for one in stamps})
     dates = sorted({one["date"][:10] for one in stamps})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    left = f" Without reduce-overhead or a sound check: {'; '.join(missing)}." if missing else ""
-    return (
-        "Calls at batch 1, inputs and outputs copied, medians; thin lines: quartiles over neighbouring rounds; "
-        f"black marks: the best peer.{left}\n{'; '.join(machines)}, {days}; python -m benchmarks.inference"
-    )
+    left = f"Without reduce-overhead or a sound check: {'; '.join(missing)}."
+    lines = [
+        "Calls at batch 1, inputs and outputs copied, medians; thin lines: quartiles over neighbouring rounds."
+        + " † unstable: samples spread or drift." * unstable,
+        *(textwrap.wrap(left, 150) if missing else ()),
+        f"{'; '.join(machines)}, {days}; python -m benchmarks.inference",
+    ]
+    return "\n".join(lines)
 
 
 def compare(file: Mapping[str, Any], out: Path) -> None:
-    """Speed over reduce-overhead of every model and dtype.
+    """Speed over reduce-overhead of every model and dtype, dtypes side by side.
 
     Raises:
         SystemExit: no row has it.
@@ -123,28 +155,39 @@ def compare(file: Mapping[str, Any], out: Path) -> None:
     if not panel:
         raise SystemExit(f"no row at batch 1 was measured beside {OVER}")
     dtypes = {dtype for one in panel.values() for dtype in one}
-    lines = sum(len(one) + 0.6 for one in panel.values()) + len(dtypes)
+    panels = [[dtype for dtype in group if dtype in dtypes] for group in PANELS]
+    panels = [group for group in panels if group]
+    every = [bar for one in panel.values() for bar in one.values()]
     devices = sorted({row["environment"]["device_name"] for row in file["rows"].values()})
+    note = footnote(file["rows"], missing, unstable=not all(bar.stable for bar in every))
+    below = 0.61 + 0.17 * len(note.splitlines())
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.4, 1.9 + 0.2 * lines))
-        axes = figure.subplots()
+        figure = Figure(figsize=(10.4, 1.25 + below + 0.34 * (len(panel) + 1)))
         height = figure.get_figheight()
-        figure.subplots_adjust(left=0.155, right=0.97, top=1 - 0.75 / height, bottom=1.0 / height)
-        draw(axes, panel)
-        axes.set_title(f"Inference on {', '.join(devices)}", pad=24)
-        marks: list[Any] = [Patch(color=colour) for dtype, colour in COLOURS.items() if dtype in dtypes]
-        names = [NAMES[dtype] for dtype in COLOURS if dtype in dtypes]
-        axes.legend(
-            [*marks, Line2D([], [], color="#000000", linewidth=2.0)],
-            [*names, "best peer"],
-            loc="lower left",
-            bbox_to_anchor=(-0.005, 1.0),
-            ncols=4,
+        row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        figure.subplots_adjust(left=0.145, right=0.878, top=1 - 1.1 / height, bottom=below / height, wspace=0.44)
+        for axes, group in zip(row, panels, strict=True):
+            draw(axes, panel, group)
+            axes.set_title(" and ".join(group), fontsize=10.5)
+            axes.set_xlim(0, 1.04 * max(max(bar.high, bar.best, bar.value) for bar in every))
+        row[0].set_yticks(range(len(panel) + 1), [*panel, MEAN])
+        row[0].get_yticklabels()[-1].set_fontweight("bold")
+        figure.text(
+            0.01, 1 - 0.12 / height, f"Inference on {', '.join(devices)}: speed over torch.compile", va="top",
+            fontsize=12.5, fontweight="bold",
+        )  # fmt: skip
+        shown = [dtype for group in panels for dtype in group]
+        figure.legend(
+            [*(Patch(color=COLOURS[dtype], alpha=0.85) for dtype in shown), Line2D([], [], **BEST_PEER)],
+            [*(NAMES[dtype] for dtype in shown), "best peer"],
+            loc="upper left",
+            bbox_to_anchor=(0.0, 1 - 0.32 / height),
+            ncols=1 + len(shown),
             frameon=False,
-            borderaxespad=0.2,
             handlelength=1.2,
+            columnspacing=1.6,
         )
-        signed(figure, 0.1 / height, footnote(file["rows"], missing), out)
+        signed(figure, 0.1 / height, note, out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

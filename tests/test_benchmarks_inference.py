@@ -331,8 +331,8 @@ def made(
         "times": {name: {"median us": us, "warnings": []} for name, us in times.items()},
         "speed": ratios,
         "equality": {name: {"passed": passed, "reason": "" if passed else "differs"} for name in (OURS, STATIC)},
-        "peers": {name: {"measured": True, "note": ""} for name in medians if name != "eager"},
-        "preparation": {"unfused": {"s": unfused_s}},
+        "peers": {name: {"measured": True, "note": "", "prepare s": 2.0} for name in medians if name != "eager"},
+        "preparation": {OURS: {"s": 4.0}, "unfused": {"s": unfused_s}},
         "ours": {
             "chosen": "inductor, nimble",
             "limit": {"distance": distance, "us": 80.0, "why": why} if distance else None,
@@ -471,7 +471,11 @@ def test_bars_are_over_reduce_overhead_and_by_model(tmp_path: Path) -> None:
     bars, missing = inference_figure.bars(keyed)
     assert list(bars) == ["A", "B"]
     assert bars["A"]["float32"] == inference_figure.Bar(2.0, 1.8, 2.2, 200 / 160)
+    assert bars["A"]["float32"].labels == ("2.00×", "1.60×")
     assert bars["A"]["float16"].best == 1.0
+    assert inference_figure.Bar(1.2, 1.0, 1.3, 1.203, stable=False).labels == ("1.20×†", "0.998×")
+    assert inference_figure.mean(bars, "float32") == pytest.approx((1.549, 1.549, 1.549, 1.118, True), abs=1e-3)
+    assert inference_figure.mean(bars, "tf32") is None
     assert missing == ["C, float32", "E, float32"]
     results, out = tmp_path / "results.json", tmp_path / "out.svg"
     results.write_text(json.dumps({"rows": keyed, "failed": {}}))
@@ -480,7 +484,10 @@ def test_bars_are_over_reduce_overhead_and_by_model(tmp_path: Path) -> None:
     assert b"<svg" in once
     inference_figure.main([str(results), str(out)])
     assert out.read_bytes() == once
-    assert inference_figure.footnote(keyed, missing).count("NVIDIA H200") == 1
+    note = inference_figure.footnote(keyed, missing)
+    assert note.count("NVIDIA H200") == 1
+    assert "sound check: C, float32; E, float32." in note
+    assert "unstable" in inference_figure.footnote(keyed, [], unstable=True)
 
 
 def test_a_figure_of_nothing_is_refused(tmp_path: Path) -> None:
