@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ import torch
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
+from nimble_core.differentiable import Backward, make_trainable
 from nimble_core.equality import check_equality
-from nimble_core.errors import DeviceError, InputError, NimbleWarning
+from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleWarning
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce
 from nimble_core.fusing import follow
@@ -61,6 +63,7 @@ class Engine:
         costs: isolated time of each, None if nothing was measured.
         folded: constants that it reads in place of weights; None if it reads all weights live.
         writes: addresses of the storages outside of it, inputs not counted, that a run writes.
+        backward: what follows a forward that was prepared for training; None for inference.
     """
 
     signature: Signature
@@ -77,6 +80,7 @@ class Engine:
     notes: tuple[str, ...] = ()
     folded: Folded | None = None
     writes: frozenset[int] = frozenset()
+    backward: Backward | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -102,6 +106,12 @@ class Engine:
         if self.writes:
             announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
         return outputs
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self.executable.close()
+        if self.backward is not None:
+            self.backward.executable.close()
 
     def check(self) -> None:
         """Refuse a model that a replay cannot follow; fold again what has changed."""
@@ -168,25 +178,26 @@ class Nimble(torch.nn.Module):
 
         Args:
             args: example positional inputs.
-            training: prepare forward and backward; not available in this version.
+            training: prepare forward and backward: outputs then carry gradients, for parameters and for those inputs
+                that require one here. The module has to be in training mode already.
             plan: a plan made before for this model and inputs like these (``report.plan``, ``engine.plan``): the same
                 schedule, without tuning.
             kwargs: example keyword inputs.
 
         Raises:
-            InputError: no tensor among the inputs, mixed devices, ``training=True``, or a plan for something else: the
+            InputError: no tensor among the inputs, mixed devices, nothing to train, or a plan for something else: the
                 first difference is named.
             NotStaticError: the model does not do the same on every input.
             CaptureError: a call that cannot be captured.
             DeviceError: out of memory.
         """
-        if training:
-            raise InputError(
-                "prepare(training=True) is not available in this version",
-                fix="prepare(...) captures inference; train the wrapped model itself, its parameters are shared",
-            )
+        if training and plan is not None:
+            raise InputError("a plan is of inference, or of a whole step", fix="prepare without a plan")
         with preparing():
-            engine = _prepare(self._model, args, kwargs, self._options, plan)
+            if training:
+                engine = _prepare_training(self._model, args, kwargs, self._options)
+            else:
+                engine = _prepare(self._model, args, kwargs, self._options, plan)
         with self._swapping:
             replaced = [
                 one for one in self._engines if one.mode == engine.mode and one.signature.bind(args, kwargs) is not None
@@ -194,7 +205,7 @@ class Nimble(torch.nn.Module):
             kept = (one for one in self._engines if not any(one is other for other in replaced))
             object.__setattr__(self, "_engines", (engine, *kept))
         for one in replaced:
-            one.executable.close()
+            one.close()
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +223,8 @@ class Nimble(torch.nn.Module):
                         break
             else:
                 return self._unprepared(args, kwargs, mode)
+            if engine.backward is not None:
+                return self._trained(engine, engine.backward, tensors, args, kwargs)
             try:
                 outputs = engine.run(tensors, static=self._options.outputs == "static")
             except DeviceError:
@@ -219,6 +232,32 @@ class Nimble(torch.nn.Module):
                     raise
                 continue  # another thread has prepared the model again meanwhile, and closed this engine
             return engine.build(outputs)
+
+    def _trained(
+        self,
+        engine: Engine,
+        backward: Backward,
+        tensors: Sequence[torch.Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """A forward that a backward may follow."""
+        run = partial(engine.run, static=backward.fixed)
+        if not torch.is_grad_enabled():
+            return engine.build(backward.own(run(tensors)))
+        unlike = backward.unlike(tensors)
+        if unlike:
+            if self._options.on_new_shape == "eager":
+                return self._model(*args, **kwargs)
+            raise InputError(f"prepared for other gradients: {unlike}", fix="prepare(..., training=True) again")
+        if backward.fixed and backward.pending:
+            warnings.warn(
+                "a forward before the backward of the last one runs in eager: the replay's memory is still needed",
+                NimbleWarning,
+                stacklevel=4,
+            )
+            return self._model(*args, **kwargs)
+        return engine.build(backward.attach(run, tensors))
 
     def refresh(self) -> None:
         """Compute folded weights again from the parameters and buffers as they are now.
@@ -252,6 +291,14 @@ class Nimble(torch.nn.Module):
                     where=f"prepared: {engine.signature}",
                     fix='prepare(...) for them as well, or use Options(on_new_shape="prepare" or "eager")',
                 )
+        if any(engine.backward is not None for engine in self._engines):
+            # Training evaluates in between.
+            warnings.warn(
+                f"not prepared in {'training' if mode else 'evaluation'} mode: runs in eager",
+                NimbleWarning,
+                stacklevel=4,
+            )
+            return self._model(*args, **kwargs)
         words = ("training", "evaluation") if mode else ("evaluation", "training")
         raise InputError(
             f"the model is in {words[0]} mode, the engines were prepared in {words[1]} mode",
@@ -264,7 +311,7 @@ class Nimble(torch.nn.Module):
             engines = self._engines
             object.__setattr__(self, "_engines", ())
         for engine in engines:
-            engine.executable.close()
+            engine.close()
 
     def train(self, mode: bool = True) -> Nimble:
         """Set the wrapped model's mode."""
@@ -408,7 +455,7 @@ def _prepare(
             mode=bool(getattr(model, "training", False)),
             watch=fresh,
             # The host has nothing else to do meanwhile; and what writes its inputs or state cannot be run twice.
-            check_first=device.kind == "cpu" or (folded is not None and not _repeatable(recorded.recording)),
+            check_first=device.kind == "cpu" or not _repeatable(recorded.recording),
             seconds=dict(watch.seconds),
             recorded=recorded,
             costs=costs,
@@ -423,3 +470,36 @@ def _prepare(
         executable.close()
         raise
     return engine
+
+
+def _prepare_training(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> Engine:
+    if not isinstance(model, torch.nn.Module):
+        raise InputError("prepare(training=True) takes a module, not a function", fix="wrap it in a torch.nn.Module")
+    if not model.training:
+        raise InputError("the model is in evaluation mode", fix="model.train() before prepare(..., training=True)")
+    watch = Stopwatch()
+    signature = check_inputs(model, args, kwargs)
+    device = device_for(signature.device)
+    made = make_trainable(device, model, signature, args, kwargs, options, step=watch)
+    forward = made.forward
+    if made.wrong:
+        if options.strict:
+            raise CaptureError(made.wrong, fix="report this model")
+        warnings.warn(made.wrong, NimbleWarning, stacklevel=3)
+    return Engine(
+        signature=signature,
+        executable=forward.best,
+        build=builder(made.structure),
+        mode=True,
+        watch=Watch(model),
+        check_first=True,
+        seconds=dict(watch.seconds),
+        recorded=forward.recorded,
+        costs=forward.costs,
+        candidates=forward.candidates,
+        notes=made.notes,
+        writes=_writes(forward.recorded.recording),
+        backward=made.backward,
+    )

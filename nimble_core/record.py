@@ -44,6 +44,7 @@ from nimble_core.operators import (
     written_tensors,
 )
 from nimble_core.origins import module_paths, place_of
+from nimble_core.phases import current_phase
 from nimble_core.preserve import preserved
 from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, slots_in
@@ -153,6 +154,11 @@ def _tensors_lifted_first() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
+def _window(tensor: torch.Tensor, ref: TensorRef) -> tuple[TensorRef, bool, bool]:
+    """What two tensors share that show the same elements of the same memory."""
+    return ref, tensor.is_conj(), tensor.is_neg()
+
+
 class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
@@ -178,6 +184,8 @@ class _Recorder(TorchDispatchMode):
         self._slots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storage_of: list[int] = []
         self._ref_of: list[TensorRef] = []
+        self._made: set[int] = set()  # storages that operators made
+        self._slot_of_window: dict[tuple[TensorRef, bool, bool], int] = {}
         self._given: dict[int, torch.Tensor] = {}
         self._owners: dict[int, torch.Tensor] = {}
         self._steps: list[Step] = []
@@ -191,6 +199,8 @@ class _Recorder(TorchDispatchMode):
         self._written: set[int] = set()
         self._generator: int | None = None
         self._nodes = counter.nodes() if counter else 0
+        self._next_node = torch._C._autograd._get_sequence_nr()
+        self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
         self._unseen_where = ""
         self._names: dict[int, tuple[Role, str]] = {}
@@ -222,6 +232,8 @@ class _Recorder(TorchDispatchMode):
                     return relative_window(args[0], args[1], args[2], beyond)
         tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
         frame = sys._getframe(1)
+        if torch.is_grad_enabled():
+            self._remember_node(func, frame)
         self._refuse_dynamic(func, tensors, args, kwargs, frame)
         if self.counter and self._is_host_work(func, tensors, args, kwargs):
             return self._run_on_host(func, args, kwargs)
@@ -255,6 +267,7 @@ class _Recorder(TorchDispatchMode):
         known = len(self._storages)
         self._refuse_sparse(func, returned, frame)
         outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
+        self._made.update(storage for slot in outputs if slot >= 0 and (storage := self._storage_of[slot]) >= known)
         if self._reaches_device(func, tensors, returned, written, known):
             self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame, draws))
             new = [storage.nbytes for storage in self._storages[known:] if storage.nbytes]
@@ -464,17 +477,27 @@ class _Recorder(TorchDispatchMode):
         self._storage_of.append(self._storage(tensor))
         self._ref_of.append(self._ref(tensor))
         self._slots[tensor] = slot
+        self._slot_of_window[_window(tensor, self._ref_of[slot])] = slot
         return slot
 
     def _slot(self, tensor: torch.Tensor) -> int:
         """Slot of a tensor; one that no call made is a parameter, a buffer or a constant, and is kept."""
         slot = self._slots.get(tensor)
+        if slot is None and storage_address(tensor) in self._storage_ids:
+            # Autograd hands what it saved to the backward as another tensor on the same memory.
+            slot = self._slot_of_window.get(_window(tensor, self._ref(tensor)))
         return self._give(tensor) if slot is None else int(slot)
 
     def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
         known = storage_address(tensor) in self._storage_ids
+        made = known and self._storage(tensor) in self._made
         slot = self._new_slot(tensor)
         storage = self._storage_of[slot]
+        if made:
+            raise CaptureError(
+                f"a tensor of shape {list(tensor.shape)} came about out of sight, on memory of a recorded call",
+                fix="report this model",
+            )
         if role and not known:
             self._storages[storage] = Storage(self._storages[storage].nbytes, role, name)
         elif not known and self._storages[storage].role == "intermediate":
@@ -537,8 +560,11 @@ class _Recorder(TorchDispatchMode):
             if not inputs_constant:
                 self._constant.discard(storage)
         origins, eager = self._provenance(func, frame)
+        if current_phase() == "optimizer":
+            origins = self._owners_of(str(func), accesses) or origins
         return Call(
             index=len(self._calls),
+            phase=current_phase(),
             operator=str(func),
             arguments=argument_texts(func, args, kwargs, self._storage),
             accesses=tuple(dict.fromkeys(accesses)),
@@ -547,8 +573,27 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _origin(self, func: Any, frame: FrameType) -> Origin:
+        if current_phase() == "backward":
+            node = torch._C._current_autograd_node()
+            forward = self._forward_of_node.get(node._sequence_nr()) if node is not None else None
+            if forward is not None:
+                return replace(forward, operator=str(func))
         module, file, line = place_of(frame, self._modules)
         return Origin(str(func), module, file, line)
+
+    def _remember_node(self, func: Any, frame: FrameType) -> None:
+        """Nodes that autograd has made since the last operator are those of the operator that runs now."""
+        following = torch._C._autograd._get_sequence_nr()
+        if following > self._next_node and current_phase() != "backward":
+            origin = self._origin(func, frame)
+            self._forward_of_node.update(dict.fromkeys(range(self._next_node, following), origin))
+        self._next_node = following
+
+    def _owners_of(self, operator: str, accesses: Sequence[Access]) -> tuple[Origin, ...]:
+        """Modules whose parameters, or what an optimizer keeps for them, are written."""
+        names = [self._storages[access.ref.storage].name for access in accesses if access.write]
+        modules = dict.fromkeys(name.split(" ")[0].rpartition(".")[0] for name in names if name)
+        return tuple(Origin(operator, module) for module in modules)
 
     def _generator_accesses(self) -> list[Access]:
         if self._generator is None:

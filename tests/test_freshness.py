@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
 
 from nimble_core import InputError, Nimble, Options
 from nimble_core.freshness import Watch
@@ -91,6 +93,109 @@ def test_a_submodule_or_tensor_more_or_less() -> None:
     watch = Watch(net)
     del net[2]
     assert "2 is another module" in watch.change()
+
+
+def rename(net: nn.Module) -> None:
+    prune.identity(net[0], "weight")  # the same parameter under another name
+
+
+def count_anew(net: nn.Module) -> None:
+    net[1].num_batches_tracked = net[1].num_batches_tracked.clone()  # another tensor of equal value
+
+
+def swap_names(net: nn.Module) -> None:
+    scale, shift = net[1].weight, net[1].bias
+    del net[1].weight, net[1].bias
+    net[1].bias, net[1].weight = scale, shift  # the same tensors in the same order
+
+
+def replace_table(net: nn.Module) -> None:
+    net[0]._parameters = {name: nn.Parameter(value.detach()) for name, value in net[0]._parameters.items()}
+
+
+def delete_table(net: nn.Module) -> None:
+    del net[0]._parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (rename, "0.weight is another tensor"),
+        (count_anew, "1.num_batches_tracked is another tensor"),
+        (swap_names, "1.weight is another tensor"),
+        (replace_table, "0.weight is another tensor"),
+        (delete_table, "0.weight is another tensor"),
+        (lambda net: net[0]._parameters.clear(), "0.weight is another tensor"),
+        (lambda net: net._modules.clear(), "0 is another module"),
+        (lambda net: net.share_memory(), "0.weight has other memory"),
+        (lambda net: setattr(net[2], "training", True), "2 is in training mode"),
+    ],
+)
+def test_what_looks_alike_is_told_apart(change: Callable[[nn.Sequential], object], word: str) -> None:
+    net = model()
+    watch = Watch(net)
+    assert watch.change() == ""
+    change(net)
+    assert word in watch.change()
+    assert word in watch.change()
+
+
+def test_entries_added_hide_no_change() -> None:
+    net = model()
+    watch = Watch(net)
+    net[1].register_buffer("later", torch.ones(1))
+    assert watch.change() == ""
+    net[1].later = torch.zeros(1)
+    net[1].weight = None
+    assert "1.weight is another tensor" in watch.change()
+
+
+class Alike(nn.ReLU):
+    """Equal to every other of its kind."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    __hash__ = nn.ReLU.__hash__
+
+
+def test_equal_modules_are_not_the_same() -> None:
+    net = nn.Sequential(Alike())
+    watch = Watch(net)
+    assert watch.change() == ""
+    net[0] = Alike()
+    assert "0 is another module" in watch.change()
+
+
+class Count(TorchFunctionMode):
+    """Counts the calls that pass through it."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_disabled_by_the_caller_hide_no_change() -> None:
+    net = model()
+    watch = Watch(net)
+    with torch._C.DisableTorchFunction():
+        assert watch.change() == ""
+        count_anew(net)
+        assert "1.num_batches_tracked is another tensor" in watch.change()
+
+
+def test_a_look_passes_through_no_mode() -> None:
+    net, watch = watched()
+    with Count() as mode:
+        assert watch.change() == ""
+        assert not watch.stale()
+        assert mode.calls == 0
+        net[0].weight = nn.Parameter(torch.zeros(4, 4))
+        made = mode.calls
+        assert "0.weight is another tensor" in watch.change()
+        assert mode.calls == made
 
 
 # -- values of what was folded -------------------------------------------------------------------------------------

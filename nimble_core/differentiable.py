@@ -1,0 +1,446 @@
+"""Training as in eager: a prepared forward whose outputs carry a prepared backward.
+
+``out = net(x); loss_fn(out, y).backward(); optimizer.step()``: forward and backward are recorded together, cut in two
+(``halves``), scheduled each by itself, and joined again by an autograd function. What the forward saves stays where it
+is until the backward has read it: on CUDA in the forward's own memory, so that there the next forward overwrites it.
+
+Gradients of parameters go into ``.grad`` past autograd's accumulation, which would copy or keep each of them singly:
+where there is none yet the engine's own tensor becomes ``.grad``, and another one is added to. Parameters with hooks,
+and calls of ``torch.autograd.grad``, get copies through autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from nimble_core.devices.base import Device, Executable
+from nimble_core.equality import check_equality
+from nimble_core.errors import CaptureError, InputError
+from nimble_core.graph import build_graph
+from nimble_core.halves import halve
+from nimble_core.options import Options
+from nimble_core.phases import phase
+from nimble_core.pipeline import Recorded, record_static, state_kept
+from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.signature import Signature
+from nimble_core.structure import Structure, builder, flatten
+from nimble_core.tuning import Tuned, eager_cases, tune
+
+__all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+@runtime_checkable
+class _Fixed(Protocol):
+    """An executable whose inputs and outputs always are at the same place."""
+
+    buffers: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class ForwardBackward(torch.nn.Module):
+    """A module's forward and backward as one: ``(args, kwargs, output gradients) -> (outputs, gradients)``.
+
+    Parameters, buffers and submodules are the module's own, under the same names.
+
+    Args:
+        model: the module.
+        leaves: positions of the input tensors whose gradients are wanted.
+    """
+
+    model: torch.nn.Module
+
+    def __init__(self, model: torch.nn.Module, leaves: Sequence[int]) -> None:
+        super().__init__()
+        object.__setattr__(self, "model", model)  # beside the module system, which would prefix every name
+        self.leaves = tuple(leaves)
+        # What the last run found:
+        self.structure: Structure | None = None
+        self.outputs = 0
+        self.differentiable: tuple[int, ...] = ()
+        self.templates: tuple[torch.Tensor, ...] = ()
+        self.present: tuple[str, ...] = ()
+        self.leaves_present: tuple[int, ...] = ()
+
+    def forward(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: Sequence[torch.Tensor] | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, then gradients of the parameters in ``present`` and of the inputs in ``leaves_present``."""
+        tensors, around = flatten((tuple(args), dict(kwargs)), what="input")
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            with phase("forward"):
+                tensors = [tensor.detach() for tensor in tensors]
+                for position in self.leaves:
+                    tensors[position].requires_grad_()
+                args, kwargs = builder(around)(tensors)
+                result = self.model(*args, **kwargs)
+                outputs, self.structure = flatten(result, what="output")
+            self.differentiable = tuple(at for at, one in enumerate(outputs) if one.requires_grad)
+            if not self.differentiable:
+                raise InputError(
+                    "no output depends on a parameter or input that requires a gradient",
+                    fix="prepare(..., training=False), or unfreeze parameters",
+                )
+            wanted = [outputs[at] for at in self.differentiable]
+            self.outputs = len(outputs)
+            if gradients is None:
+                gradients = self.templates = tuple(torch.ones_like(one.detach()) for one in wanted)
+            named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+            leaves = [tensors[position] for position in self.leaves]
+            with phase("backward"):
+                found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
+        self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
+        self.leaves_present = tuple(
+            position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
+        )
+        return [one.detach() for one in outputs], [one for one in found if one is not None]
+
+    @property
+    def training(self) -> bool:
+        """The model's mode."""
+        return bool(self.model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set by ``torch.nn.Module`` itself; the model's mode is the model's."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the model."""
+        return self.model.named_modules(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ForwardBackward:
+        self.model._apply(*args, **kwargs)
+        return self
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Pending:
+    """A forward whose backward may still come."""
+
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Backward:
+    """What follows a prepared forward: replays its backward, and hands out the gradients.
+
+    Args:
+        executable: of the backward.
+        recorded: its calls.
+        tuned: what was tried for it.
+        parameters: that get gradients, in the order of the backward's outputs; inputs follow.
+        flags: every parameter, its name, and whether it required a gradient when it was prepared.
+        leaves: positions of the inputs that may require gradients.
+        leaves_present: those of them that get one.
+        outputs: how many outputs the model has.
+        differentiable: which of them carry gradients.
+        templates: tensors like these.
+        saved_inputs: positions of inputs that the backward reads.
+        fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
+    """
+
+    executable: Executable
+    recorded: Recorded
+    tuned: Tuned
+    parameters: tuple[torch.Tensor, ...]
+    flags: tuple[tuple[torch.Tensor, str, bool], ...]
+    leaves: frozenset[int]
+    leaves_present: tuple[int, ...]
+    outputs: int
+    differentiable: tuple[int, ...]
+    templates: tuple[torch.Tensor, ...]
+    saved_inputs: tuple[int, ...]
+    fixed: bool
+    _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
+    _latest: weakref.ref[_Pending] | None = None
+    _round: int = 0
+
+    def unlike(self, tensors: Sequence[torch.Tensor]) -> str:
+        """What wants a gradient, or no longer does, other than when this was prepared; empty if nothing."""
+        for parameter, name, flag in self.flags:
+            if parameter.requires_grad is not flag:
+                return f"parameter {name} was {'trained' if flag else 'frozen'} then, and is not now"
+        for position, tensor in enumerate(tensors):
+            if tensor.requires_grad and position not in self.leaves:
+                return f"input {position} required no gradient then, and does now"
+        return ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the memory holds what a backward that may still come needs."""
+        latest = self._latest() if self._latest is not None else None
+        return latest is not None and not latest.done
+
+    def attach(self, run: Run, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the forward on ``tensors``; its outputs carry the backward."""
+        return list(
+            _Replay.apply(  # type: ignore[no-untyped-call]  # torch's has no types
+                self, run, self._anchor, len(tensors), *tensors, *self.parameters
+            )
+        )
+
+    def own(self, made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The model's outputs among what the forward makes, as the caller's."""
+        outputs = made[: self.outputs]
+        return tuple(one.clone() for one in outputs) if self.fixed else tuple(outputs)
+
+    def replay(
+        self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], *, accumulate: bool
+    ) -> list[torch.Tensor | None]:
+        """Replay on gradients of the outputs; gradients of inputs and parameters that are autograd's to hand on.
+
+        With ``accumulate``, those of parameters without hooks go into ``.grad``.
+        """
+        inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
+        taken = [accumulate and parameter.requires_grad and not _hooked(parameter) for parameter in self.parameters]
+        with torch.no_grad():
+            # On CUDA gradients always are the same memory: what is in use there would be overwritten.
+            held: list[torch.Tensor] = []
+            for parameter, gradient, ours in zip(self.parameters, self._fixed_gradients(), taken, strict=False):
+                if parameter.grad is gradient:
+                    if ours:
+                        held.append(gradient)
+                    else:
+                        parameter.grad = gradient.clone()
+            before = [one.clone() for one in held]
+            found = self.executable.run([*inputs, *saved], static=True)
+            if held:
+                torch._foreach_add_(held, before)
+            self._accumulate(found, taken)
+        count = len(self.parameters)
+        return [
+            None if ours else self._handed(gradient)
+            for ours, gradient in zip([*taken, *[False] * (len(found) - count)], found, strict=True)
+        ]
+
+    def _accumulate(self, found: Sequence[torch.Tensor], taken: Sequence[bool]) -> None:
+        sums, new = [], []
+        for parameter, gradient, ours in zip(self.parameters, found, taken, strict=False):
+            if not ours or parameter.grad is gradient:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                sums.append(parameter.grad)
+                new.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, new)
+
+    def _handed(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone() if self.fixed else gradient
+
+    def _fixed_gradients(self) -> Sequence[torch.Tensor]:
+        return self.executable.outputs if isinstance(self.executable, _Fixed) else ()
+
+    def _zero(self, at: int) -> torch.Tensor:
+        if at not in self._zeros:
+            self._zeros[at] = torch.zeros_like(self.templates[at])
+        return self._zeros[at]
+
+    def begin(self) -> tuple[_Pending, int]:
+        """A forward was run: its backward may come, until the next forward."""
+        pending = _Pending()
+        self._latest = weakref.ref(pending)
+        self._round += 1
+        return pending, self._round
+
+    def end(self, pending: _Pending, number: int) -> None:
+        """The backward of a forward comes. Raises InputError if another forward has overwritten what it needs."""
+        if self.fixed and number != self._round:
+            raise InputError(
+                "the backward of an earlier forward: a later one has overwritten what it needs",
+                fix="call backward() before the next forward, or run one of the two on the model itself",
+            )
+        pending.done = True
+
+    def everything_is_wanted(self) -> bool:
+        """Whether this is ``backward()``, not a search for the gradients of some tensors."""
+        node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        return bool(torch._C._will_engine_execute_node(node))
+
+
+def _hooked(parameter: torch.Tensor) -> bool:
+    """Whether something waits for this parameter's gradient."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class _Replay(torch.autograd.Function):
+    """Joins the two replays in autograd's graph. Parameters are among its inputs so that they can be searched for."""
+
+    @staticmethod
+    def forward(ctx: Any, half: Backward, run: Run, anchor: torch.Tensor, count: int, *rest: torch.Tensor) -> Any:
+        tensors = rest[:count]
+        made = run(tensors)
+        ctx.half, ctx.count = half, count
+        ctx.pending, ctx.round = half.begin()
+        ctx.set_materialize_grads(False)
+        outputs = half.own(made)
+        # Autograd looks after what it saves: freed by the backward, refused if written meanwhile.
+        saved = (anchor,) if half.fixed else (*made[half.outputs :], *(tensors[at] for at in half.saved_inputs))
+        ctx.save_for_backward(*saved)
+        still = [one for at, one in enumerate(outputs) if at not in half.differentiable]
+        ctx.mark_non_differentiable(*still)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        half: Backward = ctx.half
+        if torch.is_grad_enabled():
+            raise InputError(
+                "a replayed backward cannot be differentiated itself (create_graph=True)",
+                fix="run this forward on the model itself",
+            )
+        saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
+        half.end(ctx.pending, ctx.round)
+        given = [gradients[at] for at in half.differentiable]
+        found = half.replay(given, saved, accumulate=half.everything_is_wanted())
+        count = len(half.parameters)
+        leaves = dict(zip(half.leaves_present, found[count:], strict=True))
+        return None, None, None, None, *(leaves.get(at) for at in range(ctx.count)), *found[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A module prepared for training.
+
+    Args:
+        forward: what was found for the forward; its recording makes the outputs, then what is saved.
+        backward: what follows.
+        structure: what is around the model's outputs.
+        joint: both, as they were recorded.
+        notes: what the user should know.
+        wrong: how the replays differ from eager; empty if they do not.
+    """
+
+    forward: Tuned
+    backward: Backward
+    structure: Structure
+    joint: Recorded
+    notes: tuple[str, ...]
+    wrong: str
+
+
+def make_trainable(
+    device: Device,
+    model: torch.nn.Module,
+    signature: Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    step: Step,
+) -> Trainable:
+    """Record forward and backward together, cut, tune each; nothing of the model is changed.
+
+    Raises:
+        InputError: nothing to differentiate.
+        NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
+    """
+    leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
+    whole = ForwardBackward(model, leaves)
+    with step("warm-up"):
+        device.warm_up(whole, (args, kwargs), {})
+    templates = whole.templates
+    example = (tuple(args), dict(kwargs), list(templates))
+    both = Signature(example, {})
+    joint = record_static(device, whole, both, example, {}, strict=options.strict, step=step)
+    if joint.whole:
+        raise CaptureError(
+            "not every launch of forward and backward was seen",
+            where=joint.recording.unseen_where,
+            fix="leave that part out of the prepared module",
+        )
+    structure = whole.structure
+    assert structure is not None
+    outputs = whole.outputs
+    halves = halve(joint.recording, len(signature.tensors), outputs)
+    plain = replace(options, fuse="none" if options.fuse == "auto" else options.fuse)
+    inputs = [tensor.detach() for tensor in signature.tensors]
+    first = _recorded(halves.forward, inputs)
+    with state_kept(first):
+        forward = tune(device, first, plain, step=step)
+    try:
+        forward.close(keep=forward.best)
+        fixed = isinstance(forward.best, _Fixed)
+        with state_kept(first):
+            made = [one.detach() for one in forward.best.run(inputs, static=True)]
+        saved = made[outputs:]
+        if isinstance(forward.best, _Fixed):
+            saved += [forward.best.buffers[at] for at in halves.saved_inputs]
+            second = _recorded(halves.with_saved(saved), list(templates))
+        else:
+            saved += [inputs[at] for at in halves.saved_inputs]
+            second = _recorded(halves.backward, [*templates, *saved])
+        with state_kept(second):
+            behind = tune(device, second, plain, step=step)
+        behind.close(keep=behind.best)
+    except BaseException:
+        forward.best.close()
+        raise
+    named = dict(model.named_parameters())
+    backward = Backward(
+        executable=behind.best,
+        recorded=behind.recorded,
+        tuned=behind,
+        parameters=tuple(named[name] for name in whole.present),
+        flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
+        leaves=frozenset(leaves),
+        leaves_present=whole.leaves_present,
+        outputs=outputs,
+        differentiable=whole.differentiable,
+        templates=templates,
+        saved_inputs=halves.saved_inputs,
+        fixed=fixed,
+    )
+    try:
+        with step("check equality"):
+            wrong = _unlike_eager(joint, forward.best, backward, len(inputs))
+    except BaseException:
+        forward.best.close()
+        behind.best.close()
+        raise
+    return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
+
+
+def _recorded(recording: Recording, inputs: Sequence[torch.Tensor]) -> Recorded:
+    """One half as a recording of its own; issued call by call, it is its own model."""
+    return Recorded(_Issued(recording), Signature(tuple(inputs), {}), recording, build_graph(recording.program))
+
+
+class _Issued:
+    """Runs a recording in program order, as the model would."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        issuer = Issuer(self.recording, inputs)
+        with issuing(self.recording.program.device):
+            for call in range(len(self.recording.program.calls)):
+                issuer.issue(call)
+            return issuer.outputs()
+
+
+def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, count: int) -> str:
+    """How forward and backward replays together differ from eager; empty if they do not."""
+    cases = eager_cases(joint)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with state_kept(joint), torch.no_grad():
+            made = forward.run(inputs[:count], static=True)
+            outputs = [one.clone() for one in made[: backward.outputs]]
+            saved = () if backward.fixed else (*made[backward.outputs :], *(inputs[at] for at in backward.saved_inputs))
+            found = backward.executable.run([*inputs[count:], *saved], static=True)
+            return [*outputs, *(one.clone() for one in found)]
+
+    check = check_equality("forward and backward", run, cases.eager, lowest=cases.lowest)
+    return f"replays of forward and backward are not what eager computes: {check.reason}" if check.differs else ""

@@ -1,0 +1,391 @@
+"""Training: a whole step (forward, loss, backward, optimizer) as one function of tensors, prepared like a model.
+
+A step is recorded below autograd, so that its backward and its optimizer are calls like any others: they are scheduled
+together with the forward, on as many streams. Parameters, buffers and optimizer state are the user's own tensors,
+written in place by each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from nimble_core.errors import InputError
+from nimble_core.nimble import Engine, Nimble
+from nimble_core.optimizers import CapturedOptimizer
+from nimble_core.options import Options, require_options
+from nimble_core.phases import phase
+from nimble_core.structure import builder, flatten
+
+__all__ = ["TrainStep", "WholeStep"]
+
+Turn = Literal["only", "first", "middle", "last"]
+_MIDDLE: tuple[Turn, ...] = ("middle",)
+Result = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]
+
+
+class WholeStep(torch.nn.Module):
+    """Forward, loss, backward and optimizer as one module, ``(inputs, targets) -> (loss, output, gradients)``.
+
+    Its parameters, buffers and submodules are those of ``model``, under the same names; the optimizer's state counts
+    among the buffers. Gradients are returned by parameter name; ``.grad`` is neither read nor written.
+
+    Args:
+        model: what is trained.
+        loss_fn: of the model's output and the targets; of the output alone where the targets are None.
+        optimizer: takes gradients and updates parameters; None: nothing is updated.
+        autocast: type that matrix products and convolutions of forward and loss are computed in; None: as they come.
+        scaler: scales the loss of half-precision forwards; its scale is adapted on the device.
+        clip_grad_norm: largest norm of all gradients together; None: as they come.
+        share: of the loss that counts, where several steps make one update.
+        kept: gradients summed up over these steps, by parameter name; empty where each makes an update.
+        turn: which of these steps it is.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., torch.Tensor]
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor],
+        optimizer: CapturedOptimizer | None,
+        *,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
+        share: float = 1.0,
+        kept: Mapping[str, torch.Tensor] | None = None,
+        turn: Turn = "only",
+    ) -> None:
+        super().__init__()
+        # Beside the module system, which would prefix every name.
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "loss_fn", loss_fn)
+        self.optimizer = optimizer
+        self.autocast = autocast
+        self.scaler = scaler
+        self.clip_grad_norm = clip_grad_norm
+        self.share = share
+        self.kept = dict(kept or {})
+        self.turn = turn
+
+    def forward(self, inputs: Any, targets: Any = None) -> Result:
+        """One step: loss (not scaled, of this step alone), the model's output, gradients."""
+        return self._step(inputs, targets, self.optimizer.update if self.optimizer else None)
+
+    def eagerly(self, inputs: Any, targets: Any = None) -> Result:
+        """The same, updated by the optimizer's own ``step``, which makes the state that there is not yet."""
+        return self._step(inputs, targets, self._update_eagerly)
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Parameters that may get gradients, by name: the optimizer's, or all that require one."""
+        if self.optimizer is None:
+            return {name: one for name, one in self.named_parameters() if one.requires_grad}
+        names = {id(one): name for name, one in self.named_parameters()}
+        return {names.get(id(one), f"parameter {at}"): one for at, one in enumerate(self.optimizer.parameters)}
+
+    @property
+    def updates(self) -> bool:
+        """Whether this step ends with an update."""
+        return self.turn in ("only", "last")
+
+    def _step(self, inputs: Any, targets: Any, update: Callable[..., None] | None) -> Result:
+        loss, output, gradients = self._gradients(inputs, targets)
+        with torch.no_grad(), phase("optimizer"):
+            if self.kept:
+                gradients = self._summed(gradients)
+            if update is not None and self.updates and gradients:
+                gradients = self._update(update, gradients)
+        return loss, output, gradients
+
+    def _gradients(self, inputs: Any, targets: Any) -> Result:
+        trained = self.trained()
+        # On this thread: modes, phase and random state of a recording are bound to it.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            with phase("forward"), self._casting():
+                output = _called(self.model, inputs)
+            with phase("loss"), self._casting():
+                loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+                _require_loss(loss)
+                scaled = loss if self.share == 1.0 else loss * self.share
+                if self.scaler is not None and self.scaler.is_enabled():
+                    scaled = scaled * _scale_of(self.scaler, loss.device)[0]
+            with phase("backward"):
+                found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
+        gradients = {name: one for name, one in zip(trained, found, strict=True) if one is not None}
+        return loss.detach(), _detached(output), gradients
+
+    def _summed(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sums, new = [self.kept[name] for name in gradients], list(gradients.values())
+        if self.turn == "first":
+            torch._foreach_copy_(sums, new)
+        else:
+            torch._foreach_add_(sums, new)
+        return {name: self.kept[name] for name in gradients}
+
+    def _update(self, update: Callable[..., None], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # Never in place: a gradient may be the memory of another, or of an input.
+        scaler, present, found_inf = self.scaler, list(gradients.values()), None
+        if scaler is not None and scaler.is_enabled():
+            device = present[0].device
+            scale, growth = _scale_of(scaler, device)
+            found_inf = torch.zeros((), device=device)
+            present = list(torch._foreach_mul(present, scale.reciprocal()))
+            torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, torch.ones((), device=device))
+        if self.clip_grad_norm is not None:
+            norm = torch.nn.utils.get_total_norm(present)
+            present = list(torch._foreach_mul(present, (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)))
+        taken = dict(zip(gradients, present, strict=True))
+        update([taken.get(name) for name in self.trained()], found_inf=found_inf)
+        if scaler is not None and found_inf is not None:
+            torch._amp_update_scale_(
+                scale,
+                growth,
+                found_inf,
+                scaler.get_growth_factor(),
+                scaler.get_backoff_factor(),
+                scaler.get_growth_interval(),
+            )
+        return taken
+
+    def _update_eagerly(
+        self, gradients: Sequence[torch.Tensor | None], *, found_inf: torch.Tensor | None = None
+    ) -> None:
+        assert self.optimizer is not None
+        if found_inf is not None and found_inf.item():
+            return
+        parameters = self.optimizer.parameters
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.optimizer.optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        kind = next((one.device.type for one in self.model.parameters()), "cpu")
+        return torch.autocast(kind, dtype=self.autocast)
+
+    # -- the model's, under its names ------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """The model's mode."""
+        return bool(self.model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set by ``torch.nn.Module`` itself; the model's mode is the model's."""
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Those of the model, and of a loss that is a module."""
+        memo = set() if memo is None else memo
+        yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        if isinstance(self.loss_fn, torch.nn.Module):
+            yield from self.loss_fn.named_modules(memo, f"{prefix}.loss" if prefix else "loss", remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of model and loss; kept gradients, and what the optimizer keeps, after the parameter's name."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        yield from ((f"{name} gradient", one) for name, one in self.kept.items())
+        if self.optimizer is not None:
+            names = list(self.trained())
+            for position, key, tensor in self.optimizer.named_state():
+                yield f"{names[position]} {key}", tensor
+            yield from ((f"learning rate {group}", rate) for group, rate in enumerate(self.optimizer.rates))
+        if self.scaler is not None and self.scaler.is_enabled() and self.scaler._scale is not None:
+            scale, growth = _scale_of(self.scaler, self.scaler._scale.device)
+            yield "loss scale", scale
+            yield "loss scale growth", growth
+
+    def _apply(self, *args: Any, **kwargs: Any) -> WholeStep:
+        self.model._apply(*args, **kwargs)
+        if isinstance(self.loss_fn, torch.nn.Module):
+            self.loss_fn._apply(*args, **kwargs)
+        return self
+
+
+class TrainStep:
+    """One training step, prepared ahead of time: zeroed gradients, forward, loss, backward, optimizer.
+
+    Example::
+
+        step = TrainStep(model, loss_fn, optimizer).prepare(x, y)
+        for x, y in loader:
+            loss = step(x, y)
+            scheduler.step()
+
+    Parameters, buffers and optimizer state are the user's own and hold after each step what they would in eager, so
+    that ``state_dict``, checkpoints and eager steps in between just work. Learning rates are read before each step;
+    other hyperparameters are those of the preparation, and refused when they change. ``.grad`` is left alone; see
+    ``gradients``. An optimizer without state makes its first step in eager, which makes the state.
+
+    Args:
+        model: module in the mode in which it is to be trained.
+        loss_fn: ``loss_fn(model(inputs), targets)``, or ``loss_fn(model(inputs))`` where targets are None; a scalar.
+        optimizer: of parameters of the model.
+        options: how to prepare. Calls with other shapes follow ``on_new_shape``.
+        autocast: type for ``torch.autocast`` around forward and loss, e.g. ``torch.bfloat16``.
+        scaler: for float16: the loss is scaled, steps with gradients that are not finite are left out, and the scale is
+            adapted, all on the device. Needs an optimizer with a fused form (SGD, Adam, AdamW, Adagrad).
+        clip_grad_norm: largest norm of all gradients together.
+        accumulate: how many steps make one update; each counts for its share of the loss.
+
+    Raises:
+        InputError: what cannot be trained ahead of time; says why.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        options: Options = Options(),
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        require_options(options)
+        if not isinstance(model, torch.nn.Module):
+            raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module")
+        if not callable(loss_fn):
+            raise InputError(f"loss_fn is a {type(loss_fn).__name__}", fix="pass a function or module")
+        if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+            raise InputError(f"accumulate={accumulate!r} is not a number of steps", fix="1 or more")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not positive", fix="a norm, or None")
+        device = next((one.device for one in model.parameters()), None)
+        if device is None:
+            raise InputError("the model has no parameters to train")
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.scaler, self.accumulate, self.options = scaler, accumulate, options
+        self._captured = CapturedOptimizer(optimizer, device)
+        if scaler is not None:
+            self._captured.require_scaling()
+        self._done = 0
+        self._last: Result | None = None
+
+        kept = {}
+        if accumulate > 1:
+            trained = WholeStep(model, loss_fn, self._captured).trained()
+            kept = {name: torch.zeros_like(one) for name, one in trained.items()}
+
+        def whole(turn: Turn) -> WholeStep:
+            return WholeStep(
+                model,
+                loss_fn,
+                self._captured,
+                autocast=autocast,
+                scaler=scaler,
+                clip_grad_norm=clip_grad_norm,
+                share=1.0 / accumulate,
+                kept=kept,
+                turn=turn,
+            )
+
+        self._turns: list[Turn] = ["only"] if accumulate == 1 else ["first", *_MIDDLE * (accumulate - 2), "last"]
+        fuse = "none" if options.fuse == "auto" else options.fuse
+        static = replace(options, outputs="static", fuse=fuse)
+        self._steps = {turn: whole(turn) for turn in self._turns}
+        self._nets = {turn: Nimble(step, static) for turn, step in self._steps.items()}
+
+    @property
+    def engine(self) -> Engine | None:
+        """What was prepared last for the step that updates; None before ``prepare``."""
+        engines = self._nets[self._turns[-1]].engines
+        return engines[0] if engines else None
+
+    @property
+    def outputs(self) -> Any:
+        """The model's output in the last step, in the engine's own buffers: the next step overwrites them."""
+        return self._last[1] if self._last else None
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of the last step by parameter name, clipped and unscaled; the next step overwrites them."""
+        return self._last[2] if self._last else {}
+
+    def prepare(self, inputs: Any, targets: Any = None) -> TrainStep:
+        """Record, schedule and capture the step for data like these; returns self.
+
+        Nothing is trained: parameters, buffers, optimizer and scaler state, ``.grad`` and random state stay as they
+        are, bit for bit.
+
+        Args:
+            inputs: a tensor, a tuple of positional or a dict of keyword arguments of the model.
+            targets: what the loss is told; None: nothing.
+
+        Raises:
+            InputError, NotStaticError, CaptureError, DeviceError: as ``Nimble.prepare``.
+        """
+        self._captured.sync()
+        for net in self._nets.values():
+            net.prepare(inputs, targets)
+        return self
+
+    def __call__(self, inputs: Any, targets: Any = None) -> torch.Tensor:
+        """Train one step; returns its loss, a 0-dim tensor that belongs to the caller. Asynchronous on CUDA.
+
+        Raises:
+            InputError: prepared for other data, model or optimizer; nothing was trained then.
+            DeviceError: closed, or a call failed.
+        """
+        turn = self._turns[self._done % self.accumulate]
+        net, step = self._nets[turn], self._steps[turn]
+        if not net.engines:
+            raise InputError("the step is not prepared", fix="step.prepare(inputs, targets)")
+        if step.updates and self._captured.fresh:
+            self._last = step.eagerly(inputs, targets)
+        else:
+            self._captured.sync()
+            self._last = net(inputs, targets)
+        self._done += 1
+        return self._last[0].clone()
+
+    def close(self) -> None:
+        """Free what the engines hold; using the step afterwards raises. Model and optimizer stay as they are."""
+        for net in self._nets.values():
+            net.close()
+        self._last = None
+
+
+def _called(model: torch.nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if type(inputs) in (tuple, list) else model(inputs)
+
+
+def _detached(output: Any) -> Any:
+    tensors, structure = flatten(output, what="output")
+    return builder(structure)([tensor.detach() for tensor in tensors])
+
+
+def _require_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        why = "no gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else shown
+        raise InputError(f"the loss is not a scalar to differentiate: {why}", fix="return loss.mean(), or unfreeze")
+
+
+def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the count of steps since it changed, on the device; made on first use, as the scaler does."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    assert scaler._scale is not None
+    assert scaler._growth_tracker is not None
+    return scaler._scale, scaler._growth_tracker
