@@ -10,10 +10,10 @@ other claims and that lie between those of its producers and those of its reader
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from nimble_core.program import Call, Origin, Program
+from nimble_core.program import Call, Origin, Phase, Program
 
 __all__ = ["attributed", "unmapped"]
 
@@ -53,7 +53,16 @@ def attributed(program: Program, eager: Program) -> Program:
         calls.append(_standing_for(call, tuple(sorted(own)), eager))
     if not all(call.eager for call in calls):
         calls = _between(calls, before, eager, set(range(len(eager.calls))) - claimed)
-    return replace(program, calls=tuple(calls))
+    return replace(program, calls=tuple(_in_phases(calls, eager)))
+
+
+def _in_phases(calls: Sequence[Call], eager: Program) -> Iterator[Call]:
+    """Calls in the phase of the last eager call that they stand for, or else in that of the call before."""
+    phase: Phase = "forward"
+    for call in calls:
+        if call.eager:
+            phase = eager.calls[call.eager[-1]].phase
+        yield replace(call, phase=phase)
 
 
 def _library_calls(program: Program, eager: Program) -> dict[int, int]:

@@ -12,9 +12,9 @@ and calls of ``torch.autograd.grad``, get copies through autograd.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,6 +24,7 @@ from nimble_core.equality import check_equality
 from nimble_core.errors import CaptureError, InputError
 from nimble_core.graph import build_graph
 from nimble_core.halves import halve
+from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.options import Options
 from nimble_core.phases import phase
 from nimble_core.pipeline import Recorded, record_static, state_kept
@@ -97,11 +98,12 @@ class ForwardBackward(torch.nn.Module):
             leaves = [tensors[position] for position in self.leaves]
             with phase("backward"):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
+                gradients_made = _standing_alone(found, [*tensors, *gradients, *self.model.parameters()])
         self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
         self.leaves_present = tuple(
             position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
         )
-        return [one.detach() for one in outputs], [one for one in found if one is not None]
+        return [one.detach() for one in outputs], gradients_made
 
     @property
     def training(self) -> bool:
@@ -119,6 +121,19 @@ class ForwardBackward(torch.nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> ForwardBackward:
         self.model._apply(*args, **kwargs)
         return self
+
+
+def _standing_alone(found: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients with memory of their own each, as autograd's accumulation gives them: ``.grad`` is written in place."""
+    taken = {storage_address(one) for one in others}
+    alone = []
+    for one in found:
+        if one is not None:
+            if storage_address(one) in taken or overlaps_itself(one):
+                one = one.clone()
+            taken.add(storage_address(one))
+            alone.append(one)
+    return alone
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -363,11 +378,10 @@ def make_trainable(
     assert structure is not None
     outputs = whole.outputs
     halves = halve(joint.recording, len(signature.tensors), outputs)
-    plain = replace(options, fuse="none" if options.fuse == "auto" else options.fuse)
     inputs = [tensor.detach() for tensor in signature.tensors]
     first = _recorded(halves.forward, inputs)
     with state_kept(first):
-        forward = tune(device, first, plain, step=step)
+        forward = tune(device, first, options, step=step)
     try:
         forward.close(keep=forward.best)
         fixed = isinstance(forward.best, _Fixed)
@@ -381,7 +395,7 @@ def make_trainable(
             saved += [inputs[at] for at in halves.saved_inputs]
             second = _recorded(halves.backward, [*templates, *saved])
         with state_kept(second):
-            behind = tune(device, second, plain, step=step)
+            behind = tune(device, second, options, step=step)
         behind.close(keep=behind.best)
     except BaseException:
         forward.best.close()
@@ -413,7 +427,8 @@ def make_trainable(
 
 def _recorded(recording: Recording, inputs: Sequence[torch.Tensor]) -> Recorded:
     """One half as a recording of its own; issued call by call, it is its own model."""
-    return Recorded(_Issued(recording), Signature(tuple(inputs), {}), recording, build_graph(recording.program))
+    signature = Signature(tuple(inputs), {})
+    return Recorded(_Issued(recording), signature, recording, build_graph(recording.program), trained=True)
 
 
 class _Issued:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from nimble_core.errors import CaptureError, NimbleError
 from nimble_core.graph import build_graph
 from nimble_core.inductor import compile_graph, first_line, provenance_in_code
 from nimble_core.launchers import Relaunch
-from nimble_core.lift import lift
+from nimble_core.lift import calls_of, lift
 from nimble_core.pipeline import Recorded
 from nimble_core.plan import Plan
-from nimble_core.program import Fuse, KernelChoice
+from nimble_core.program import Fuse, KernelChoice, Origin, Program
 from nimble_core.rewrites.constants import split_constants
+from nimble_core.rewrites.cut import cut_before
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms, fold_affine
 from nimble_core.rewrites.layout import speaks_of_strides, to_channels_last
@@ -32,12 +34,14 @@ from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
 from nimble_core.rewrites.simplify import share_equal
+from nimble_core.rewrites.split_backward import split_backward
 from nimble_core.rewrites.vectors import row_products_as_sums
-from nimble_core.rewritten import Rewritten, tracked
+from nimble_core.rewritten import Provenance, Rewritten, tracked
 
 __all__ = ["follow", "fuse"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
+Run = Callable[..., Sequence[torch.Tensor]]
 
 
 def fuse(
@@ -69,16 +73,15 @@ def fuse(
         device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
     )
     inputs = recorded.signature.tensors
-    run: Callable[..., Sequence[torch.Tensor]]
+    run: Run
     try:
         with step(f"rewrite for {kind}"), device.libraries_tuned():
             module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
-            folded = split_constants(module, _given_names(recorded))
+            folded = None if recorded.trained else split_constants(module, _given_names(recorded))
         if kind == "inductor":
             with step("compile"), device.libraries_tuned():
-                run = compile_graph(module, inputs, thorough=thorough)
+                run, provenance = _compiled(module, recorded, thorough=thorough)
                 device.warm_up(run, inputs, {})
-                provenance = provenance_in_code(module, recorded.recording.program)
         else:
             run, provenance = tracked(module, recorded.recording.program)
             with step("warm up library calls"), device.libraries_tuned():
@@ -103,7 +106,9 @@ def fuse(
     program = attributed(recording.program, recorded.recording.program)
     program = replace(program, choices=tuple(decisions.made))
     recording = replace(recording, program=program, output_structure=recorded.recording.output_structure)
-    return Recorded(recorded.model, recorded.signature, recording, build_graph(program), folded, recorded)
+    return Recorded(
+        recorded.model, recorded.signature, recording, build_graph(program), folded, recorded, recorded.trained
+    )
 
 
 def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = False, step: Step) -> Recorded:
@@ -122,6 +127,9 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     module = lift(recorded.recording)
     if compiled:
         _refuse_opaque(module)
+    if recorded.trained:
+        split_backward(module)
+        return module
     affine_norms(module)
     share_equal(module)
     channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
@@ -139,6 +147,36 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     else:
         fold_affine(module)
     return module
+
+
+def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> tuple[Run, Provenance]:
+    """The graph as compiled kernels; an optimizer's calls, which are fused already, stay as they are."""
+    program, inputs = recorded.recording.program, recorded.signature.tensors
+    last = next((node for node in module.graph.nodes if _updates(node, program)), None)
+    if last is None:
+        return compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)
+    head, tail = cut_before(module, last)
+    first, of_first = compile_graph(head, inputs, thorough=thorough), provenance_in_code(head, program)
+    then, of_then = tracked(tail, program)
+    updating = False
+
+    def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        nonlocal updating
+        updating = False
+        found = first(*tensors)
+        updating = True
+        updated: Sequence[torch.Tensor] = then(*found)
+        return updated
+
+    def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
+        return (of_then if updating else of_first)(func, frame)
+
+    return run, provenance
+
+
+def _updates(node: fx.Node, program: Program) -> bool:
+    """Whether a node belongs to the optimizer."""
+    return any(program.calls[call].phase == "optimizer" for call in calls_of(node))
 
 
 def _given_names(recorded: Recorded) -> dict[str, str]:

@@ -18,6 +18,7 @@ __all__ = [
     "draws_numbers",
     "has_memory",
     "makes_memory_only",
+    "overlaps_itself",
     "owned_tensors",
     "shape_depends_on_data",
     "storage_address",
@@ -166,6 +167,11 @@ def storage_address(tensor: torch.Tensor) -> int:
             f"a {type(tensor).__name__} with layout {tensor.layout} has no memory of its own",
             fix="use dense tensors in the prepared module",
         ) from error
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements share memory, as those of an expanded tensor do: it cannot be written in place."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def owned_tensors(model: Callable[..., Any]) -> Iterator[tuple[Role, str, torch.Tensor]]:

@@ -89,6 +89,7 @@ class Recorded:
         graph: hazards between its calls.
         folded: constants that the recording reads and that depend on the model's weights; None if there are none.
         eager: the recording of the model itself, where this is one of what was rewritten from it.
+        trained: whether parameters change from run to run: constants made of them would be stale at once.
     """
 
     model: Callable[..., Any]
@@ -97,6 +98,7 @@ class Recorded:
     graph: CallGraph
     folded: Folded | None = None
     eager: Recorded | None = None
+    trained: bool = False
 
     @property
     def whole(self) -> bool:
@@ -190,7 +192,8 @@ def record_static(
         )
     with step("hazards"):
         graph = build_graph(recording.program)
-    return Recorded(model, signature, recording, graph)
+    trained = any(call.phase == "backward" for call in recording.program.calls)
+    return Recorded(model, signature, recording, graph, trained=trained)
 
 
 def _record_as_eager(

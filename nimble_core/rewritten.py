@@ -13,7 +13,7 @@ from torch import fx
 from nimble_core.lift import calls_of
 from nimble_core.program import Fuse, Origin, Program
 
-__all__ = ["Rewritten", "provenance_of", "tracked"]
+__all__ = ["Provenance", "Rewritten", "provenance_of", "tracked"]
 
 Provenance = Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...]]]
 

@@ -299,8 +299,7 @@ class TrainStep:
             )
 
         self._turns: list[Turn] = ["only"] if accumulate == 1 else ["first", *_MIDDLE * (accumulate - 2), "last"]
-        fuse = "none" if options.fuse == "auto" else options.fuse
-        static = replace(options, outputs="static", fuse=fuse)
+        static = replace(options, outputs="static")
         self._steps = {turn: whole(turn) for turn in self._turns}
         self._nets = {turn: Nimble(step, static) for turn, step in self._steps.items()}
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from nimble_core.folded import Folded
 from nimble_core.lift import add_call, drop_unused, is_view, made_of, only_computes, pinned
+from nimble_core.operators import overlaps_itself
 from nimble_core.rewrites.fold import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
 from nimble_core.rewrites.layout import restrided
 from nimble_core.rewrites.library import padded_channels
@@ -55,7 +56,7 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
     graph.output([copies[node] for node in roots])
     compute = fx.GraphModule(module, graph)
     with torch.no_grad():
-        values = [value.contiguous() if _overlapping(value) else value.clone() for value in compute()]
+        values = [value.contiguous() if overlaps_itself(value) else value.clone() for value in compute()]
     kept: list[torch.Tensor] = []
     used: list[int] = []
     for place, (node, value) in enumerate(zip(roots, values, strict=True)):
@@ -113,7 +114,3 @@ def _computes(node: fx.Node) -> bool:
 
 def _wanted_outside(node: fx.Node, constant: set[fx.Node]) -> bool:
     return any(user not in constant for user in node.users)
-
-
-def _overlapping(value: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
