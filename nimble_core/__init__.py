@@ -1,7 +1,8 @@
 """Ahead-of-time, multi-stream scheduling for static PyTorch models.
 
-``Nimble(model).prepare(x)`` replays a model, in eager's kernels or in faster ones (``Options(fuse=...)``); the steps in
-between are here too, each a function from value to value.
+``Nimble(model).prepare(x)`` replays a model, in eager's kernels or in faster ones (``Options(fuse=...)``), and
+``TrainStep(model, loss_fn, optimizer).prepare(x, y)`` a training step; the steps in between are here too, each a
+function from value to value.
 Importing this package imports neither torch nor anything else that is heavy: names are fetched when first used.
 """
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from nimble_core.program import Program
     from nimble_core.schedule import Schedule
     from nimble_core.timeline import Timeline
+    from nimble_core.training import TrainStep
 
 __all__ = [
     "CallGraph",
@@ -46,6 +48,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "TrainStep",
     "build_graph",
     "check_schedule",
     "load_plan",
@@ -64,6 +67,7 @@ _HOMES = {
     "Program": "program",
     "Schedule": "schedule",
     "Timeline": "timeline",
+    "TrainStep": "training",
     "build_graph": "graph",
     "check_schedule": "check",
     "load_plan": "plan",

@@ -457,5 +457,7 @@ def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, coun
             found = backward.executable.run([*inputs[count:], *saved], static=True)
             return [*outputs, *(one.clone() for one in found)]
 
-    check = check_equality("forward and backward", run, cases.eager, lowest=cases.lowest)
+    check = check_equality(
+        "forward and backward", run, cases.eager, lowest=cases.lowest, perturbed=cases.moved, names=cases.names
+    )
     return f"replays of forward and backward are not what eager computes: {check.reason}" if check.differs else ""

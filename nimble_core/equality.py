@@ -7,13 +7,19 @@ that as eager is, up to a small factor.
 Random weights can make a check meaningless: outputs that hardly depend on the input pass whatever a replay does, and
 NaN equals nothing. So the check also measures how far eager's own outputs move between two inputs, and does not pass
 unless that is well above the bound.
+
+Gradients need more. One that is zero in exact arithmetic (of a convolution's bias before BatchNorm, of the keys' bias
+in attention) consists of rounding only, and a branch that rounding decides (ReLU, max pooling) moves a gradient by
+orders of magnitude more than rounding itself. So what rounding may do is measured: eager runs once more with every
+result moved by about its last place (``nimble_core.gradients.perturbed``), and how far that moves a tensor is what an
+honest replay may be off as well: Monte Carlo arithmetic (Parker 1997) at the level of operators.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.candidates import EqualityCheck
@@ -23,7 +29,16 @@ if TYPE_CHECKING:
 
     from nimble_core.program import Program
 
-__all__ = ["TOLERANCE", "check_equality", "lowest_precision", "relative_error", "tolerance_for"]
+__all__ = [
+    "TOLERANCE",
+    "check_equality",
+    "doubt",
+    "lowest_precision",
+    "product_precision",
+    "relative_error",
+    "tolerance_for",
+    "working_precision",
+]
 
 TOLERANCE = {
     "float64": 1e-9,
@@ -51,7 +66,13 @@ does eager's (2.2e-3 and 6.9e-4 on NASNet-A mobile in float16). bfloat16: two ro
 """
 
 _FACTOR = 3.0
+_ROOM = 100.0
 _VOID_BELOW = 10.0
+_STEP_FLOOR = _FLOOR | {"float32": 1e-4}
+"""``_FLOOR`` for training steps: one branch among thousands that rounding decides otherwise."""
+_PEAK = 4.0
+"""How much wider bounds on single elements are than those on norms: greatest elements of errors scatter more, above all
+where rounding decides branches."""
 _PRECISIONS = tuple(TOLERANCE)
 _REAL = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
@@ -90,7 +111,7 @@ def tolerance_for(outputs: Sequence[torch.Tensor], lowest: str = "") -> float:
         outputs: of eager.
         lowest: the least precise dtype of the calls before (``lowest_precision``); empty if unknown.
     """
-    return TOLERANCE.get(_precision(outputs, lowest), 0.0)
+    return TOLERANCE.get(working_precision(outputs, lowest), 0.0)
 
 
 def lowest_precision(program: Program) -> str:
@@ -111,16 +132,16 @@ def _loosest(dtypes: Iterable[str]) -> str:
     return max((name for name in _PRECISIONS if name in names), key=_PRECISIONS.index, default="")
 
 
-def _precision(outputs: Sequence[torch.Tensor], lowest: str) -> str:
+def working_precision(outputs: Sequence[torch.Tensor], lowest: str) -> str:
     """The lowest precision that counts for ``outputs``: theirs, ``lowest``, and that of float32 products."""
     floating = [tensor for tensor in outputs if tensor.is_floating_point() or tensor.is_complex()]
     if not floating:
         return ""
     found = _loosest([lowest, *(str(tensor.dtype).removeprefix("torch.") for tensor in floating)])
-    return _products(floating[0].device.type) if found == "float32" else found
+    return product_precision(floating[0].device.type) if found == "float32" else found
 
 
-def _products(device: str) -> str:
+def product_precision(device: str) -> str:
     """What libraries may compute float32 products in, as the user allowed: ``"float32"``, ``"tf32"``, ``"bfloat16"``.
 
     The old switches (``allow_tf32``) show here too; reading those raises once the new ones were used.
@@ -143,12 +164,16 @@ class _Verdict:
         bound: on ``error``.
         effect: how far eager moves between inputs.
         own: error of eager against float64; None if eager decides.
+        name: of the output; empty if it has none.
+        peak: whether these are errors of single elements, relative to the greatest, and not of norms.
     """
 
     error: float
     bound: float
     effect: float
     own: float | None = None
+    name: str = ""
+    peak: bool = False
 
     @property
     def right(self) -> bool:
@@ -172,6 +197,8 @@ def check_equality(
     *,
     references: Sequence[Sequence[torch.Tensor] | None] | None = None,
     lowest: str = "",
+    perturbed: Sequence[Sequence[torch.Tensor]] | None = None,
+    names: Sequence[str] = (),
 ) -> EqualityCheck:
     """Run ``replay`` on every case, twice round, and judge its outputs.
 
@@ -180,19 +207,27 @@ def check_equality(
     in which eager has no digit right is compared with eager instead: being as far from the truth as eager proves
     nothing, and only fails to refute. Without references every output is compared with eager, by ``TOLERANCE``.
 
+    With ``perturbed`` outputs (a training step's) what the perturbation did to a tensor counts like eager's own error,
+    if it is more. All is measured against the greater of the
+    truth's and eager's norm, so that tensors of pure rounding count as such. Single elements are held to four times
+    these bounds, relative to the greatest: a few stale ones among millions are nothing to a norm.
+
     Args:
         name: which replay.
         replay: from input tensors to output tensors.
         cases: ``(inputs, eager outputs)`` pairs, two at least, on different inputs.
         references: for each case the outputs in float64. Not used if one is None, not finite, or of another shape.
         lowest: the least precise dtype that the model computes in (``lowest_precision``); empty: that of its outputs.
+        perturbed: for each case eager's outputs, each call's result having been moved by about its last place. Not used
+            if not finite, or of another shape.
+        names: what messages call the outputs (``"gradient of conv.weight"``); none by default.
     """
     eager = [outputs for _, outputs in cases]
     kept: list[tuple[int, Sequence[torch.Tensor]]] = []
     for case, (inputs, _) in [*enumerate(cases), *enumerate(cases)]:
         # Clones: a model that writes its inputs must not spoil the case for the next replay.
         kept.append((case, replay([tensor.clone() for tensor in inputs])))
-    precision = _precision(eager[0], lowest)
+    precision = working_precision(eager[0], lowest)
     # Compared after the last run: an output overwritten by a later run shows.
     alike = all(_alike(out, eager[case]) for case, out in kept)
     errors = _worst([_errors(out, eager[case]) for case, out in kept]) if alike else [math.inf]
@@ -204,7 +239,17 @@ def check_equality(
     elif not alike:
         reason = "outputs differ from eager's in number or shape"
     else:
-        verdicts = _verdicts(kept, eager, errors, _usable(references, eager), precision)
+        truth, moved = _usable(references, eager), _usable(perturbed, eager)
+        if moved is None:
+            verdicts = _verdicts(kept, eager, errors, truth, precision)
+        else:
+            verdicts = _verdicts_by_perturbation(kept, eager, truth, moved, precision)
+            if truth is None:
+                errors = [max(verdicts, key=lambda one: one.margin).error]
+            else:  # what is rounding only is as far from eager as it is large: no error to show
+                errors = [error for error, one in zip(errors, verdicts, strict=True) if one.telling or not one.right]
+        if names:
+            verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
         reason = _reason(verdicts)
     by_truth = [one for one in verdicts if one.own is not None]
     nothing = _Verdict(0.0, TOLERANCE.get(precision, 0.0), 0.0)
@@ -239,11 +284,79 @@ def _verdicts(
     owns = _worst([_errors(out, truth[case]) for case, out in enumerate(eager)])
     found = []
     for i, (error, own) in enumerate(zip(theirs, owns, strict=True)):
-        bound = max(_FACTOR * (1 + 4 / max(eager[0][i].numel(), 1)) * own, floor)
+        bound = max(doubt(own, eager[0][i].numel()), floor)
         by_truth = _Verdict(error, bound, effects[i], own)
         noise = not by_truth.telling and beside_eager[i].telling
         found.append(beside_eager[i] if noise and beside_eager[i].right else by_truth)
     return found
+
+
+def _verdicts_by_perturbation(
+    kept: Sequence[tuple[int, Sequence[torch.Tensor]]],
+    eager: Sequence[Sequence[torch.Tensor]],
+    truth: Sequence[Sequence[torch.Tensor]] | None,
+    moved: Sequence[Sequence[torch.Tensor]],
+    precision: str,
+) -> list[_Verdict]:
+    """One for each output: of its norm, or of its single elements where only they are wrong."""
+    floor = (TOLERANCE if truth is None else _STEP_FLOOR).get(precision, 0.0)
+    target = eager if truth is None else truth
+    found = []
+    for i, tensor in enumerate(eager[0]):
+        both = []
+        for peak in (False, True):
+
+            def far(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], peak: bool = peak, output: int = i) -> float:
+                return _distance(a[output], b[output], peak)
+
+            # One scale for all cases: the norm of what is rounding only says little in any one of them.
+            sizes = [_distance(one[i], None, peak) for one in (*target, *eager)]
+            scale = max(sizes) or 1.0
+            own = max(far(out, target[case]) for case, out in enumerate(eager)) / scale
+            noise = max(far(out, eager[case]) for case, out in enumerate(moved)) / scale
+            bound = max(doubt(max(own, noise), tensor.numel(), 1.0, precision), floor if any(sizes) else 0.0)
+            error = max(far(out, target[case]) for case, out in kept) / scale
+            effect = far(eager[1], eager[0]) / scale
+            own_or_none = None if truth is None else own
+            both.append(_Verdict(error, (_PEAK if peak else 1.0) * bound, effect, own_or_none, peak=peak))
+        by_norm, by_peak = both
+        found.append(by_peak if by_norm.right and not by_peak.right else by_norm)
+    return found
+
+
+def doubt(error: float, count: int, size: float = math.inf, precision: str = "") -> float:
+    """How far off an honest tensor may be, where a known honest one is off by ``error``.
+
+    Three times as far, more for few elements: their rounding may happen to be small. Where rounding is larger than the
+    tensor, it is all there is, and what sums leave of zero is each library's own: a hundred times as far, since ten
+    times another's noise is nothing unusual and some state holds its square. Not in half precision, where rounding
+    as large as a gradient says less.
+
+    Args:
+        error: of the known one, a norm.
+        count: elements.
+        size: norm of the tensor itself.
+        precision: that it was computed in.
+
+    >>> doubt(1e-6, 1_000_000) < 3.1e-6 < doubt(1e-6, 1) < 1.6e-5
+    True
+    >>> doubt(2.0, 1_000_000, size=1.0, precision="float32") > 600
+    True
+    """
+    room = _ROOM if error >= size and precision in ("float64", "float32", "tf32") else 1.0
+    return room * _FACTOR * (1 + 4 / max(count, 1)) * error
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor | None, peak: bool) -> float:
+    """Norm of ``a - b``, or its greatest element; inf if it is not finite. Of integers the share that differs."""
+    if not a.numel():
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex()):
+        return 1.0 if b is None else float((a != b).double().mean())
+    wide = _torch().complex128 if a.is_complex() else _torch().float64
+    gap = a.detach().to(wide) if b is None else a.detach().to(wide) - b.detach().to(wide)
+    found = float(gap.abs().max() if peak else gap.norm())
+    return found if math.isfinite(found) else math.inf
 
 
 def _worst(rounds: Sequence[Sequence[float]]) -> list[float]:
@@ -264,11 +377,13 @@ def _finite(runs: Sequence[Sequence[torch.Tensor]]) -> bool:
 
 def _reason(verdicts: Sequence[_Verdict]) -> str:
     worst = max(verdicts, key=lambda one: one.margin)
+    subject = f"{worst.name} differs" if worst.name else "outputs differ"
+    where = " at one element" if worst.peak else ""
     if not worst.right and worst.own is None:
-        return f"outputs differ from eager's by {worst.error:.1e}, tolerance {worst.bound:.0e}"
+        return f"{subject} from eager's{where} by {worst.error:.1e}, tolerance {worst.bound:.0e}"
     if not worst.right:
         own = f"eager's by {worst.own:.1e}"
-        return f"outputs differ from float64's by {worst.error:.1e}, {own}: at most {worst.bound:.1e} would pass"
+        return f"{subject} from float64's{where} by {worst.error:.1e}, {own}: at most {worst.bound:.1e} would pass"
     if any(one.telling for one in verdicts):
         return ""
     most = max(verdicts, key=lambda one: one.effect)

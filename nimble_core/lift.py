@@ -216,7 +216,9 @@ class _Lift:
             places = [place for place, kind in enumerate(returns) if kind == "Tensor"]
             mask = arguments_of(node).get("output_mask")
             if mask is not None:
-                places = [place for place in places if mask[place]]
+                # oneDNN computes a convolution's weight gradient beside that of its bias, asked for or not.
+                more = len(step.outputs) > sum(mask)
+                places = [place for place in places if mask[place] or (more and place == 1)]
         for place, slot in made:
             if len(places) != len(step.outputs) and place:
                 continue  # one of them was undefined: only the first is certain

@@ -16,7 +16,6 @@ from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
 from nimble_core.differentiable import Backward, make_trainable
-from nimble_core.equality import check_equality
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleWarning
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce
@@ -38,7 +37,7 @@ from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
-from nimble_core.tuning import eager_cases, from_same_state, tune
+from nimble_core.tuning import eager_cases, tune
 
 __all__ = ["Engine", "Nimble"]
 
@@ -367,9 +366,7 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
     """How a replay of other kernels than eager's differs from eager; empty if it does not."""
     if recorded.eager is None:
         return ""
-    cases = eager_cases(recorded, truth=True)
-    run = from_same_state(recorded, executable)
-    check = check_equality("plan", run, cases.eager, references=cases.truth, lowest=cases.lowest)
+    check = eager_cases(recorded, truth=True).judged("plan", recorded, executable)
     return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
 
 

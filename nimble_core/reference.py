@@ -15,12 +15,12 @@ from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nimble_core.errors import InputError, NimbleError
-from nimble_core.operators import owned_tensors
+from nimble_core.operators import draws_numbers, has_memory, owned_tensors, storage_address
 from nimble_core.preserve import random_state_kept
 from nimble_core.recording import flat_tensors
 from nimble_core.structure import builder, flatten
@@ -63,8 +63,10 @@ def reference_outputs(
     """Run ``model(*args, **kwargs)`` in float64, on the same device, without autocast.
 
     A module runs as a copy of itself, a function on copies of the tensors it reaches; inputs are copies too. Casts
-    written in the model (``x.float()``, ``softmax(dtype=float32)``, autocast regions) stay in float64. The model, its
-    inputs and the random state are left as they were. What goes wrong is no error: it is the ``reason``.
+    written in the model (``x.float()``, ``softmax(dtype=float32)``, autocast regions) stay in float64. Gradients that
+    the model computes inside (a training step) are gradients in float64: copies require them where the originals do.
+    The model, its inputs and the random state are left as they were. What goes wrong is no error: it is the ``reason``;
+    so are random numbers drawn, since in float64 others would be.
 
     Args:
         model: module or function.
@@ -82,7 +84,7 @@ def reference_outputs(
         needed = sum({id(tensor): _wide_bytes(tensor) for tensor in (*tensors, *owned)}.values())
         if needed > limit_bytes:
             return Reference(None, _too_large(needed, limit_bytes))
-        copies: dict[int, Any] = {id(tensor): _widened(tensor) for tensor in tensors}
+        copies: dict[int, Any] = {id(tensor): _leaf(tensor) for tensor in tensors}
         again, named = builder(structure)([copies[id(tensor)] for tensor in tensors])
         twin = _twin(model, copies)
         mode = _InFloat64(copies.values(), limit_bytes - needed)
@@ -90,7 +92,7 @@ def reference_outputs(
             with torch.autocast(device.type, enabled=False, cache_enabled=False), mode:
                 result = twin(*again, **named)
             outputs, _ = flatten(result, what="output")
-            return Reference(tuple(mode.inside(tensor).clone() for tensor in outputs))
+            return Reference(tuple(mode.inside(tensor).detach().clone() for tensor in outputs))
     except NimbleError as error:
         return Reference(None, error.what)
     except Exception as error:  # whatever the user's model raises when its numbers are of another type
@@ -143,10 +145,10 @@ def _twin(model: Callable[..., Any], copies: dict[int, Any]) -> Callable[..., An
     for module in owner.modules():
         # Made here, not by deepcopy: never a copy in both types, and computed attributes cannot be deep-copied.
         for parameter in module.parameters(recurse=False):
-            copies.setdefault(id(parameter), torch.nn.Parameter(_widened(parameter), requires_grad=False))
+            copies.setdefault(id(parameter), torch.nn.Parameter(_widened(parameter), parameter.requires_grad))
         for tensor in (*module.buffers(recurse=False), *vars(module).values()):
             if isinstance(tensor, torch.Tensor):
-                copies.setdefault(id(tensor), _widened(tensor))
+                copies.setdefault(id(tensor), _leaf(tensor))
     twin: Callable[..., Any] = copy.deepcopy(model, dict(copies))
     return twin
 
@@ -158,6 +160,11 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, in float64 if it holds floating numbers."""
     return tensor.detach().to(_dtype(tensor.dtype), copy=True)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """``_widened``, requiring a gradient where ``tensor`` does."""
+    return _widened(tensor).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -179,11 +186,11 @@ class _InFloat64(TorchDispatchMode):
 
     def __init__(self, own: Iterable[torch.Tensor], spare: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._own: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # By memory, not by object: autograd hands what it saved, and views, to later calls as other objects.
+        self._own: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
+        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._limit = self._spare = spare
-        for tensor in own:
-            self._own[tensor] = True
+        self._keep(own)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -194,19 +201,28 @@ class _InFloat64(TorchDispatchMode):
     ) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self.inside, (args, kwargs or {}))
         args, kwargs = tree_map_only(torch.dtype, _dtype, (args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags and draws_numbers(func, args, kwargs):
+            raise InputError(f"it draws random numbers ({func}), which are others in float64")
         result = func(*args, **kwargs)
-        for tensor in flat_tensors(result):
-            self._own[tensor] = True
+        self._keep(flat_tensors(result))
         return result
+
+    def _keep(self, made: Iterable[torch.Tensor]) -> None:
+        for tensor in made:
+            if has_memory(tensor):
+                self._own.setdefault(storage_address(tensor), StorageWeakRef(tensor.untyped_storage()))
 
     def inside(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for ``tensor`` in this run: itself if the run made it, in float64."""
-        if tensor in self._own and tensor.dtype not in _WIDE:
+        if not has_memory(tensor):
+            return _widened(tensor)
+        if tensor.dtype not in _WIDE and storage_address(tensor) in self._own:
             return tensor
-        if tensor not in self._copies:
+        key = (storage_address(tensor), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if key not in self._copies:
             self._spare -= _wide_bytes(tensor)
             if self._spare < 0:
                 raise InputError(_too_large(self._limit - self._spare, self._limit))
-            self._copies[tensor] = _widened(tensor)
-        found: torch.Tensor = self._copies[tensor]
-        return found
+            # The original is held: its address must not come to name another tensor.
+            self._copies[key] = tensor, _widened(tensor)
+        return self._copies[key][1]

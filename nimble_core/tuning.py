@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from nimble_core.devices.base import Device, Executable, Observation
 from nimble_core.equality import check_equality, lowest_precision
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.fusing import follow, fuse
+from nimble_core.gradients import Update, check_updates, perturbed
 from nimble_core.measurement import TIE, Measurement, interleave
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
@@ -29,7 +30,7 @@ from nimble_core.reference import reference_outputs
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
 from nimble_core.static import other_values
-from nimble_core.structure import builder, flatten
+from nimble_core.structure import Structure, builder, flatten, leaf_paths
 
 __all__ = ["Cases", "Tuned", "eager_cases", "from_same_state", "tune"]
 
@@ -61,12 +62,38 @@ class Cases:
         truth: what the model computes in float64 for each, where it can; None where nobody asked.
         lowest: the least precise type that eager computes in.
         why: why there is no truth; empty otherwise.
+        moved: of a training step: what eager makes of each with its results moved by their last place.
+        names: what the outputs are called; empty where nobody said.
+        written: of a training step: what it writes, before and after the first case.
     """
 
     eager: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
     truth: Sequence[Sequence[torch.Tensor] | None] | None
     lowest: str
     why: str = ""
+    moved: Sequence[Sequence[torch.Tensor]] | None = None
+    names: tuple[str, ...] = ()
+    written: Sequence[Update] = ()
+
+    def judged(self, name: str, recorded: Recorded, executable: Executable, *, by_truth: bool = True) -> EqualityCheck:
+        """Whether replays, each from the state that eager started from, do what eager does.
+
+        Raises:
+            DeviceError: a replay failed.
+        """
+        run = from_same_state(recorded, executable)
+        truth = self.truth if by_truth else None
+        check = check_equality(
+            name, run, self.eager, references=truth, lowest=self.lowest, perturbed=self.moved, names=self.names
+        )
+        if not check.passed or not self.written:
+            return check
+        with state_kept(recorded):
+            executable.run(self.eager[0][0], static=True)
+            after = [tensor.clone() for _, tensor in _state_of(recorded)]
+        updates = [replace(one, after=tensor) for one, tensor in zip(self.written, after, strict=True)]
+        written = check_updates(name, updates, lowest=self.lowest)
+        return check if written.passed or written.reason.startswith("void") else written
 
 
 @dataclass(slots=True)
@@ -147,23 +174,64 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
         truth: also what the model computes in float64.
     """
     build = builder(recorded.signature.structure)
-    cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
-    truths: list[Sequence[torch.Tensor] | None] = []
-    why = ""
-    for seed in (1, 2):
-        inputs = other_values(recorded.signature.tensors, seed)
+    state = _state_of(recorded) if recorded.trained else []
+    before = [tensor.clone() for _, tensor in state]
+    structure: Structure | None = None
+
+    def run(inputs: Sequence[torch.Tensor], seed: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        nonlocal structure
         # Clones: a model that writes its inputs must not spoil the case for the replays.
         args, kwargs = build([tensor.clone() for tensor in inputs])
         with preserved(recorded.model), state_kept(recorded), torch.no_grad():
-            outputs, _ = flatten(recorded.model(*args, **kwargs), what="output")
-            cases.append((inputs, [output.detach().clone() for output in outputs]))
-        if truth:
+            with nullcontext() if seed is None else perturbed(seed):
+                outputs, structure = flatten(recorded.model(*args, **kwargs), what="output")
+            return [one.detach().clone() for one in outputs], [tensor.clone() for _, tensor in state]
+
+    cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
+    truths: list[Sequence[torch.Tensor] | None] = []
+    moved: list[Sequence[torch.Tensor]] = []
+    written: list[Update] = []
+    why = ""
+    for seed in (1, 2):
+        inputs = other_values(recorded.signature.tensors, seed)
+        outputs, after = run(inputs, None)
+        cases.append((inputs, outputs))
+        if recorded.trained:
+            outputs, after_moved = run(inputs, seed)
+            moved.append(outputs)
+            if not written:
+                known = zip(state, before, after, after_moved, strict=True)
+                written = [Update(name, one, now, now, other, jumps=True) for (name, _), one, now, other in known]
+        if truth and not recorded.trained:
             args, kwargs = build([tensor.clone() for tensor in inputs])
             found = reference_outputs(recorded.model, args, kwargs)
             truths.append(found.outputs)
             why = why or found.reason
     program = (recorded.eager or recorded).recording.program
-    return Cases(tuple(cases), tuple(truths) if truth else None, lowest_precision(program), why)
+    return Cases(
+        eager=tuple(cases),
+        truth=tuple(truths) if truths else None,
+        lowest=lowest_precision(program),
+        why=why,
+        moved=tuple(moved) or None,
+        names=tuple(f"output {path.lstrip('.')}" for path in leaf_paths(structure)) if structure and moved else (),
+        written=tuple(written),
+    )
+
+
+def _state_of(recorded: Recorded) -> list[tuple[str, torch.Tensor]]:
+    """Floating tensors that live outside of a program and that it writes, each storage once, by name.
+
+    They are those of eager's program: another program of the same model writes the same ones.
+    """
+    recording = (recorded.eager or recorded).recording
+    written = {ref.storage for call in recording.program.calls for ref in call.writes}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for slot, tensor in recording.given.items():
+        home = recording.storage_of[slot]
+        if home in written and tensor.is_floating_point():
+            found.setdefault(home, (recording.program.storages[home].name or f"constant {slot}", tensor.detach()))
+    return list(found.values())
 
 
 def from_same_state(
@@ -457,17 +525,15 @@ class _Tuning:
         fused = any(self.candidates[name].fuse != "none" for name in unchecked)
         if not unchecked:
             return ()
-        if self.cases is None or (fused and self.cases.truth is None):
+        if self.cases is None or (fused and self.cases.truth is None and not self.recorded.trained):
             self.cases = eager_cases(self.recorded, truth=fused)
             if self.cases.why:
                 self.notes.append(f"compared with eager, not with float64: {self.cases.why}")
         cases, checks = self.cases, []
         for name in unchecked:
             kind = self.candidates[name].fuse
-            replay = from_same_state(self.variants[kind], self.executables[name])
-            truth = cases.truth if kind != "none" else None
             try:
-                check = check_equality(name, replay, cases.eager, references=truth, lowest=cases.lowest)
+                check = cases.judged(name, self.variants[kind], self.executables[name], by_truth=kind != "none")
             except DeviceError as error:
                 if kind == "none":
                     raise

@@ -1,0 +1,623 @@
+"""A user's optimizer as device work alone: recorded, captured and replayed, and left as it is.
+
+What an optimizer of torch does in ``step`` is decided on the host: learning rates are Python numbers, step counters may
+be host tensors, state is made when first needed. ``CapturedOptimizer`` runs the same ``step`` on a twin that shares the
+user's parameters and state: learning rates are tensors on the device, counters too, and torch's fused or capturable
+form is chosen, none of which reads the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nimble_core.errors import InputError
+
+__all__ = ["CapturedOptimizer"]
+
+_FORMS = ("foreach", "fused", "capturable")
+"""Flags that choose among an optimizer's implementations of the same step."""
+_FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_PREPARE = "prepare again, with a new TrainStep"
+
+_requires_grad = attrgetter("requires_grad")
+
+Pending = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""What the user's optimizer keeps for a parameter, a name in it, the tensor that belongs there, the one that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A parameter group as it was.
+
+    Args:
+        members: all its parameters.
+        trained: which of them require gradients.
+        positions: of these, among those of all groups.
+        options: what ``step`` is to see, but for ``params`` and ``lr``.
+        settings: hyperparameters that may not change.
+        fused: whether the fused form is used; the capturable one otherwise.
+    """
+
+    members: tuple[torch.Tensor, ...]
+    trained: tuple[bool, ...]
+    positions: tuple[int, ...]
+    options: dict[str, Any]
+    settings: tuple[tuple[str, Any], ...]
+    fused: bool
+
+
+class CapturedOptimizer:
+    """Takes a user's optimizer as it is, and runs its steps so that they can be recorded and replayed.
+
+    A training step uses it so::
+
+        captured = CapturedOptimizer(optimizer, device)
+        # recording or capture, any number of times:
+        captured.update(gradients)                  # calls on the device alone
+        # each step, on the stream that the replay is ordered after:
+        if captured.fresh:                          # no momentum, no counters yet
+            optimizer.step()                        # eager, with .grad set: makes the state
+        else:
+            captured.sync()                         # learning rates, state
+            replay()
+
+    With a scaler, for half precision: ``require_scaling()`` first, then ``update(..., found_inf=...)``, a tensor on the
+    device that holds 1 if a gradient is not finite, in which case that update leaves parameters, state and counters as
+    they are. Give ``grad_scale`` too where gradients are still scaled; the fused kernels unscale them (in place, on
+    CUDA). A fresh optimizer's step goes through ``scaler.step``; one that is left out leaves the optimizer fresh.
+
+    The user's groups and flags are never written; ``.grad`` is during ``update``, and put back. ``optimizer.state``
+    holds the tensors that replays write from the first ``sync`` on that finds it filled. So ``state_dict``,
+    ``load_state_dict``, eager steps and schedulers of the learning rate go on as before. A counter of steps that sat on
+    the host is on the device then.
+
+    Supported: SGD, Adam, AdamW and Adagrad in their fused forms; Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop and
+    Rprop in their capturable ones; subclasses and others with either, as long as a trial step reads nothing back from
+    the device and changes nothing on the host. RAdam's capturable form loses digits in its first steps, to the rounding
+    of 1 - beta2^step in float32. Adagrad is refused with torch 2.11, whose fused form takes Python rates only, and SGD
+    on the host for half-precision parameters, which its fused form leaves unchanged there.
+
+    Hooks of the optimizer are refused, not called around replays: they expect gradients in ``.grad``. Hooks of all
+    optimizers (``register_optimizer_step_post_hook``) see eager steps only.
+
+    Args:
+        optimizer: with parameters on ``device``, fresh or in the midst of training.
+        device: where the updates run.
+
+    Attributes:
+        optimizer: the user's.
+        parameters: those it updates, in the order of its groups: frozen ones are left out.
+        state: what the optimizer keeps for each of ``parameters``, as ``update`` reads and writes it: the user's own
+            tensors where these fit, copies on the device where not, tensors of the same form where there are none yet.
+        rates: each group's learning rate, float32 scalars on the device.
+
+    Raises:
+        InputError: an optimizer that cannot be captured; says why.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
+        device = torch.empty(0, device=device).device  # with its index
+        _require_capturable(optimizer, device)
+        self.optimizer = optimizer
+        self.device = device
+        self._groups = tuple(_described(optimizer, device))
+        trained = [
+            (f"{_place(at)}['params'][{member}]", one)
+            for at, group in enumerate(optimizer.param_groups)
+            for member, one in enumerate(group["params"])
+            if one.requires_grad
+        ]
+        self._places = [place for place, _ in trained]
+        self.parameters: tuple[torch.Tensor, ...] = tuple(one for _, one in trained)
+        self._layouts = [_layout(one) for one in self.parameters]
+        self.rates = tuple(torch.empty((), dtype=torch.float32, device=device) for _ in self._groups)
+        self._numbers: list[float | None] = [None] * len(self._groups)
+        self._fill(self._changed_rates())
+        self.state = tuple(self._made())
+        self._used = {position for position, kept in enumerate(self.state) if kept}
+        self._updated = False
+        # What optimizer.state held when it was last in step with ours: itself, its values, their values.
+        self._synced: tuple[Any, list[Any], list[Any]] | None = None
+
+    def _made(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Each parameter's state: the user's tensors where they fit, others with their values where they do not."""
+        tried = set()
+        for at, group in enumerate(self._groups):
+            for position in group.positions:
+                parameter, layout = self.parameters[position], (at, self.parameters[position].dtype)
+                made = _trial(self.optimizer, group, parameter, None if layout in tried else self.rates[at])
+                tried.add(layout)
+                for _, key, ours, theirs in _differing(
+                    self.optimizer.state.get(parameter), made, self._places[position]
+                ):
+                    if _layout(ours) == _layout(theirs):
+                        made[key] = theirs
+                    else:
+                        ours.copy_(theirs)
+                yield made
+
+    @property
+    def scales(self) -> bool:
+        """Whether ``update`` can be told of a loss scale: all groups have fused forms."""
+        return all(group.fused for group in self._groups)
+
+    def require_scaling(self) -> None:
+        """Raises InputError if a step of this optimizer cannot be left out by the device: see ``scales``."""
+        if not self.scales:
+            raise InputError(
+                f"{_name(self.optimizer)} cannot leave out a step on the device, as a gradient scaler needs",
+                fix="train in bfloat16 without a scaler, or use SGD, Adam or AdamW on real floating-point parameters",
+            )
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the next step has to be an eager one: it makes state that is not there yet.
+
+        Asked of the parameters that have been updated, or of all before the first ``update``. O(parameters).
+        """
+        held = self.optimizer.state
+        if self._synced is not None and held is self._synced[0]:
+            kept = self._synced[1]
+            if len(held) == len(kept) and all(map(is_, held.values(), kept)) and all(kept):
+                return False
+        return not all(_present(held.get(self.parameters[position])) for position in self._used)
+
+    def named_state(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """All of ``state``: position of the parameter, name, tensor."""
+        for position, kept in enumerate(self.state):
+            for key, tensor in kept.items():
+                yield position, key, tensor
+
+    # -- on the device -------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        buckets: Sequence[Sequence[int]] | None = None,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """One step with these gradients: calls on the device alone, which read rates and state when they run.
+
+        Args:
+            gradients: one for each of ``parameters``, in its shape and type; None: that parameter stays as it is.
+            buckets: positions in ``parameters``, each in one bucket at most: an update of its own for each bucket, so
+                that it can run as soon as its gradients are there. None: all in one.
+            grad_scale: what gradients were multiplied with, one number on the device; by default what a
+                ``torch.amp.GradScaler`` in its ``step`` has set on the optimizer.
+            found_inf: one number on the device: 1 if this update is to be left out; defaults likewise.
+
+        Raises:
+            InputError: gradients or buckets that do not fit, a scale where ``scales`` is False, or a parameter in
+                another form than it had. Nothing was updated then.
+        """
+        grad_scale = getattr(self.optimizer, "grad_scale", None) if grad_scale is None else grad_scale
+        found_inf = getattr(self.optimizer, "found_inf", None) if found_inf is None else found_inf
+        self._check_scaling(grad_scale=grad_scale, found_inf=found_inf)
+        self._check_gradients(gradients)
+        given = {position for position, gradient in enumerate(gradients) if gradient is not None}
+        parts = [given] if buckets is None else self._parts(buckets, given)
+        before = [one.grad for one in self.parameters]
+        try:
+            with torch.no_grad():
+                for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                    parameter.grad = None if gradient is None else _with_strides_of(parameter, gradient)
+            for part in filter(None, parts):
+                self._step_on(part, grad_scale=grad_scale, found_inf=found_inf)
+        finally:
+            for parameter, kept in zip(self.parameters, before, strict=True):
+                parameter.grad = kept
+        needed = {position for position in given if self.state[position]}
+        self._used = self._used | needed if self._updated else needed
+        self._updated, self._synced = True, None
+
+    def _step_on(self, part: Set[int], **scaling: torch.Tensor | None) -> None:
+        groups = []
+        for group, rate in zip(self._groups, self.rates, strict=True):
+            members = [self.parameters[position] for position in group.positions if position in part]
+            if members:
+                groups.append({**group.options, "lr": rate, "params": members})
+        state = {self.parameters[position]: dict(self.state[position]) for position in part if self.state[position]}
+        _run(_twin(self.optimizer, groups, state, **scaling), self.device)
+
+    def _check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if len(gradients) != len(self.parameters):
+            raise InputError(
+                f"{len(gradients)} gradients for {len(self.parameters)} parameters",
+                fix="one for each of parameters, None where there is none",
+            )
+        for position, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if _layout(parameter) != self._layouts[position]:
+                raise InputError("a parameter was moved or converted", where=self._places[position], fix=_PREPARE)
+            if gradient is not None:
+                _require_fitting(gradient, parameter, self._places[position])
+
+    def _check_scaling(self, **given: torch.Tensor | None) -> None:
+        for name, one in given.items():
+            if one is not None:
+                self.require_scaling()
+                if one.numel() != 1 or one.device != self.device:
+                    what = f"{name} has {one.numel()} elements on {one.device}"
+                    raise InputError(what, fix=f"one number, on {self.device}")
+
+    def _parts(self, buckets: Sequence[Sequence[int]], given: set[int]) -> list[set[int]]:
+        named = [position for bucket in buckets for position in bucket]
+        if len(set(named)) != len(named):
+            raise InputError("a position is in two buckets: it would be updated twice", fix="put each in one")
+        missing, unknown = sorted(given - set(named)), sorted(set(named) - set(range(len(self.parameters))))
+        if missing or unknown:
+            what = f"position {missing[0]} is in no bucket" if missing else f"there is no position {unknown[0]}"
+            raise InputError(what, fix="put the positions of all parameters with gradients in buckets")
+        return [given.intersection(bucket) for bucket in buckets]
+
+    # -- on the host ---------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """To be called before each replay: follow what was done to the optimizer since, without waiting for the device.
+
+        Learning rates that changed are written to ``rates``; one that is itself a tensor on a device is copied at each
+        call. Where ``optimizer.state`` holds other tensors than ``state`` does (made by an eager step, loaded), their
+        values are copied, and ``state``'s tensors put in their place. Writes go to the current stream. Parameters that
+        have no state are left for an eager step: see ``fresh``.
+
+        O(parameters), about 30 µs for 160 of them with three tensors each where nothing changed; asynchronous.
+
+        Raises:
+            InputError: other parameters, groups, hooks or hyperparameters than the learning rate, or state that does
+                not fit. Nothing was changed then.
+        """
+        optimizer = self.optimizer
+        _require_no_hooks(optimizer)
+        self._check_groups()
+        rates = self._changed_rates()
+        if not self._in_step():
+            self._install()
+        self._fill(rates)
+        if "step" in vars(optimizer) and not getattr(optimizer, "_opt_called", False) and not self.fresh:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks: was a step taken?
+
+    def _check_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._groups):
+            what = f"the optimizer has {len(groups)} parameter groups; it had {len(self._groups)}"
+            raise InputError(what, fix=_PREPARE)
+        for at, (group, was) in enumerate(zip(groups, self._groups, strict=True)):
+            members = group["params"]
+            if len(members) != len(was.members) or not all(map(is_, members, was.members)):
+                raise InputError("the optimizer has other parameters than it had", where=_place(at), fix=_PREPARE)
+            if tuple(map(_requires_grad, members)) != was.trained:
+                raise InputError("a parameter was frozen or unfrozen", where=_place(at), fix=_PREPARE)
+            for key, value in was.settings:
+                now = group.get(key)
+                if now is not value and (_has_tensor(now) or now != value):
+                    raise InputError(
+                        f"{key} was {value!r} and is {now!r} now: only learning rates are read before each step",
+                        where=_place(at),
+                        fix=f"{_PREPARE}; for a scheduler such as OneCycleLR, cycle_momentum=False",
+                    )
+
+    def _changed_rates(self) -> list[tuple[int, float | torch.Tensor]]:
+        """Groups whose rates have to be written, and with what."""
+        changed: list[tuple[int, float | torch.Tensor]] = []
+        for at, group in enumerate(self.optimizer.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor):
+                if rate.numel() != 1:
+                    raise InputError(f"lr has {rate.numel()} elements", where=_place(at), fix="one number")
+                if rate.device.type != "cpu":
+                    changed.append((at, rate))
+                    continue
+                rate = rate.item()
+            if rate != self._numbers[at]:
+                changed.append((at, float(rate)))
+        return changed
+
+    def _fill(self, rates: Sequence[tuple[int, float | torch.Tensor]]) -> None:
+        for at, rate in rates:
+            with torch.no_grad():
+                if isinstance(rate, torch.Tensor):
+                    self.rates[at].copy_(rate.reshape(()))
+                    self._numbers[at] = None
+                else:
+                    self.rates[at].fill_(rate)
+                    self._numbers[at] = rate
+
+    def _in_step(self) -> bool:
+        """Whether the user's state holds what it held after the last ``_install``."""
+        if self._synced is None or self._synced[0] is not self.optimizer.state:
+            return False
+        held, _, tensors = self._synced
+        try:
+            now = list(chain.from_iterable(map(dict.values, held.values())))
+        except TypeError:  # an entry that is no dict
+            return False
+        return len(now) == len(tensors) and all(map(is_, now, tensors))
+
+    def _install(self) -> None:
+        held = self.optimizer.state
+        pending: list[Pending] = []
+        for position, (parameter, kept) in enumerate(zip(self.parameters, self.state, strict=True)):
+            if kept:
+                pending += _differing(held.get(parameter), kept, self._places[position])
+        if pending:
+            with torch.no_grad():
+                torch._foreach_copy_([ours for _, _, ours, _ in pending], [theirs for _, _, _, theirs in pending])
+            for entry, key, ours, _ in pending:
+                entry[key] = ours
+        entries = list(held.values())
+        complete = all(_present(held.get(self.parameters[position])) for position in self._used)
+        if complete and all(type(entry) is dict for entry in entries):
+            self._synced = held, entries, list(chain.from_iterable(map(dict.values, entries)))
+        else:
+            self._synced = None
+
+
+# -- what can be captured ----------------------------------------------------------------------------------------------
+
+
+def _require_capturable(optimizer: Any, device: torch.device) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
+    name = _name(optimizer)
+    if not {"state", "param_groups", "defaults"} <= vars(optimizer).keys():
+        raise InputError(f"{name} stands for another optimizer", fix="pass the one inside")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("LBFGS evaluates the loss several times in a step, through a closure", fix="use another")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InputError("SparseAdam takes sparse gradients, whose sizes depend on data", fix="use Adam, sparse=False")
+    _require_no_hooks(optimizer)
+    trained = 0
+    for at, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise InputError("differentiable=True records the step for autograd", where=_place(at), fix="leave it out")
+        for key, value in group.items():
+            if key not in ("params", "lr") and _has_tensor(value):
+                raise InputError(f"{key} is a tensor, which the step reads back", where=_place(at), fix="give numbers")
+        for member, one in enumerate(group["params"]):
+            where = f"{_place(at)}['params'][{member}]"
+            if one.requires_grad and one.device != device:
+                raise InputError(f"a parameter is on {one.device}, the model on {device}", where=where)
+            if one.requires_grad and type(one) not in (torch.Tensor, torch.nn.Parameter):
+                raise InputError(f"a parameter is a {type(one).__name__}", where=where, fix="use plain parameters")
+            trained += one.requires_grad
+    if not trained:
+        raise InputError(f"{name} has no parameters that require gradients", fix="unfreeze some")
+
+
+def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise InputError(
+            "the optimizer has step hooks: they expect gradients in .grad, and a captured step would skip them",
+            fix="remove them, and do after the step what they do",
+        )
+    replaced = vars(optimizer).get("step")
+    if replaced is not None:
+        inside = getattr(replaced, "__wrapped__", None) if hasattr(replaced, "_wrapped_by_lr_sched") else None
+        if inside is not type(optimizer).step:
+            raise InputError(
+                "the optimizer's step was replaced by another function, which a captured step would skip",
+                fix="del optimizer.step",
+            )
+
+
+def _described(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[_Group]:
+    start = 0
+    for at, group in enumerate(optimizer.param_groups):
+        trained = [one for one in group["params"] if one.requires_grad]
+        types = {one.dtype for one in trained}
+        fused = "fused" in group and types.issubset(_fused_types(optimizer, device))
+        if trained and not fused and "capturable" not in group:
+            kinds = ", ".join(sorted(map(str, types)))
+            why = f"on {device.type} for {kinds}" if "fused" in group else "neither fused nor capturable"
+            raise InputError(
+                f"{_name(optimizer)} has no form that stays on the device: {why}",
+                where=_place(at),
+                fix="use another optimizer, or step() in eager",
+            )
+        forms = {"fused": fused, "foreach": not fused, "capturable": True}
+        options = {key: forms.get(key, value) for key, value in group.items() if key not in ("params", "lr")}
+        settings = tuple((key, copy(group[key])) for key in optimizer.defaults if key in options and key not in _FORMS)
+        positions = tuple(range(start, start + len(trained)))
+        start += len(trained)
+        members = tuple(group["params"])
+        yield _Group(members, tuple(map(_requires_grad, members)), positions, options, settings, fused)
+
+
+def _fused_types(optimizer: torch.optim.Optimizer, device: torch.device) -> Set[torch.dtype]:
+    if device.type not in _get_fused_kernels_supported_devices():
+        return frozenset()
+    if device.type == "cpu" and isinstance(optimizer, torch.optim.SGD):
+        return _FUSED_TYPES - {torch.float16, torch.bfloat16}  # left unchanged: pytorch issue 191763, torch <= 2.13
+    return _FUSED_TYPES
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, group: _Group, parameter: torch.Tensor, rate: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """State as a step on a copy of ``parameter`` makes it.
+
+    Given ``rate``, a second step shows whether the optimizer reads the device, or changes on the host.
+    """
+    stand_in = parameter.detach().clone()
+    stand_in.grad = torch.zeros_like(stand_in)
+    name, where = _name(optimizer), f"step() of {type(optimizer).__module__}.{_name(optimizer)}"
+    try:
+        twin = _twin(optimizer, [{**group.options, "lr": 1.0, "params": [stand_in]}], {})
+        _run(twin, stand_in.device)
+        made = dict(twin.state.get(stand_in, {}))
+        for key, value in made.items():
+            if not isinstance(value, torch.Tensor):
+                raise InputError(f"{name} keeps {key} on the host, as a {type(value).__name__}", where=where)
+        if rate is not None:
+            options = {**group.options, "lr": rate, "params": [stand_in]}
+            twin = _twin(optimizer, [dict(options)], {stand_in: dict(made)} if made else {})
+            before = _public(twin)
+            with _HostReads(name):
+                _run(twin, stand_in.device)
+            changed = _changed(before, _public(twin)) or _changed(options, twin.param_groups[0])
+            changed = changed or _changed(made, twin.state.get(stand_in, {}))
+            if changed:
+                raise InputError(f"{name} changes {changed} on the host in each step", where=where)
+    except InputError:
+        raise
+    except Exception as error:
+        what = f"{name} failed in its form for capture: {type(error).__name__}: {error}"
+        raise InputError(what, where=where, fix="use SGD, Adam or AdamW, or a newer torch") from error
+    return made
+
+
+class _HostReads(TorchDispatchMode):
+    """Refuses calls that wait for the device and bring a value to the host."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self.name = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero):
+            raise InputError(
+                f"{self.name} reads the learning rate or its state back from the device in each step: a replay would"
+                " repeat the value that it read once",
+                where=f"torch {torch.__version__}",
+                fix="use SGD, Adam or AdamW, or a newer torch",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+# -- a twin that steps -------------------------------------------------------------------------------------------------
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
+    **attributes: Any,
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind for other groups and state; nothing of ``optimizer`` is changed by its steps."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    inherited = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    own = {"param_groups": groups, "state": defaultdict(dict, state), "_warned_capturable_if_run_uncaptured": True}
+    vars(twin).update(inherited | own | attributes)
+    return twin
+
+
+def _run(twin: torch.optim.Optimizer, device: torch.device) -> None:
+    """The twin's ``step``, without hooks."""
+    step: Callable[..., Any] = type(twin).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    with _capturable_on(device, type(twin)):
+        step(twin)
+
+
+_patching = threading.RLock()
+
+
+@contextmanager
+def _capturable_on(device: torch.device, kind: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """Let capturable forms run on the host too: torch asserts that they run on accelerators, their formulas do not."""
+    name = "_get_capturable_supported_devices"
+    modules = [sys.modules[one.__module__] for one in kind.__mro__ if one.__module__.startswith("torch.optim.")]
+    if device.type != "cpu":
+        yield
+        return
+    with _patching:
+        before = [(module, getattr(module, name)) for module in dict.fromkeys(modules) if hasattr(module, name)]
+        try:
+            for module, supported in before:
+                setattr(module, name, lambda *args, _of=supported, **kwargs: [*_of(*args, **kwargs), "cpu"])
+            yield
+        finally:
+            for module, supported in before:
+                setattr(module, name, supported)
+
+
+def _public(twin: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in vars(twin).items() if key[0] != "_" and key not in ("state", "param_groups")}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first key that holds another object than it did; empty if there is none."""
+    keys = [*before, *after]
+    return next((key for key in keys if before.get(key) is not after.get(key)), "")
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _differing(held: dict[str, Any] | None, kept: Mapping[str, torch.Tensor], where: str) -> list[Pending]:
+    """Where ``held`` has other tensors than ``kept``; nothing if it has no state yet."""
+    if held is None or not _present(held):
+        return []
+    pending = []
+    for key, ours in kept.items():
+        theirs = held.get(key)
+        if theirs is ours:
+            continue
+        if isinstance(theirs, (int, float)):
+            theirs = torch.tensor(theirs, dtype=ours.dtype)
+        if not isinstance(theirs, torch.Tensor):
+            raise InputError(f"the optimizer's state has no {key}", where=where, fix="load a state that is complete")
+        if theirs.shape != ours.shape:
+            what = f"{key} in the optimizer's state has shape {list(theirs.shape)}, not {list(ours.shape)}"
+            raise InputError(what, where=where, fix="load the state of this model")
+        pending.append((held, key, ours, theirs))
+    return pending
+
+
+def _present(held: Mapping[str, Any] | None) -> bool:
+    return held is not None and any(value is not None for value in held.values())
+
+
+def _require_fitting(gradient: torch.Tensor, parameter: torch.Tensor, where: str) -> None:
+    if gradient.layout is not torch.strided:
+        raise InputError("a gradient is sparse", where=where, fix="make the embedding with sparse=False")
+    for what, mine, other in (
+        ("shape", list(gradient.shape), list(parameter.shape)),
+        ("type", gradient.dtype, parameter.dtype),
+        ("device", gradient.device, parameter.device),
+    ):
+        if mine != other:
+            raise InputError(f"a gradient has {what} {mine}, its parameter {other}", where=where)
+
+
+def _with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, laid out as fused kernels need it: like the parameter."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    sizes = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+    if all(size == 1 or mine == other for size, mine, other in sizes):
+        return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+def _has_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _place(group: int) -> str:
+    return f"param_groups[{group}]"
