@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +26,7 @@ from nimble_core.errors import CaptureError, InputError
 from nimble_core.graph import build_graph
 from nimble_core.halves import halve
 from nimble_core.operators import overlaps_itself, storage_address
+from nimble_core.optimizers import with_strides_of
 from nimble_core.options import Options
 from nimble_core.phases import phase
 from nimble_core.pipeline import Recorded, record_static, state_kept
@@ -34,6 +36,8 @@ from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_cases, tune
 
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
+
+_version = attrgetter("_version")
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -69,6 +73,7 @@ class ForwardBackward(torch.nn.Module):
         self.differentiable: tuple[int, ...] = ()
         self.templates: tuple[torch.Tensor, ...] = ()
         self.present: tuple[str, ...] = ()
+        self.reached: tuple[frozenset[int], ...] = ()
         self.leaves_present: tuple[int, ...] = ()
 
     def forward(
@@ -96,10 +101,15 @@ class ForwardBackward(torch.nn.Module):
                 gradients = self.templates = tuple(torch.ones_like(one.detach()) for one in wanted)
             named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
             leaves = [tensors[position] for position in self.leaves]
+            reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
             with phase("backward"):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
-                gradients_made = _standing_alone(found, [*tensors, *gradients, *self.model.parameters()])
+                gradients_made = _standing_alone(
+                    found, [*named.values(), *leaves], [*tensors, *gradients, *self.model.parameters()]
+                )
         self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
+        kept = [at for at, one in enumerate(found) if one is not None]
+        self.reached = tuple(frozenset(kept.index(at) for at in one if at in kept) for one in reached)
         self.leaves_present = tuple(
             position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
         )
@@ -123,17 +133,41 @@ class ForwardBackward(torch.nn.Module):
         return self
 
 
-def _standing_alone(found: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients with memory of their own each, as autograd's accumulation gives them: ``.grad`` is written in place."""
+def _standing_alone(
+    found: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients as autograd's accumulation gives them: each with memory of its own, laid out like what it belongs to.
+
+    ``.grad`` is written in place, and fused optimizers take its layout to be the parameter's.
+    """
     taken = {storage_address(one) for one in others}
     alone = []
-    for one in found:
+    for one, source in zip(found, sources, strict=True):
         if one is not None:
+            if not overlaps_itself(source):
+                one = with_strides_of(source, one)
             if storage_address(one) in taken or overlaps_itself(one):
                 one = one.clone()
             taken.add(storage_address(one))
             alone.append(one)
     return alone
+
+
+def _reached(output: torch.Tensor, sources: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Positions of the ``sources``, leaves, that a gradient of ``output`` reaches."""
+    nodes = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
+    pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
+    seen: set[Any] = set()
+    found: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in nodes:
+            found.add(nodes[node])
+        pending += [following for following, _ in node.next_functions]
+    return frozenset(found)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -158,6 +192,7 @@ class Backward:
         outputs: how many outputs the model has.
         differentiable: which of them carry gradients.
         templates: tensors like these.
+        reached: for each of these the gradients, by position, that it has a part in.
         saved_inputs: positions of inputs that the backward reads.
         fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
     """
@@ -172,6 +207,7 @@ class Backward:
     outputs: int
     differentiable: tuple[int, ...]
     templates: tuple[torch.Tensor, ...]
+    reached: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
     fixed: bool
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -216,7 +252,11 @@ class Backward:
         With ``accumulate``, those of parameters without hooks go into ``.grad``.
         """
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
-        taken = [accumulate and parameter.requires_grad and not _hooked(parameter) for parameter in self.parameters]
+        wanted = frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
+        taken = [
+            accumulate and at in wanted and parameter.requires_grad and not _hooked(parameter)
+            for at, parameter in enumerate(self.parameters)
+        ]
         with torch.no_grad():
             # On CUDA gradients always are the same memory: what is in use there would be overwritten.
             held: list[torch.Tensor] = []
@@ -233,8 +273,8 @@ class Backward:
             self._accumulate(found, taken)
         count = len(self.parameters)
         return [
-            None if ours else self._handed(gradient)
-            for ours, gradient in zip([*taken, *[False] * (len(found) - count)], found, strict=True)
+            None if ours or at not in wanted else self._handed(gradient)
+            for at, (ours, gradient) in enumerate(zip([*taken, *[False] * (len(found) - count)], found, strict=True))
         ]
 
     def _accumulate(self, found: Sequence[torch.Tensor], taken: Sequence[bool]) -> None:
@@ -261,6 +301,10 @@ class Backward:
             self._zeros[at] = torch.zeros_like(self.templates[at])
         return self._zeros[at]
 
+    def overwrite(self) -> None:
+        """The forward's memory is about to be used for something else: no earlier backward may follow."""
+        self._round += 1
+
     def begin(self) -> tuple[_Pending, int]:
         """A forward was run: its backward may come, until the next forward."""
         pending = _Pending()
@@ -276,6 +320,10 @@ class Backward:
                 fix="call backward() before the next forward, or run one of the two on the model itself",
             )
         pending.done = True
+
+    def versions(self) -> list[int]:
+        """How often each parameter was written, as far as that shows (fused optimizers do not count)."""
+        return list(map(_version, self.parameters))
 
     def everything_is_wanted(self) -> bool:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
@@ -297,6 +345,7 @@ class _Replay(torch.autograd.Function):
         made = run(tensors)
         ctx.half, ctx.count = half, count
         ctx.pending, ctx.round = half.begin()
+        ctx.versions = half.versions()
         ctx.set_materialize_grads(False)
         outputs = half.own(made)
         # Autograd looks after what it saves: freed by the backward, refused if written meanwhile.
@@ -316,6 +365,11 @@ class _Replay(torch.autograd.Function):
             )
         saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
         half.end(ctx.pending, ctx.round)
+        if ctx.versions != half.versions():
+            raise InputError(
+                "a parameter was written between the forward and its backward, which reads it",
+                fix="call backward() before optimizer.step()",
+            )
         given = [gradients[at] for at in half.differentiable]
         found = half.replay(given, saved, accumulate=half.everything_is_wanted())
         count = len(half.parameters)
@@ -379,21 +433,28 @@ def make_trainable(
     outputs = whole.outputs
     halves = halve(joint.recording, len(signature.tensors), outputs)
     inputs = [tensor.detach() for tensor in signature.tensors]
-    first = _recorded(halves.forward, inputs)
+    ahead = len(halves.forward.program.calls)
+    together = replace(joint.recording, outputs=halves.forward.outputs)
+    first = _recorded(halves.forward, inputs, _Issued(together, ahead, after=templates))
     with state_kept(first):
         forward = tune(device, first, options, step=step)
     try:
         forward.close(keep=forward.best)
         fixed = isinstance(forward.best, _Fixed)
+        random = torch.cuda.get_rng_state(signature.device) if fixed else None
         with state_kept(first):
             made = [one.detach() for one in forward.best.run(inputs, static=True)]
         saved = made[outputs:]
         if isinstance(forward.best, _Fixed):
             saved += [forward.best.buffers[at] for at in halves.saved_inputs]
-            second = _recorded(halves.with_saved(saved), list(templates))
+            # With the forward before it: eager and captures keep seeds in different places.
+            whole_run = replace(joint.recording, outputs=joint.recording.outputs[outputs:])
+            eager = _Issued(whole_run, len(joint.recording.program.calls), inputs, joint=joint, random=random)
+            second = _recorded(halves.with_saved(saved), list(templates), eager)
         else:
             saved += [inputs[at] for at in halves.saved_inputs]
-            second = _recorded(halves.backward, [*templates, *saved])
+            eager = _Issued(halves.backward, len(halves.backward.program.calls))
+            second = _recorded(halves.backward, [*templates, *saved], eager)
         with state_kept(second):
             behind = tune(device, second, options, step=step)
         behind.close(keep=behind.best)
@@ -412,6 +473,7 @@ def make_trainable(
         outputs=outputs,
         differentiable=whole.differentiable,
         templates=templates,
+        reached=whole.reached,
         saved_inputs=halves.saved_inputs,
         fixed=fixed,
     )
@@ -425,24 +487,42 @@ def make_trainable(
     return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
 
 
-def _recorded(recording: Recording, inputs: Sequence[torch.Tensor]) -> Recorded:
-    """One half as a recording of its own; issued call by call, it is its own model."""
+def _recorded(recording: Recording, inputs: Sequence[torch.Tensor], model: _Issued) -> Recorded:
+    """One half as a recording of its own."""
     signature = Signature(tuple(inputs), {})
-    return Recorded(_Issued(recording), signature, recording, build_graph(recording.program), trained=True)
+    return Recorded(model, signature, recording, build_graph(recording.program), trained=True)
 
 
+@dataclass(frozen=True, slots=True)
 class _Issued:
-    """Runs a recording in program order, as the model would."""
+    """What a half computes: calls of a recording, issued in program order, as the model would.
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    Args:
+        recording: its outputs are those of the half.
+        calls: how many of its calls, from the first.
+        before: inputs that precede those of the half.
+        after: inputs that follow them.
+        joint: whose state such a run leaves as it was; None: the caller looks after it.
+        random: state of the device's random numbers from which to start; None: as it is.
+    """
+
+    recording: Recording
+    calls: int
+    before: Sequence[torch.Tensor] = ()
+    after: Sequence[torch.Tensor] = ()
+    joint: Recorded | None = None
+    random: torch.Tensor | None = None
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        issuer = Issuer(self.recording, inputs)
-        with issuing(self.recording.program.device):
-            for call in range(len(self.recording.program.calls)):
+        device = (*self.before, *inputs)[0].device
+        issuer = Issuer(self.recording, [*self.before, *inputs, *self.after])
+        with state_kept(self.joint) if self.joint else nullcontext(), issuing(device.type):
+            if self.random is not None:
+                torch.cuda.set_rng_state(self.random, device)
+            for call in range(self.calls):
                 issuer.issue(call)
-            return issuer.outputs()
+            # In eager some operators keep on the host what a capture keeps on the device: seeds of dropout masks.
+            return [one.to(device) for one in issuer.outputs()]
 
 
 def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, count: int) -> str:

@@ -327,10 +327,10 @@ def _verdicts_by_perturbation(
 def doubt(error: float, count: int, size: float = math.inf, precision: str = "") -> float:
     """How far off an honest tensor may be, where a known honest one is off by ``error``.
 
-    Three times as far, more for few elements: their rounding may happen to be small. Where rounding is larger than the
-    tensor, it is all there is, and what sums leave of zero is each library's own: a hundred times as far, since ten
-    times another's noise is nothing unusual and some state holds its square. Not in half precision, where rounding
-    as large as a gradient says less.
+    Three times as far, more for few elements: their rounding may happen to be small. Where it is half as large as the
+    tensor, rounding is most of what there is, and what sums leave of zero is each library's own: a hundred times as far
+    then, since ten times another's noise is nothing unusual and some state holds its square. Not in half precision,
+    where rounding as large as a gradient says less.
 
     Args:
         error: of the known one, a norm.
@@ -343,7 +343,7 @@ def doubt(error: float, count: int, size: float = math.inf, precision: str = "")
     >>> doubt(2.0, 1_000_000, size=1.0, precision="float32") > 600
     True
     """
-    room = _ROOM if error >= size and precision in ("float64", "float32", "tf32") else 1.0
+    room = _ROOM if 2 * error >= size and precision in ("float64", "float32", "tf32") else 1.0
     return room * _FACTOR * (1 + 4 / max(count, 1)) * error
 
 

@@ -213,15 +213,10 @@ class Nimble(torch.nn.Module):
         Raises:
             InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given.
         """
-        mode = getattr(self._model, "training", False)
         while True:
-            for engine in self._engines:
-                if engine.mode == mode:
-                    tensors = engine.signature.bind(args, kwargs)
-                    if tensors is not None:
-                        break
-            else:
-                return self._unprepared(args, kwargs, mode)
+            engine, tensors = self._bound(args, kwargs)
+            if engine is None:
+                return self._unprepared(args, kwargs, getattr(self._model, "training", False))
             if engine.backward is not None:
                 return self._trained(engine, engine.backward, tensors, args, kwargs)
             try:
@@ -231,6 +226,22 @@ class Nimble(torch.nn.Module):
                     raise
                 continue  # another thread has prepared the model again meanwhile, and closed this engine
             return engine.build(outputs)
+
+    def engine_for(self, *args: Any, **kwargs: Any) -> Engine | None:
+        """The engine that a call with these inputs replays; None if none was prepared for them in this mode."""
+        return self._bound(args, kwargs)[0]
+
+    def _bound(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Engine, list[torch.Tensor]] | tuple[None, Sequence[torch.Tensor]]:
+        """The engine for these inputs, and its input tensors."""
+        mode = getattr(self._model, "training", False)
+        for engine in self._engines:
+            if engine.mode == mode:
+                tensors = engine.signature.bind(args, kwargs)
+                if tensors is not None:
+                    return engine, tensors
+        return None, ()
 
     def _trained(
         self,
@@ -242,20 +253,21 @@ class Nimble(torch.nn.Module):
     ) -> Any:
         """A forward that a backward may follow."""
         run = partial(engine.run, static=backward.fixed)
-        if not torch.is_grad_enabled():
-            return engine.build(backward.own(run(tensors)))
-        unlike = backward.unlike(tensors)
-        if unlike:
-            if self._options.on_new_shape == "eager":
-                return self._model(*args, **kwargs)
+        unlike = backward.unlike(tensors) if torch.is_grad_enabled() else ""
+        if unlike and self._options.on_new_shape != "eager":
             raise InputError(f"prepared for other gradients: {unlike}", fix="prepare(..., training=True) again")
-        if backward.fixed and backward.pending:
+        pending = backward.fixed and backward.pending
+        if pending:
             warnings.warn(
                 "a forward before the backward of the last one runs in eager: the replay's memory is still needed",
                 NimbleWarning,
                 stacklevel=4,
             )
+        if unlike or pending:
             return self._model(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            backward.overwrite()
+            return engine.build(backward.own(run(tensors)))
         return engine.build(backward.attach(run, tensors))
 
     def refresh(self) -> None:
@@ -280,7 +292,8 @@ class Nimble(torch.nn.Module):
         if answer == "eager":
             return self._model(*args, **kwargs)
         if answer == "prepare":
-            return self.prepare(*args, **kwargs).forward(*args, **kwargs)
+            training = mode and any(engine.backward is not None for engine in self._engines)
+            return self.prepare(*args, training=training, **kwargs).forward(*args, **kwargs)
         if not self._engines:
             raise InputError("nothing is prepared", fix="call prepare(*example_inputs) first")
         for engine in self._engines:
@@ -370,6 +383,12 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
     return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
 
 
+def _warn_of_attributes(recording: Recording, *, stacklevel: int) -> None:
+    if recording.changed:
+        what = "the forward changes attributes, which a replay does not repeat: " + ", ".join(recording.changed)
+        warnings.warn(what, NimbleWarning, stacklevel=stacklevel)
+
+
 def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
     count = len(folded.sources)
     if count:
@@ -394,12 +413,7 @@ def _prepare(
         device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
-    if recorded.recording.changed:
-        warnings.warn(
-            "the forward changes attributes, which a replay does not repeat: " + ", ".join(recorded.recording.changed),
-            NimbleWarning,
-            stacklevel=3,
-        )
+    _warn_of_attributes(recorded.recording, stacklevel=4)
     program, graph = recorded.recording.program, recorded.graph
     build = builder(recorded.recording.output_structure)
     candidates: tuple[Candidate, ...] = ()
@@ -481,6 +495,7 @@ def _prepare_training(
     device = device_for(signature.device)
     made = make_trainable(device, model, signature, args, kwargs, options, step=watch)
     forward = made.forward
+    _warn_of_attributes(made.joint.recording, stacklevel=4)
     if made.wrong:
         if options.strict:
             raise CaptureError(made.wrong, fix="report this model")

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
 
-__all__ = ["CapturedOptimizer"]
+__all__ = ["CapturedOptimizer", "with_strides_of"]
 
 _FORMS = ("foreach", "fused", "capturable")
 """Flags that choose among an optimizer's implementations of the same step."""
@@ -215,7 +215,7 @@ class CapturedOptimizer:
         try:
             with torch.no_grad():
                 for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                    parameter.grad = None if gradient is None else _with_strides_of(parameter, gradient)
+                    parameter.grad = None if gradient is None else with_strides_of(parameter, gradient)
             for part in filter(None, parts):
                 self._step_on(part, grad_scale=grad_scale, found_inf=found_inf)
         finally:
@@ -597,7 +597,7 @@ def _require_fitting(gradient: torch.Tensor, parameter: torch.Tensor, where: str
             raise InputError(f"a gradient has {what} {mine}, its parameter {other}", where=where)
 
 
-def _with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient, laid out as fused kernels need it: like the parameter."""
     if gradient.stride() == parameter.stride():
         return gradient

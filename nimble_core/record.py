@@ -106,7 +106,7 @@ def record(
         InputError: an output of an unknown type that holds tensors.
     """
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
-    with collector_paused(), preserved(model, live=counter is None) as guard, torch.no_grad():
+    with collector_paused(), _casts_forgotten(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
         with _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
             result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
@@ -138,6 +138,16 @@ def announced(capturing: bool) -> Iterator[None]:
             yield
         finally:
             torch.cuda.is_current_stream_capturing = real
+
+
+@contextmanager
+def _casts_forgotten() -> Iterator[None]:
+    """Let autocast cast weights anew: what it has kept of an earlier run would be a constant of this one."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager
@@ -246,13 +256,19 @@ class _Recorder(TorchDispatchMode):
         for tensor in written:
             self.before_write(tensor)
             self._keep_first_value(tensor)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if seeded and current_phase() == "backward" and draws_numbers(func, args, kwargs):
+            raise CaptureError(
+                f"{func} draws random numbers in the backward, where a forward is computed again: they would be others",
+                where=str(self._origin(func, frame)),
+                fix="leave what is computed again (torch.utils.checkpoint) without dropout, or keep its results",
+            )
         template = tuple(self._template(arg) for arg in args)
         named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
         if torch.Tag.inplace_view in func.tags:
             return self._inplace_view(func, args, kwargs, template, frame)
         # On the host a call that draws random numbers changes the generator: such calls keep their order. (On CUDA
         # each captured call has its own offset into the stream of numbers.) Attention without dropout draws none.
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
         state = torch.get_rng_state() if seeded and not (self.counter or self.stand_in) else None
         before = self.counter.allocations() if self.counter else (0, 0)
         result = self._run(func, args, kwargs, frame)
@@ -574,8 +590,10 @@ class _Recorder(TorchDispatchMode):
 
     def _origin(self, func: Any, frame: FrameType) -> Origin:
         if current_phase() == "backward":
-            node = torch._C._current_autograd_node()
+            node: Any = torch._C._current_autograd_node()
             forward = self._forward_of_node.get(node._sequence_nr()) if node is not None else None
+            if forward is None and node is None:  # the gradient of the loss itself, sums of gradients
+                forward = self._calls[-1].origins[0] if self._calls else None
             if forward is not None:
                 return replace(forward, operator=str(func))
         module, file, line = place_of(frame, self._modules)

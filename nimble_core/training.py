@@ -16,7 +16,7 @@ import torch
 
 from nimble_core.errors import InputError
 from nimble_core.nimble import Engine, Nimble
-from nimble_core.optimizers import CapturedOptimizer
+from nimble_core.optimizers import CapturedOptimizer, with_strides_of
 from nimble_core.options import Options, require_options
 from nimble_core.phases import phase
 from nimble_core.structure import builder, flatten
@@ -88,6 +88,11 @@ class WholeStep(torch.nn.Module):
             return {name: one for name, one in self.named_parameters() if one.requires_grad}
         names = {id(one): name for name, one in self.named_parameters()}
         return {names.get(id(one), f"parameter {at}"): one for at, one in enumerate(self.optimizer.parameters)}
+
+    @property
+    def divides(self) -> bool:
+        """Whether updates may depend on gradients' signs more than on their sizes, as Adam's do."""
+        return self.optimizer is not None and not isinstance(self.optimizer.optimizer, torch.optim.SGD)
 
     @property
     def updates(self) -> bool:
@@ -163,7 +168,8 @@ class WholeStep(torch.nn.Module):
         before = [parameter.grad for parameter in parameters]
         try:
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+                # Fused optimizers take a gradient's layout to be the parameter's.
+                parameter.grad = None if gradient is None else with_strides_of(parameter, gradient)
             self.optimizer.optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -275,8 +281,9 @@ class TrainStep:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.scaler, self.accumulate, self.options = scaler, accumulate, options
         self._captured = CapturedOptimizer(optimizer, device)
-        if scaler is not None:
+        if scaler is not None and scaler.is_enabled():
             self._captured.require_scaling()
+            _scale_of(scaler, device)  # made now: a run that is undone would leave it a step ahead
         self._done = 0
         self._last: Result | None = None
 
@@ -348,10 +355,14 @@ class TrainStep:
         net, step = self._nets[turn], self._steps[turn]
         if not net.engines:
             raise InputError("the step is not prepared", fix="step.prepare(inputs, targets)")
-        if step.updates and self._captured.fresh:
+        self._captured.sync()
+        engine = net.engine_for(inputs, targets)
+        answered = engine is not None or self.options.on_new_shape != "error"
+        if answered and step.updates and self._captured.fresh:
+            if engine is not None:
+                engine.check()
             self._last = step.eagerly(inputs, targets)
         else:
-            self._captured.sync()
             self._last = net(inputs, targets)
         self._done += 1
         return self._last[0].clone()

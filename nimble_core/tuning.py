@@ -90,7 +90,7 @@ class Cases:
             return check
         with state_kept(recorded):
             executable.run(self.eager[0][0], static=True)
-            after = [tensor.clone() for _, tensor in _state_of(recorded)]
+            after = [one.tensor.clone() for one in _state_of(recorded)]
         updates = [replace(one, after=tensor) for one, tensor in zip(self.written, after, strict=True)]
         written = check_updates(name, updates, lowest=self.lowest)
         return check if written.passed or written.reason.startswith("void") else written
@@ -175,7 +175,7 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
     """
     build = builder(recorded.signature.structure)
     state = _state_of(recorded) if recorded.trained else []
-    before = [tensor.clone() for _, tensor in state]
+    before = [one.tensor.clone() for one in state]
     structure: Structure | None = None
 
     def run(inputs: Sequence[torch.Tensor], seed: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -185,7 +185,7 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
         with preserved(recorded.model), state_kept(recorded), torch.no_grad():
             with nullcontext() if seed is None else perturbed(seed):
                 outputs, structure = flatten(recorded.model(*args, **kwargs), what="output")
-            return [one.detach().clone() for one in outputs], [tensor.clone() for _, tensor in state]
+            return [one.detach().clone() for one in outputs], [one.tensor.clone() for one in state]
 
     cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
     truths: list[Sequence[torch.Tensor] | None] = []
@@ -201,7 +201,7 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
             moved.append(outputs)
             if not written:
                 known = zip(state, before, after, after_moved, strict=True)
-                written = [Update(name, one, now, now, other, jumps=True) for (name, _), one, now, other in known]
+                written = [Update(one.name, was, now, now, other, one.jumps) for one, was, now, other in known]
         if truth and not recorded.trained:
             args, kwargs = build([tensor.clone() for tensor in inputs])
             found = reference_outputs(recorded.model, args, kwargs)
@@ -219,18 +219,28 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
     )
 
 
-def _state_of(recorded: Recorded) -> list[tuple[str, torch.Tensor]]:
-    """Floating tensors that live outside of a program and that it writes, each storage once, by name.
+@dataclass(frozen=True, slots=True)
+class _State:
+    name: str
+    tensor: torch.Tensor
+    jumps: bool
+
+
+def _state_of(recorded: Recorded) -> list[_State]:
+    """Floating tensors that live outside of a program and that it writes, each storage once.
 
     They are those of eager's program: another program of the same model writes the same ones.
     """
     recording = (recorded.eager or recorded).recording
     written = {ref.storage for call in recording.program.calls for ref in call.writes}
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    divides = getattr(recorded.model, "divides", False)
+    found: dict[int, _State] = {}
     for slot, tensor in recording.given.items():
         home = recording.storage_of[slot]
         if home in written and tensor.is_floating_point():
-            found.setdefault(home, (recording.program.storages[home].name or f"constant {slot}", tensor.detach()))
+            storage = recording.program.storages[home]
+            jumps = divides and storage.role == "parameter"
+            found.setdefault(home, _State(storage.name or f"constant {slot}", tensor.detach(), jumps))
     return list(found.values())
 
 
@@ -367,7 +377,8 @@ class _Tuning:
                         checks += self._check()
                 if single not in self.executables or (kind != "none" and self._wrong(single)):
                     continue
-                with self.step("measure calls"):
+                # Replays of a training step train: what is judged later starts from where this one did.
+                with self.step("measure calls"), state_kept(self.recorded):
                     self.observed[kind] = observe(self.device, self.variants[kind], self.executables[single])
             if kind in baseline:
                 continue
@@ -386,7 +397,7 @@ class _Tuning:
             with self.step("check equality"):
                 checks += self._check()
         if measured and several and (auto or len(kinds) > 1):
-            with self.step("choose"):
+            with self.step("choose"), state_kept(self.recorded):
                 self._time()
         return checks
 

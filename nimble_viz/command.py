@@ -31,6 +31,12 @@ __all__ = ["load_factory", "main"]
 _ABOUT = "See what ahead-of-time scheduling changes about a PyTorch model."
 _FACTORY_FIX = "MODULE:FACTORY, where MODULE is importable or a path to a .py file, and FACTORY() gives (model, args)"
 
+_TRAINING = ("target", "loss_fn", "optimizer")
+_TRAINING_FACTORY = (
+    "a dict of model, args and, if needed, kwargs, loss_fn, target and optimizer (as compare takes them; without an "
+    "optimizer a training step is forward, loss and backward)"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (``sys.argv`` if None) and return its exit code.
@@ -101,15 +107,23 @@ def _from_name(name: str) -> types.ModuleType:
         raise InputError(f"there is no module {name!r}", fix=_FACTORY_FIX) from error
 
 
-def _call(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _call(spec: str, training: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Model, positional and keyword inputs, and what else ``compare`` needs for training, by name."""
     made = load_factory(spec)()
     match made:
-        case (model, tuple() | list() as args):
-            return model, tuple(args), {}
-        case (model, tuple() | list() as args, dict() as kwargs):
-            return model, tuple(args), kwargs
+        case {"model": model, **rest} if rest.keys() <= {"args", "kwargs", *_TRAINING}:
+            args, kwargs = rest.get("args", ()), rest.get("kwargs") or {}
+            if isinstance(args, tuple | list) and isinstance(kwargs, dict):
+                return model, tuple(args), kwargs, {key: rest.get(key) for key in _TRAINING} if training else {}
+        case (model, tuple() | list() as args) if not training:
+            return model, tuple(args), {}, {}
+        case (model, tuple() | list() as args, dict() as kwargs) if not training:
+            return model, tuple(args), kwargs, {}
+    given = f"{type(made).__name__} of {', '.join(map(str, made))}" if isinstance(made, dict) else type(made).__name__
+    if training:
+        raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {_TRAINING_FACTORY}")
     raise InputError(
-        f"{spec} gave {type(made).__name__}, not (model, args) or (model, args, kwargs)",
+        f"{spec} gave {given}, not (model, args) or (model, args, kwargs)",
         fix="return the model, a tuple of its inputs and, if it takes any, a dict of keyword inputs",
     )
 
@@ -125,11 +139,12 @@ def _compare(given: argparse.Namespace) -> int:
     for path in (given.save, given.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
-    model, args, kwargs = _call(given.factory)
+    model, args, kwargs, more = _call(given.factory, given.training)
+    more |= {"training": True} if given.training else {}
     from nimble_viz.comparison import compare
 
     progress = Progress() if given.quiet else None
-    report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress)
+    report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress, **more)
     with _files():
         if given.save is not None:
             report.save(given.save)
@@ -190,7 +205,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     compare = commands.add_parser("compare", help="measure a model: eager, one-stream and multi-stream replay")
-    compare.add_argument("factory", metavar="MODULE:FACTORY", help="gives (model, args) or (model, args, kwargs)")
+    compare.add_argument(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help=f"gives (model, args) or (model, args, kwargs), or {_TRAINING_FACTORY}",
+    )
+    compare.add_argument(
+        "--training",
+        action="store_true",
+        help=f"compare whole training steps; FACTORY gives {_TRAINING_FACTORY}",
+    )
     compare.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
     compare.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
     compare.add_argument(

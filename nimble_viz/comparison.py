@@ -1,7 +1,8 @@
 """``compare``: from a model and its inputs to a Report.
 
 Eager, one-stream replay and multi-stream replay are measured in turn on the same inputs; the plans are checked against
-eager on fresh ones; the eager run is profiled and the replays are watched, kernel by kernel.
+eager on fresh ones; the eager run is profiled and the replays are watched, kernel by kernel. A training step goes the
+same way, as one module of inputs and targets.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.algorithms.critical_path import critical_path
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from nimble_core.pipeline import Recorded
     from nimble_viz.peers import Peer, PeerRuns
     from nimble_viz.progress import Progress
+    from nimble_viz.training import Training
 
 __all__ = ["compare"]
 
@@ -45,24 +48,31 @@ def compare(
     optimizer: Any = None,
     against: str | Iterable[str | Peer] = (),
     options: Options | None = None,
+    training: bool = False,
     progress: Progress | None = None,
     device: Device | None = None,
 ) -> Report:
     """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay, and the peers asked for.
 
-    The model, its parameters, buffers and random state are left as they were. An interruption (Ctrl-C) once something
+    With ``training`` all of them run whole training steps: zeroed gradients, forward, loss, backward and
+    ``optimizer.step()``, eager with the optimizer as it is, replays as ``nimble_core.TrainStep`` does. Each round of
+    measuring starts from the same parameters.
+
+    The model, its parameters, buffers and random state are left as they were, bit for bit, and so are gradients,
+    optimizer and its state: steps are made with copies of the optimizer. An interruption (Ctrl-C) once something
     was recorded returns what there is, marked incomplete.
 
     Args:
-        model: module or function of tensors, on one device.
+        model: module or function of tensors, on one device; to train, a module in the mode to train it in.
         args: positional inputs.
         kwargs: keyword inputs.
-        target: for training; not available in this version.
-        loss_fn: likewise.
-        optimizer: likewise.
+        target: what the loss is told besides the model's output; None: nothing.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the target is None; a scalar.
+        optimizer: of parameters of the model; None: a step is forward, loss and backward.
         against: peers to measure in the same rounds: names (``nimble_viz.peers.peer_names``) and ``Peer`` objects. One
-            that fails, or whose outputs are not eager's, is left out, and ``Report.peers`` says why.
+            that fails, that cannot train, or whose outputs are not eager's, is left out, and ``Report.peers`` says why.
         options: how to prepare; defaults to ``Options()``.
+        training: compare training steps; ``target``, ``loss_fn`` and ``optimizer`` are for this alone.
         progress: told what is going on; by default a progress line where someone can see it.
         device: what runs it; by default where the inputs are.
 
@@ -75,8 +85,8 @@ def compare(
     from nimble_core.pipeline import check_inputs, device_for, preparing
     from nimble_viz.progress import default_progress
 
-    if target is not None or loss_fn is not None or optimizer is not None:
-        raise InputError("training cannot be compared in this version", fix="leave out target, loss_fn and optimizer")
+    if not training and any(given is not None for given in (target, loss_fn, optimizer)):
+        raise InputError("target, loss_fn and optimizer are for training", fix="training=True, or leave them out")
     peers: tuple[Peer, ...] = ()
     if against:
         from nimble_viz.peers import resolve_peers
@@ -87,9 +97,16 @@ def compare(
     if not isinstance(kwargs or {}, Mapping):
         raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     named = dict(kwargs or {})
+    step = None
+    if training:
+        from nimble_viz.training import Training
+
+        check_inputs(model, args, named)
+        step = Training(model, args, named, target=target, loss_fn=loss_fn, optimizer=optimizer)
+        model, args, named = step.whole, step.arguments, {}
     signature = check_inputs(model, args, named)
-    run = _Comparison(model, args, named, signature, device or device_for(signature.device), options, peers)
-    with preparing(), progress or default_progress() as told:
+    run = _Comparison(model, args, named, signature, device or device_for(signature.device), options, peers, step)
+    with preparing(), step.gradients_kept() if step else nullcontext(), progress or default_progress() as told:
         try:
             run.measure(told)
         except KeyboardInterrupt:
@@ -113,11 +130,13 @@ class _Comparison:
         device: Device,
         options: Options,
         against: Sequence[Peer] = (),
+        training: Training | None = None,
     ) -> None:
         from nimble_core.host_info import environment
 
         self.model, self.args, self.kwargs = model, args, kwargs
         self.signature, self.device, self.options, self.against = signature, device, options, against
+        self.training = training
         self.environment = environment("cuda" if device.kind == "cuda" else "cpu")
         self.recorded: Recorded | None = None
         self.replayed: Recorded | None = None
@@ -135,7 +154,7 @@ class _Comparison:
         self.planned: list[EngineMemory] = []
         self.eager_peak = 0
         self.compare_peak = 0
-        self.warnings: list[str] = []
+        self.warnings: list[str] = list(training.notes) if training else []
         self.interrupted = False
         self._without_autograd: Callable[[], Any] = nullcontext
 
@@ -148,6 +167,8 @@ class _Comparison:
             # A captured graph's pool is not among what torch counts as allocated, and all engines lived at once.
             self.compare_peak += sum(self.engine_bytes.values())
         with progress.step("eager memory"), self._kept():
+            if self.training:
+                self.training.eager.close()  # gradients of the step before are no part of this one
             self.eager_peak = self.device.memory_peak(self._eager)
 
     @contextmanager
@@ -227,13 +248,18 @@ class _Comparison:
             self.timelines.append(tuned.observed.timeline)
 
     def _time(self, progress: Progress) -> None:
-        build = _builder(self.recorded)
-        inputs = self.signature.tensors
         self._choose_eager()
         self._prepare_peers(progress)
         candidates: dict[str, Callable[[], object]] = {"eager": self._eager}
-        for name, one in self.executables.items():
-            candidates[name] = lambda run=one.run: build(run(inputs))
+        candidates |= {name: self._replay(one) for name, one in self.executables.items()}
+        rewind = self.training.rewinding() if self.training else None
+
+        def on_round(done: int, total: int) -> None:
+            if rewind is not None:  # weights that all runs train together would not be those of any of them
+                rewind()
+                self.device.synchronize()
+            progress.advance(done, total)
+
         if self.peers:
             candidates |= self.peers.timed()
         with progress.step("measure"):
@@ -243,7 +269,7 @@ class _Comparison:
                 synchronize=self.device.synchronize,
                 rounds=_TARGET_ROUNDS,
                 budget_s=self.options.budget_s,
-                on_round=progress.advance,
+                on_round=on_round,
                 on_interrupt=self._interrupt,
             )
         if self.peers:
@@ -251,6 +277,12 @@ class _Comparison:
             self.peers.close()
         if self.interrupted:
             raise KeyboardInterrupt
+
+    def _replay(self, one: Executable) -> Callable[[], object]:
+        build, inputs, training = _builder(self.recorded), self.signature.tensors, self.training
+        if training is None:
+            return lambda: build(one.run(inputs))
+        return training.replay(lambda: build(one.run(inputs, static=True)))
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -269,8 +301,9 @@ class _Comparison:
             without_autograd=self._without_autograd,
             synchronize=self.device.synchronize,
             taken=("eager", *self.executables),
+            training=self.training,
         )
-        cases = eager_cases(self.recorded, truth=True)
+        cases = eager_cases(self.recorded, truth=self.training is None)
         for peer in self.against:
             with progress.step(f"peer {peer.name}"):
                 self.peers.prepare(peer, cases)
@@ -284,10 +317,29 @@ class _Comparison:
         if unchecked:
             with progress.step("check equality"):
                 cases = eager_cases(self.recorded)
+                judge = partial(check_equality, lowest=cases.lowest)
+                if self.training:
+                    moved, names = self.training.rounded(self.recorded, cases)
+                    judge = partial(judge, perturbed=moved, names=names)
                 for name in unchecked:  # eager's own kernels: others are checked while they are chosen
                     replay = from_same_state(self.recorded, self.executables[name])
-                    self.checks.append(check_equality(name, replay, cases.eager, lowest=cases.lowest))
+                    self.checks.append(judge(name, replay, cases.eager))
+        if self.training:
+            with progress.step("check updates"):
+                self.checks = [self._with_update(check) for check in self.checks]
         self.warnings += [f"{check.name}: {check.reason}" for check in self.checks if not check.passed]
+
+    def _with_update(self, check: EqualityCheck) -> EqualityCheck:
+        """The check, failed where the parameters after a step are not what the optimizer makes of the gradients."""
+        from nimble_core.pipeline import state_kept
+
+        one = self.executables.get(check.name)
+        if one is None or self.training is None or self.recorded is None or check.differs:
+            return check
+        build, inputs = _builder(self.recorded), self.signature.tensors
+        with state_kept(self.recorded):
+            wrong = self.training.wrong_update(lambda: build(one.run(inputs)))
+        return replace(check, passed=False, reason=wrong) if wrong else check
 
     def _watch(self, progress: Progress) -> None:
         if self.replayed is None or self.replayed.whole:
@@ -313,7 +365,7 @@ class _Comparison:
             try:
                 self.overhead, timeline = measure_overhead(
                     self.recorded.recording.program,
-                    self._eager,
+                    self._eager_marked,
                     device=self.device.kind,
                     unprofiled_ns=self.measurements["eager"].median_ns,
                     synchronize=self.device.synchronize,
@@ -334,13 +386,27 @@ class _Comparison:
     # -- eager -------------------------------------------------------------------------------------------------
 
     def _eager(self) -> Any:
+        if self.training:
+            return self.training.eager.step(*self.args)
         with self._without_autograd():
             return self.model(*self.args, **self.kwargs)
 
+    def _eager_marked(self) -> Any:
+        """The same for the profiler, which is told of the phases of a training step."""
+        if self.training is None:
+            return self._eager()
+        from nimble_viz.training import mark_phase
+
+        inputs, targets = self.args
+        return self.training.eager.step(inputs, targets, mark_phase)
+
     def _choose_eager(self) -> None:
-        """Eager runs in inference mode, the fastest there is, unless the model cannot."""
+        """Eager runs in inference mode, the fastest there is, unless the model cannot, or trains."""
         import torch
 
+        if self.training:
+            self._without_autograd = torch.enable_grad
+            return
         self._without_autograd = torch.inference_mode
         try:
             with self._kept():
@@ -369,7 +435,7 @@ class _Comparison:
         }
         chosen = self._chosen(medians)
         return Report(
-            model=_name(self.model),
+            model=_name(self.training.model if self.training else self.model),
             dtype=_dtype(self.model, self.signature.tensors),
             batch=int(self.signature.tensors[0].shape[0]) if self.signature.tensors[0].dim() else 0,
             environment=finish(self.environment),

@@ -322,6 +322,11 @@ def _check_overhead(profile: OverheadProfile, size: int) -> None:
     _amounts((profile.matched, profile.total), "overhead")
     for sync in profile.host_syncs:
         _amounts((sync.count, sync.total_ns), "overhead.host_syncs")
+    for k, one in enumerate(profile.phases):
+        where = f"overhead.phases[{k}]"
+        _amounts((one.python_ns, one.dispatch_ns, one.allocation_ns, one.launch_ns, one.work_ns, one.exposed_ns), where)
+        for start, end in one.spans:
+            _amounts((start, end - start, end), f"{where}.spans")
 
 
 def _check_timeline(line: Timeline, size: int, where: str) -> None:

@@ -26,13 +26,17 @@ from nimble_core.structure import Structure, builder, flatten
 from nimble_viz.report import PeerResult
 
 if TYPE_CHECKING:
+    from nimble_core.candidates import EqualityCheck
     from nimble_core.pipeline import Recorded
     from nimble_core.tuning import Cases
+    from nimble_viz.training import Training
 
-__all__ = ["Peer", "PeerRuns", "Run", "close", "peer", "peer_names", "resolve_peers"]
+__all__ = ["Peer", "PeerRuns", "Run", "TrainablePeer", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
 
 Run = Callable[..., Any]
 """Called like the model, with inputs of the signature it was prepared for; returns what the model returns."""
+
+Outputs = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 _CAPTURE_WARM_UPS = 3
 _REASON_LENGTH = 300
@@ -70,6 +74,22 @@ class Peer(Protocol):
         """
 
 
+@runtime_checkable
+class TrainablePeer(Peer, Protocol):
+    """A peer that can also train: ``compare(..., training=True, against=[...])`` leaves out those that cannot."""
+
+    def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
+        """Make ``model`` ready to train on inputs like these.
+
+        ``model`` is a copy of the user's modules, for this peer alone, around the same memory, with parameters of its
+        own. Called with autograd, and so is what it returns, whose results autograd differentiates with respect to
+        ``model.parameters()``. Loss and optimizer are the caller's: forward and backward are to be made ready.
+
+        Raises:
+            Exception: this model or machine is not for this peer; the message says why.
+        """
+
+
 def peer_names() -> tuple[str, ...]:
     """Names that ``peer`` knows; every mode of ``torch.compile`` is among them, with and without freezing."""
     compiled = ["compile" if mode == "default" else f"compile:{mode}" for mode in _modes()]
@@ -90,6 +110,9 @@ def peer(name: str) -> Peer:
         Eager under ``cudnn.benchmark``; models that convolve images (parameters with four dimensions) in
         ``channels_last``, weights converted once and inputs on every run. cuDNN keeps one choice for each convolution
         and process, made by whoever meets it first: name this peer before others that use ``channels_last``.
+
+    Of a training step ``compile`` and its modes compile forward and backward, and ``cuda-graph`` captures them
+    (``torch.cuda.make_graphed_callables``); loss and optimizer run in eager. The others are for inference.
 
     Raises:
         InputError: there is none; lists those that exist.
@@ -139,6 +162,7 @@ class PeerRuns:
         without_autograd: mode to prepare and run in.
         synchronize: waits for the device.
         taken: names that measurements have already.
+        training: the training step that ``recorded`` is of; None for inference.
     """
 
     def __init__(
@@ -150,8 +174,9 @@ class PeerRuns:
         without_autograd: Callable[[], AbstractContextManager[Any]],
         synchronize: Callable[[], object],
         taken: Iterable[str] = (),
+        training: Training | None = None,
     ) -> None:
-        self.recorded, self.args, self.kwargs = recorded, args, kwargs
+        self.recorded, self.args, self.kwargs, self.training = recorded, args, kwargs, training
         self.without_autograd, self.synchronize, self.taken = without_autograd, synchronize, frozenset(taken)
         self.failed: set[str] = set()
         self._results: dict[str, PeerResult] = {}
@@ -176,13 +201,16 @@ class PeerRuns:
         try:
             with state_kept(self.recorded), self.without_autograd():
                 start = time.perf_counter()
-                run = one.prepare(self.recorded.model, self.args, self.kwargs)
+                if self.training is None:
+                    run = one.prepare(self.recorded.model, self.args, self.kwargs)
+                else:
+                    run = self.training.peer(one)
                 run(*self.args, **self.kwargs)
                 self.synchronize()
                 result = replace(result, prepare_s=time.perf_counter() - start)
             outputs = self._outputs(run)
-            check = check_equality(one.name, outputs, cases.eager, references=cases.truth, lowest=cases.lowest)
-            if check.differs:
+            check = self._check(one.name, outputs, cases)
+            if check.differs and self.training is None:
                 # Stricter with ourselves: compilers fold weights in half precision, and that is what their users get.
                 lenient = check_equality(one.name, outputs, cases.eager, lowest=cases.lowest)
                 check = lenient if lenient.passed else check
@@ -198,7 +226,16 @@ class PeerRuns:
             if one.name not in self._runs:
                 close(run)
 
-    def _outputs(self, run: Run) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    def _check(self, name: str, outputs: Outputs, cases: Cases) -> EqualityCheck:
+        if self.training is None:
+            return check_equality(name, outputs, cases.eager, references=cases.truth, lowest=cases.lowest)
+        moved, names = self.training.rounded(self.recorded, cases)
+        check = check_equality(name, outputs, cases.eager, lowest=cases.lowest, perturbed=moved, names=names)
+        if check.differs and any(one.role == "generator" for one in self.recorded.recording.program.storages):
+            return replace(check, reason="void: the step draws random numbers, which may be others in a peer")
+        return check
+
+    def _outputs(self, run: Run) -> Outputs:
         build = builder(self.recorded.signature.structure)
 
         def outputs(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -214,12 +251,14 @@ class PeerRuns:
         return {name: self._once(name, run) for name, run in self._runs.items()}
 
     def _once(self, name: str, run: Run) -> Callable[[], object]:
+        timed = getattr(run, "step", run) if self.training else run
+
         def once() -> object:
             if name in self.failed:
                 return None
             try:
                 with self.without_autograd():
-                    return run(*self.args, **self.kwargs)
+                    return timed(*self.args, **self.kwargs)
             except Exception as error:
                 self.failed.add(name)
                 self._results[name] = replace(self._results[name], note=f"left out: {_why(error)}")
@@ -255,7 +294,7 @@ def _modes() -> list[str]:
     return list(list_mode_options())
 
 
-def _twin(model: Callable[..., Any]) -> Callable[..., Any]:
+def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
     """The modules anew around the same memory: marks that are left on modules and tensors go with them.
 
     A function is returned as it is.
@@ -312,7 +351,7 @@ class _TorchScript:
     def prepare(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
         _require_no_autograd()
         signature, outputs = Signature(args, kwargs), list[Structure]()
-        flat = _Flat(_twin(model), signature.structure, outputs)
+        flat = _Flat(twin_of(model), signature.structure, outputs)
         with warnings.catch_warnings():
             # torch.jit's notices of its own retirement; it works.
             for category in (DeprecationWarning, FutureWarning):
@@ -350,7 +389,17 @@ class _Compile:
                 options = {**options, "freezing": True}
             # Dynamo asks for freezing too, before the options reach Inductor.
             with config.patch(freezing=bool(freezing) or config.freezing):
-                return _Compiled(_twin(model), options, args, kwargs)
+                return _Compiled(twin_of(model), options, args, kwargs)
+
+    def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
+        way, _, freezing = self.name.partition("+")
+        if freezing:
+            raise InputError("frozen weights cannot be trained")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+            from torch._inductor import list_mode_options
+
+            return _Compiled(model, dict(list_mode_options(way.partition(":")[2] or "default")), args, kwargs)
 
 
 class _Compiled:
@@ -454,6 +503,23 @@ class _CudaGraph:
 
         return run
 
+    def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
+        signature, outputs = Signature(args, kwargs), list[Structure]()
+        if signature.device.type != "cuda":
+            raise InputError(f"CUDA graphs run on CUDA only, the inputs are on {signature.device}")
+        flat = _Flat(model, signature.structure, outputs)
+        samples = tuple(tensor.detach().clone() for tensor in signature.tensors)
+        with torch.cuda.device(signature.device):
+            graphed: Any = torch.cuda.make_graphed_callables(
+                flat, samples, num_warmup_iters=_CAPTURE_WARM_UPS, allow_unused_input=True
+            )
+        build = builder(outputs[0])
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return build(graphed(*_bound(signature, args, kwargs)))
+
+        return run
+
 
 @dataclass(frozen=True, slots=True)
 class _EagerTuned:
@@ -467,7 +533,7 @@ class _EagerTuned:
         tuned = model
         if convolves:
             with torch.inference_mode(False), torch.no_grad():
-                twin = _twin(model)
+                twin = twin_of(model)
                 assert isinstance(twin, torch.nn.Module)
                 tuned = twin.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stub
         build, cudnn = builder(signature.structure), torch.backends.cudnn

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement, Ratio, ratio
-from nimble_core.program import Call, Program
+from nimble_core.program import Call, Phase, Program
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 
@@ -35,6 +35,7 @@ __all__ = [
     "Memory",
     "OverheadProfile",
     "PeerResult",
+    "PhaseOverhead",
     "PrepareStep",
     "Report",
 ]
@@ -68,12 +69,46 @@ class CallOverhead:
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """One place where the eager run made the host wait for the device."""
+    """One place where the eager run made the host wait for the device; ``phase``: of a training step, else empty."""
 
     kind: str
     count: int
     total_ns: float
     source: str
+    phase: Phase | Literal[""] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseOverhead:
+    """Host time of one phase of a profiled eager training step; nanoseconds.
+
+    The parts are those of ``CallOverhead``, here of all that happens in the phase, whether it is a call of the Program
+    or not (an eager optimizer's operators are not: a captured one is a few fused calls). With the time that the phase
+    waits for the device they add up to the length of its ``spans``, on the host with ``work_ns`` too.
+
+    Args:
+        phase: which.
+        spans: ``(start, end)`` of its stretches, from the start of the iteration.
+    """
+
+    phase: Phase
+    spans: tuple[tuple[float, float], ...]
+    python_ns: float
+    dispatch_ns: float
+    allocation_ns: float
+    launch_ns: float
+    work_ns: float
+    exposed_ns: float
+
+    @property
+    def host_ns(self) -> float:
+        """How long the phase lasts on the host."""
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def overhead_ns(self) -> float:
+        """All host time that is not work."""
+        return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +127,7 @@ class OverheadProfile:
         host_syncs: host synchronisations by kind and source line.
         source: how it was measured, in words.
         warnings: what the reader should doubt.
+        phases: of a training step, in the order they begin; empty for inference.
     """
 
     calls: tuple[CallOverhead, ...]
@@ -105,6 +141,7 @@ class OverheadProfile:
     host_syncs: tuple[HostSync, ...] = ()
     source: str = "torch.profiler"
     warnings: tuple[str, ...] = ()
+    phases: tuple[PhaseOverhead, ...] = ()
 
     @property
     def overhead_ns(self) -> float:

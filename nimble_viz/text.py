@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import CallOverhead, Report
-from nimble_viz.views.labels import label_call, plural
+from nimble_viz.views.labels import label_call, plural, trains
 from nimble_viz.views.overhead import PARTS, overhead
 from nimble_viz.views.provenance import fused_calls, module_of
 from nimble_viz.views.summary import summary
@@ -91,6 +91,15 @@ def paste_lines(report: Report) -> str:
     if report.schedule(report.chosen) is None:
         return ""
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", report.model)[:_FILE_NAME].strip("_") or "model"
+    if trains(report):
+        return "\n".join(
+            [
+                "from nimble_core.training import TrainStep",
+                "",
+                "step = TrainStep(model, loss_fn, optimizer).prepare(inputs, targets)",
+                "loss = step(inputs, targets)",
+            ]
+        )
     return "\n".join(
         [
             f'# once: report.plan.save("{name}.plan.json")',
@@ -111,6 +120,8 @@ def _good(report: Report) -> bool:
 def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, list[RenderableType]]]:
     if tables["speed"]:
         yield f"Speed ({tables['context']})", _speed(tables["speed"])
+    if tables["phases"]:
+        yield "The training step by phase", _phases(tables["phases"])
     if tables["peers"]:
         yield f"{tables['best'] or 'Nothing of ours'} against peers", _peers(tables["peers"])
     if tables["checks"]:
@@ -138,7 +149,8 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
         yield "Warnings", [_bullet(warning) for warning in tables["warnings"]]
     lines = paste_lines(report)
     if lines:
-        yield "This plan in production, without tuning", [_text(line) for line in lines.splitlines()]
+        title = "This step in production" if trains(report) else "This plan in production, without tuning"
+        yield title, [_text(line) for line in lines.splitlines()]
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -172,6 +184,24 @@ def _peers(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
         body.append(_indented("; ".join(note for note in notes if note)))
     note = "measured in turn with ours; in brackets quartiles; prepared in: until the first finished result"
     return [*body, _text(note, "dim")]
+
+
+def _phases(found: dict[str, Any]) -> list[RenderableType]:
+    rows = found["rows"]
+    table = _table(("", ""), *((row["phase"], "r") for row in rows))
+    lines = [
+        ("calls", [format_count(row["calls"]) for row in rows]),
+        ("all, one by one", [row["cost"] for row in rows]),
+        ("on the critical path", [row["path"] for row in rows]),
+        ("eager, profiled", [row["eager"] for row in rows]),
+        ("overhead in it", [row["overhead"] for row in rows]),
+        *((name, [row["replays"][at] for row in rows]) for at, name in enumerate(found["runs"])),
+    ]
+    for name, cells in lines:
+        if any(cells):
+            table.add_row(_text(name), *(_text(cell or "-") for cell in cells))
+    note = "replays: while any call of the phase ran; phases may run side by side"
+    return [table, _text(note, "dim")] if found["runs"] else [table]
 
 
 def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
@@ -281,6 +311,8 @@ def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
             notes.append(
                 _text(f"{row['label']}: {added} pairs of calls got an order the model does not ask for", "dim")
             )
+        if row["phases"]:
+            notes.append(_text(f"{row['label']} waits: {', '.join(one['text'] for one in row['phases'])}", "dim"))
         if row["promises"] != "none":
             notes.append(_text(f"{row['label']} promises: {row['promises']}", "dim"))
     return [table, *notes]
@@ -316,9 +348,16 @@ def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
 def _memory(held: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(held["facts"])]
     if held["engines"]:
-        table = _table(("engine", ""), ("arena", "r"), ("saved by reuse", "r"), ("workspaces", "r"), ("held", "r"))
+        columns = (
+            ("arena", "r"),
+            ("saved by reuse", "r"),
+            ("workspaces", "r"),
+            ("held", "r"),
+            ("of eager's peak", "r"),
+        )
+        table = _table(("engine", ""), *columns)
         for row in held["engines"]:
-            cells = [row[key] or "-" for key in ("arena", "saved", "workspaces", "held")]
+            cells = [row[key] or "-" for key in ("arena", "saved", "workspaces", "held", "against")]
             table.add_row(_text(row["label"]), *(_text(cell) for cell in cells))
         note = "arena: results of all calls, on all streams; held: arena, workspaces, input buffers and the rest"
         body += [_text(""), table, _text(note, "dim")]
@@ -435,7 +474,8 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Table:
     table = _table(("kind", ""), ("count", "r"), ("total", "r"), ("where, and what to do", ""))
     for row in rows[:_TOP]:
         advice = _text(f"{_clean(row['source'])}\n{row['hint']}" if row["source"] else row["hint"], lines=True)
-        table.add_row(_text(row["kind"]), _text(format_count(row["count"])), _text(row["total"]), advice)
+        kind = f"{row['kind']} ({row['phase']})" if row["phase"] else row["kind"]
+        table.add_row(_text(kind), _text(format_count(row["count"])), _text(row["total"]), advice)
     return table
 
 

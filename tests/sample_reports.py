@@ -14,7 +14,7 @@ from nimble_core.costs import Costs, Kernel, uniform_costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph, graph_from_edges
 from nimble_core.measurement import Measurement, summarize
-from nimble_core.program import Access, Call, Origin, Program, Storage, TensorRef
+from nimble_core.program import Access, Call, Origin, Phase, Program, Storage, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_viz.report import (
@@ -25,6 +25,7 @@ from nimble_viz.report import (
     Memory,
     OverheadProfile,
     PeerResult,
+    PhaseOverhead,
     PrepareStep,
     Report,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "plan_report",
     "sample_report",
     "tangled_report",
+    "training_report",
 ]
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>&\u2028\"'<!--"
@@ -266,6 +268,46 @@ def fused_report(calls: int = 60, *, width: int = 4, hostile: str = "") -> Repor
     )
 
 
+def training_report(calls: int = 60, *, width: int = 4, device: str = "cuda") -> Report:
+    """``sample_report`` as a training step: a third of the calls forward, one of loss, the others backward but for two.
+
+    One more host synchronisation is in the optimizer, which makes no other operators in eager.
+    """
+    report = sample_report(calls, width=width, device=device)
+
+    def phase(index: int) -> Phase:
+        if index >= calls - 2:
+            return "optimizer"
+        return "forward" if index < calls // 3 else "loss" if index == calls // 3 else "backward"
+
+    program = replace(
+        report.program, calls=tuple(replace(call, phase=phase(call.index)) for call in report.program.calls)
+    )
+    assert report.overhead is not None
+    rows = report.overhead.calls
+    starts = {span.call: span.start_ns for span in report.timelines[0].spans[::-1] if span.lane == 0}
+    order = list(dict.fromkeys(phase(call) for call in range(calls)))
+    begins = [starts[next(call for call in range(calls) if phase(call) == one)] for one in order]
+    phases = tuple(
+        PhaseOverhead(
+            one,
+            ((begin, end),),
+            *(sum(getattr(row, part) for row in rows if phase(row.call) == one) for part in _PARTS),
+        )
+        for one, begin, end in zip(order, begins, [*begins[1:], report.overhead.profiled_ns], strict=True)
+    )
+    waits = (*report.overhead.host_syncs, HostSync("aten::item", 3, 9_000.0, "sample_net/train.py:9", "optimizer"))
+    return replace(
+        report,
+        program=program,
+        overhead=replace(report.overhead, host_syncs=waits, phases=phases),
+        warnings=(*report.warnings, "no optimizer was given: a step is forward, loss and backward"),
+    )
+
+
+_PARTS = ("python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "work_ns", "exposed_ns")
+
+
 def _fused(index: int, group: tuple[int, ...], eager: Program, hostile: str) -> Call:
     """The call that stands for ``group``: Inductor's kernel, or the extern call of a convolution or matmul."""
     if not group:
@@ -398,6 +440,8 @@ CASES: dict[str, Callable[[], Report]] = {
     "fused": lambda: fused_report(),
     "fused hostile": lambda: fused_report(20, width=2, hostile=HOSTILE),
     "fused thousand": lambda: fused_report(1_000, width=10),
+    "training": lambda: training_report(),
+    "training on the host": lambda: training_report(12, width=2, device="cpu"),
     "ten thousand": lambda: sample_report(10_000, width=8),
 }
 """Every edge case of a report of something that ran, by name."""

@@ -29,6 +29,10 @@ def three():
     return model, [1, 2], {"scale": 3}
 def wrong():
     return model
+def step():
+    return {"model": model, "args": [1], "kwargs": {"scale": 2}, "target": 3, "loss_fn": max}
+def misspelt():
+    return {"model": model, "args": [1], "loss": max}
 number = 7
 """
 
@@ -183,6 +187,31 @@ def test_what_is_no_factory(spec: str, message: str, capsys: pytest.CaptureFixtu
 def test_a_factory_that_gives_something_else(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", f"{factory}:wrong"]) == 2
     assert "gave function, not (model, args)" in capsys.readouterr().err
+    assert not called
+
+
+def test_training_takes_a_dict(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{factory}:step", "--training", "--quiet"]) == 0
+    assert (called["args"], called["kwargs"], called["training"]) == ((1,), {"scale": 2}, True)
+    assert (called["target"], called["loss_fn"], called["optimizer"]) == (3, max, None)
+    called.clear()
+    assert main(["compare", f"{factory}:step", "--quiet"]) == 0
+    assert (called["args"], called["kwargs"]) == ((1,), {"scale": 2})
+    assert not {"training", "loss_fn", "target", "optimizer"} & called.keys()
+    with pytest.raises(SystemExit):
+        main(["compare", "-h"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--training" in shown
+    assert "a dict of model, args and, if needed, kwargs, loss_fn, target and optimizer" in shown
+
+
+def test_a_factory_that_does_not_say_how_to_train(
+    called: Called, factory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", f"{factory}:two", "--training"]) == 2
+    assert "gave tuple, which does not say how to train" in capsys.readouterr().err
+    assert main(["compare", f"{factory}:misspelt", "--training"]) == 2
+    assert "gave dict of model, args, loss" in capsys.readouterr().err
     assert not called
 
 

@@ -489,13 +489,6 @@ def test_an_error_passes_through_and_frees_the_engines(at: str) -> None:
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_what_this_version_does_not_do() -> None:
-    x = torch.randn(2, 16)
-    for more in ({"target": x}, {"loss_fn": nn.MSELoss()}, {"optimizer": object()}):
-        with pytest.raises(InputError, match="training"):
-            compare(Wide(), x, **more)
-
-
 def test_bad_input() -> None:
     x = torch.randn(2, 16)
     with pytest.raises(InputError, match=r"given type Wide itself"):

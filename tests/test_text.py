@@ -146,7 +146,7 @@ def test_concurrency_and_what_streams_are_worth() -> None:
 
 def test_memory_shows_the_arena_and_what_reuse_saved() -> None:
     text = plain_text(sample_report(), 100)
-    assert re.search(r"nimble replay +46\.0 MiB +114 MiB \(71\.2%\) +64\.0 MiB +164 MiB\n", text)
+    assert re.search(r"nimble replay +46\.0 MiB +114 MiB \(71\.2%\) +64\.0 MiB +164 MiB +\d+\.\d+x\n", text)
 
 
 def test_a_plan_claims_nothing_that_would_need_a_run() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nimble_core.program import Program
+from nimble_core.program import Phase, Program
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_ns, format_percent
 from nimble_viz.measure.profile import (
@@ -25,7 +25,7 @@ from nimble_viz.measure.profile import (
     outer_first,
     profile_eager,
 )
-from nimble_viz.report import CallOverhead, HostSync, OverheadProfile
+from nimble_viz.report import CallOverhead, HostSync, OverheadProfile, PhaseOverhead
 
 __all__ = ["align", "eager_timeline", "match_calls", "measure_overhead", "overhead_profile"]
 
@@ -39,6 +39,7 @@ UNPROFILED_BOUND = 1.1
 """Above this ratio of unprofiled to profiled time something other than the profiler made the difference."""
 
 _ALLOCATING_OPERATORS = ("aten::empty", "aten::new_empty", "aten::resize_")
+_NO_WORK = (*_ALLOCATING_OPERATORS, "autograd::")
 _ALLOCATING_RUNTIME = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemCreate", "cuMemMap", "cuMemAddressReserve")
 _HOST_READS = ("aten::item", "aten::_local_scalar_dense")
 
@@ -133,6 +134,7 @@ def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> Ov
         host_syncs=_host_syncs(program, trace, forest, matches),
         source=_source(trace),
         warnings=(*trace.warnings, *_doubts(program, trace, matches, unprofiled_ns)),
+        phases=tuple(_phases(trace, forest, busy)),
     )
 
 
@@ -185,17 +187,23 @@ def match_calls(program: Program, operators: Sequence[OperatorEvent]) -> tuple[t
 
 def _match(program: Program, forest: _Forest) -> tuple[tuple[int, int], ...]:
     """``(call, position in the forest)``, both increasing."""
-    keys = [_event_name(call.operator) for call in program.calls]
+    # Autograd adds up gradients in place where nobody looks on.
+    in_place = any(call.phase == "backward" for call in program.calls)
+
+    def name_of(event: str) -> str:
+        return event.rstrip("_") if in_place else event
+
+    keys = [name_of(_event_name(call.operator)) for call in program.calls]
     wanted = set(keys)
     candidates = []
     at = 0
     while at < len(forest.events):
-        if forest.events[at].name in wanted:
+        if name_of(forest.events[at].name) in wanted:
             candidates.append(at)
             at = forest.ends[at]
         else:
             at += 1
-    names = [forest.events[event].name for event in candidates]
+    names = [name_of(forest.events[event].name) for event in candidates]
     return tuple((call, candidates[j]) for call, j in align(keys, names))
 
 
@@ -387,15 +395,52 @@ def _split(stretches: Iterable[_Stretch], cuts: Sequence[int]) -> list[Counter[s
     return split
 
 
+def _phases(trace: Trace, forest: _Forest, busy: Sequence[tuple[int, int]]) -> Iterator[PhaseOverhead]:
+    """Each phase's host time by cause, whatever operator it was spent on."""
+    split = _split(_causes(trace, busy), [at for _, start, end in trace.phases for at in (start, end)])
+    roots = [at for at, parent in enumerate(forest.parents) if parent < 0]
+    launched_at = {event.correlation: event.start_ns for event in trace.runtime}
+    for phase in dict.fromkeys(name for name, _, _ in trace.phases):
+        at = [position for position, (name, _, _) in enumerate(trace.phases) if name == phase]
+        inside = [trace.phases[position][1:] for position in at]
+        parts = sum((split[2 * position + 1] for position in at), Counter[str]())
+        dispatch_ns = parts["dispatch"]
+        if trace.device == "cpu":
+            own = (root for root in roots if _within(forest.events[root].start_ns, inside))
+            work_ns = min(dispatch_ns, sum(_work(forest, root, trace.floor_ns) for root in own))
+            dispatch_ns -= work_ns
+        else:
+            launched = (kernel for kernel in trace.kernels if _within(launched_at.get(kernel.correlation, -1), inside))
+            work_ns = sum(kernel.end_ns - kernel.start_ns for kernel in launched)
+        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"]
+        yield PhaseOverhead(
+            phase=phase,
+            spans=tuple((float(start - trace.start_ns), float(end - trace.start_ns)) for start, end in inside),
+            python_ns=float(parts["python"]),
+            dispatch_ns=float(dispatch_ns),
+            allocation_ns=float(parts["allocation"]),
+            launch_ns=float(parts["launch"]),
+            work_ns=float(work_ns),
+            exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
+        )
+
+
+def _within(at: int, spans: Iterable[tuple[int, int]]) -> bool:
+    return any(start <= at < end for start, end in spans)
+
+
 def _work(forest: _Forest, event: int, floor_ns: float) -> int:
-    """Self time above the floor of an operator and those inside it, allocations left out; nanoseconds."""
+    """Self time above the floor of an operator and those inside it, nanoseconds.
+
+    Allocations are left out, and autograd's own nodes.
+    """
     own = {i: forest.events[i].end_ns - forest.events[i].start_ns for i in range(event, forest.ends[event])}
     for i in range(event + 1, forest.ends[event]):
         own[forest.parents[i]] -= forest.events[i].end_ns - forest.events[i].start_ns
     return sum(
         max(0, round(ns - floor_ns))
         for i, ns in own.items()
-        if not forest.events[i].name.startswith(_ALLOCATING_OPERATORS)
+        if "::" in forest.events[i].name and not forest.events[i].name.startswith(_NO_WORK)
     )
 
 
@@ -442,15 +487,16 @@ def _host_syncs(
         if is_synchronisation(event.name) and not _covers(inside, event.start_ns)
     ]
     starts = [forest.events[event].start_ns for _, event in matches]
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    found: dict[tuple[str, str, Phase | Literal[""]], list[int]] = defaultdict(list)
     for start, end, kind in (*reads, *waits):
         before = bisect_right(starts, start) - 1
         place = ""
         if before >= 0:
             call, event = matches[before]
             place = _place(program, call, within=start < forest.events[event].end_ns)
-        found[kind, place].append(end - start)
-    rows = [HostSync(kind, len(ns), float(sum(ns)), place) for (kind, place), ns in found.items()]
+        phase: Phase | Literal[""] = next((name for name, *span in trace.phases if span[0] <= start < span[1]), "")
+        found[kind, place, phase].append(end - start)
+    rows = [HostSync(kind, len(ns), float(sum(ns)), place, phase) for (kind, place, phase), ns in found.items()]
     return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.kind, row.source)))
 
 
@@ -471,13 +517,15 @@ def _doubts(program: Program, trace: Trace, matches: Sequence[tuple[int, int]], 
             f"the profiled iteration ({format_ns(trace.length_ns)}) was faster than those without the profiler "
             f"({format_ns(unprofiled_ns)}): the machine was not quiet, compare shares only"
         )
-    total = len(program.calls)
-    if total and len(matches) < MATCHED_BOUND * total:
-        missing = sorted(set(range(total)) - {call for call, _ in matches})
-        first = program.calls[missing[0]]
+    # An eager optimizer makes other calls than a captured one: its time is known by phase.
+    wanted = [call for call in program.calls if call.phase != "optimizer"]
+    found = {call for call, _ in matches}
+    missing = [call for call in wanted if call.index not in found]
+    if len(missing) > (1 - MATCHED_BOUND) * len(wanted):
+        seen, total = len(wanted) - len(missing), len(wanted)
         yield (
-            f"{len(matches)} of {total} calls ({format_percent(len(matches) / total)}) were found in the profile; "
-            f"first missing: {first}"
+            f"{seen} of {total} calls ({format_percent(seen / total)}) were found in the profile; "
+            f"first missing: {missing[0]}"
         )
 
 

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nimble_core.errors import DeviceError
+from nimble_core.program import Phase
 
 __all__ = [
+    "PHASE",
     "DeviceEvent",
     "OperatorEvent",
     "RawEvent",
@@ -37,6 +39,8 @@ __all__ = [
 ITERATION = "nimble.iteration"
 RUN = "nimble.run"
 CALIBRATION = "nimble.calibration"
+PHASE = "nimble.phase."
+"""What annotations of a training step's phases begin with."""
 
 _LAUNCHES = (
     "cudaLaunchKernel",
@@ -133,6 +137,7 @@ class Trace:
         iterations_ns: length of every profiled iteration; this one is their (upper) median.
         floor_ns: what the profiler shows for an operator that has next to nothing to do; 0 if not measured.
         warnings: why it should be doubted.
+        phases: ``(phase, start, end)`` of a training step's annotated stretches, in order.
     """
 
     device: Literal["cuda", "cpu"]
@@ -145,6 +150,7 @@ class Trace:
     iterations_ns: tuple[int, ...] = ()
     floor_ns: float = 0.0
     warnings: tuple[str, ...] = ()
+    phases: tuple[tuple[Phase, int, int], ...] = ()
 
     @property
     def length_ns(self) -> int:
@@ -274,6 +280,7 @@ def trace_from_events(
         iterations_ns=tuple(event.end_ns - event.start_ns for event in iterations),
         floor_ns=_floor(host, [event for event in marks if event.name == CALIBRATION]),
         warnings=(*warnings, *_doubts(device, chosen, slices)),
+        phases=tuple(_phases(iterations[chosen], marks)),
     )
 
 
@@ -320,6 +327,13 @@ def _slice(iteration: RawEvent, runs: list[RawEvent], host: list[RawEvent], on_d
         or (event.correlation not in launched and iteration.start_ns <= event.start_ns <= iteration.end_ns)
     )
     return run_end_ns, operators, runtime, kernels
+
+
+def _phases(iteration: RawEvent, marks: list[RawEvent]) -> Iterator[tuple[Phase, int, int]]:
+    for mark in sorted(marks, key=lambda event: event.start_ns):
+        name = next((one for one in get_args(Phase) if mark.name == f"{PHASE}{one}"), None)
+        if name is not None and iteration.start_ns <= mark.start_ns <= iteration.end_ns:
+            yield name, mark.start_ns, mark.end_ns
 
 
 def _doubts(device: str, chosen: int, slices: list[_Slice]) -> Iterator[str]:

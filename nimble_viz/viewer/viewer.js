@@ -100,7 +100,9 @@ const NimbleViewer = (() => {
     for (const plan of plans) plan.streams = plan.stream.reduce((most, stream) => Math.max(most, stream + 1), 0);
     const runs = data.timelines.map((line) => ({ ...line, ...unpackAll(line.columns, strings) }));
     const cost = data.overhead && unpackAll(data.overhead.columns, strings);
-    const facts = data.summary;
+    const facts = data.summary, phased = facts.phases !== null;
+    const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
+    const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.phase)) : []);
     const critical = new Set(graph.critical);
     const state = { call: -1, eager: -1, plan: Math.max(0, plans.length - 1), pane: "summary" };
     /** What is marked as selected: calls, and eager calls; the same set where nothing was fused. */
@@ -194,7 +196,7 @@ const NimbleViewer = (() => {
         rows.push(["Became", became[state.eager].length ? many(became[state.eager], (other) => el("div", null, callLink(other))) : "No call of the replay stands for it: folded into weights, or not needed."]);
       }
       if (call >= 0) {
-        rows.push([fused ? "Kernel" : "Operator", calls.operator[call]], ["Call", `${call} of ${count(size)}, ${calls.phase[call]}`]);
+        rows.push([fused ? "Kernel" : "Operator", calls.operator[call]], ["Call", el("span", null, `${call} of ${count(size)}, `, phased ? phaseChip(calls.phase[call]) : calls.phase[call])]);
         if (fused) rows.push(["Stands for", standsFor[call].length ? many(standsFor[call], eagerLink) : "no eager call: nothing explains it (a change of layout, most often)"]);
         if (state.eager < 0) rows.push(["Module", calls.module[call] || (fused && !standsFor[call].length ? "unknown" : "the model itself")]);
         if (!fused) rows.push(["Source", sourceOf(call) || "unknown"]);
@@ -284,7 +286,7 @@ const NimbleViewer = (() => {
     const textOf = (call, table) => {
       let hay = haystacks.get(table);
       if (!hay) haystacks.set(table, (hay = []));
-      const own = (at, from) => `${at} ${from.operator[at]} ${from.label[at]} ${from.module[at]} ${sourceOf(at, from)}`;
+      const own = (at, from) => `${at} ${from.operator[at]} ${from.label[at]} ${from.module[at]} ${sourceOf(at, from)}${phased ? ` ${from.phase[at]}` : ""}`;
       return (hay[call] ??= [own(call, table), ...(fused && table === calls ? standsFor[call].map((other) => own(other, eager)) : [])].join(" ").toLowerCase());
     };
     function matches(text, table = calls) {
@@ -348,7 +350,13 @@ const NimbleViewer = (() => {
         return [el("p", { class: "nv-answer" }, `${facts.best}: ${over} of the limit, ${text} (${bound})`), sentence && el("p", null, `${sentence}.`),
           parts.length > 0 && table([["Above the limit"], [""], ["Time", 1]], parts.map((part) => el("tr", null, el("td", null, part.name, el("span", { class: "nv-small", style: "white-space:normal" }, part.meaning)), el("td", { style: "width:30%" }, el("div", { class: "nv-bar", style: `width:${(100 * part.ns) / most}%;margin-top:7px` })), number(part.text))))];
       };
-      const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1]], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held"].map((key) => number(row[key]))))),
+      const byPhase = ({ rows, runs: names }) => {
+        const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
+        return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
+          table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
+            el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
+      };
+      const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ["Of eager's peak", 1]], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held", "against"].map((key) => number(row[key]))))),
         el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
@@ -356,6 +364,7 @@ const NimbleViewer = (() => {
           el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
           facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
+        phased && card("The training step by phase", true, ...byPhase(facts.phases)),
         facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),
         facts.candidates && card("Plans that were tried", true, ...tried(facts.candidates)),
         card("Plans and synchronisations", true, facts.plans.length
@@ -387,6 +396,8 @@ const NimbleViewer = (() => {
         !serial && el("div", { class: "nv-strip", style: `width:${(100 * row.work) / scale}%;background:var(--work)`, title: `GPU time: ${time(row.work)}` }));
       const overheadSum = PARTS.reduce((sum, [key]) => sum + totals[key], 0);
       const whole = { ...totals, remainder: Math.max(0, data.overhead.remainder_ns), host: overheadSum + (serial ? totals.work : 0) + Math.max(0, data.overhead.remainder_ns) };
+      const spent = phased ? facts.phases.rows.filter((row) => row.parts.work !== undefined).map(({ phase, parts }) => ({ phase, ...parts, host: PARTS.reduce((sum, [key]) => sum + parts[key], serial ? parts.work : 0) || 1 })) : [];
+      const longestPhase = spent.reduce((most, row) => Math.max(most, row.host, row.work), 1);
       const list = el("div", { class: "nv-rows" }), status = el("span", { class: "nv-push", role: "status" });
       const buttons = {};
       const by = (key, text) => (buttons[key] = el("button", { class: "nv-plain", type: "button", "aria-pressed": "false", onclick: () => { view.by = key; view.limit = 200; fill(); } }, text));
@@ -435,6 +446,7 @@ const NimbleViewer = (() => {
           card("One eager iteration, profiled", true,
             el("p", null, `${time(data.overhead.profiled_ns)} profiled; ${time(data.overhead.unprofiled_ns)} without the profiler. The parts are shares of the profiled run; believe wall times only from the unprofiled one.`),
             el("div", { class: "nv-whole" }, bars(whole, whole.host || 1)),
+            spent.length > 0 && el("div", { class: "nv-by-phase" }, spent.map((row) => [phaseChip(row.phase), bars(row, longestPhase), el("span", { class: "nv-num" }, time(row.host))])),
             el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value))))),
         data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);
       node.append(
@@ -717,6 +729,7 @@ const NimbleViewer = (() => {
         legend.replaceChildren(
           el("span", null, streams === 1 ? "stream" : "streams", Array.from({ length: Math.min(streams, 12) }, (_, stream) => streamChip(stream)), streams > 12 && `and ${streams - 12} more`),
           el("span", null, el("i", { class: "nv-edge" }), "must wait (MEG)"), el("span", null, el("i", { class: "nv-edge nv-sync" }), `synchronisation across streams (${count(plan() ? plan().producer.length : 0)})`),
+          ...phaseLegend(),
           view.transitive ? el("span", null, el("i", { class: "nv-edge nv-trans" }), "transitive, implied by others") : "", view.critical ? el("span", null, el("i", { class: "nv-edge nv-crit" }), "critical path") : "", status);
       }
       /** Everything at once; or, from the top, as much as can still be read. */
@@ -826,10 +839,10 @@ const NimbleViewer = (() => {
         }
         function drawCall(paint, call) {
           const stream = streamOf(call), onPath = view.critical && critical.has(call), fill = streamFill(paint, stream);
-          if (s < 0.28) { paint.fillStyle = fill; paint.fillRect(x[call], y[call], W, H); }
+          if (s < 0.28) { paint.fillStyle = fill; paint.fillRect(x[call], y[call], W, H); if (phased) { paint.fillStyle = theme.value(calls.phase[call]); paint.fillRect(x[call] + W - 22, y[call], 22, H); } }
           else {
             rounded(paint, x[call], y[call], W, H, 6); paint.fillStyle = surfaceColour; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
-            paint.save(); rounded(paint, x[call], y[call], W, H, 6); paint.clip(); paint.fillStyle = fill; paint.fillRect(x[call], y[call], 26, H); paint.restore();
+            paint.save(); rounded(paint, x[call], y[call], W, H, 6); paint.clip(); paint.fillStyle = fill; paint.fillRect(x[call], y[call], 26, H); if (phased) { paint.fillStyle = theme.value(calls.phase[call]); paint.fillRect(x[call] + W - 6, y[call], 6, H); } paint.restore();
             paint.textBaseline = "middle"; paint.textAlign = "center"; paint.font = `650 12px ${sans}`;
             if (stream >= 8) { paint.fillStyle = theme.stream(stream); paint.fillRect(x[call] + 3, y[call] + H / 2 - 8, 20, 16); }
             paint.fillStyle = ink(theme.stream(stream)); paint.fillText(String(stream), x[call] + 13, y[call] + H / 2 + 0.5);
@@ -980,13 +993,14 @@ const NimbleViewer = (() => {
               const colour = streamLane(lane) ? theme.stream(lane) : run.lanes[lane].kind === "gpu" ? theme.value("work") : theme.value("remainder");
               context.fillStyle = streamLane(lane) && to - from > 3 ? streamFill(context, lane) : colour;
               context.fillRect(from, y + (tall - bar) / 2, Math.max(to - from - (wide > 3 ? 0.7 : 0), 0.5), bar);
+              if (run.phase[index] >= 0) { const thin = bar > 12 ? 4 : 2; context.fillStyle = theme.value(data.phases[run.phase[index]]); context.fillRect(from, y + (tall + bar) / 2 - thin, Math.max(to - from - (wide > 3 ? 0.7 : 0), 0.5), thin); }
               painted = Math.floor(to) + (wide < 1 ? 0.4 : 0);
               if (to - from > 34 && tall > 12) {
                 const label = call >= 0 ? table.label[call] : run.name[index];
                 context.font = `10.5px ${sans}`; context.textAlign = "left"; context.fillStyle = ink(colour.startsWith("#") ? colour : "#888888");
                 context.save(); context.beginPath(); context.rect(from, y, to - from - 3, tall); context.clip();
                 if (lane >= 8 && streamLane(lane)) { context.save(); context.fillStyle = colour; context.fillRect(from + 2, y + (tall - bar) / 2 + 1, context.measureText(label).width + 5, bar - 2); context.restore(); }
-                context.fillText(label, from + 4, y + tall / 2 + 0.5); context.restore();
+                context.fillText(label, from + 4, y + tall / 2 + (phased ? -1 : 0.5)); context.restore();
               }
               if (marks.has(call)) { context.strokeStyle = theme.value("select"); context.lineWidth = 2.5; context.strokeRect(from - 1, y + (tall - bar) / 2 - 1.5, Math.max(to - from, 2) + 1, bar + 3); }
             }
@@ -1048,7 +1062,7 @@ const NimbleViewer = (() => {
             const span = hit(x, y);
             if (span < 0) { showTip(); return; }
             const call = run.call[span];
-            showTip(event, [run.name[span], `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}`, ...(call < 0 ? ["belongs to no call"] : isEager(run) ? [`eager call ${call}: ${nameOf(call, eager)}`, sourceOf(call, eager), ...fate(call)] : [`call ${call}: ${nameOf(call)}`, ...origin(call)])]);
+            showTip(event, [run.name[span], `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}${run.phase[span] >= 0 ? `, ${data.phases[run.phase[span]]}` : ""}`, ...(call < 0 ? ["belongs to no call"] : isEager(run) ? [`eager call ${call}: ${nameOf(call, eager)}`, sourceOf(call, eager), ...fate(call)] : [`call ${call}: ${nameOf(call)}`, ...origin(call)])]);
           },
         });
         canvas.addEventListener("wheel", (event) => {
@@ -1085,7 +1099,7 @@ const NimbleViewer = (() => {
           drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
           el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), replays.length > 0 && replays.length < drawn.length && tool("Replays", "Zoom to the replays", () => setRange(0, 1.02 * Math.max(...replays.map((run) => run.length_ns)))), tool("To selection", "Zoom to the selected call in the last run", goTo),
           el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
-        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
         axisBox, body);
       onSelect.push((from) => reveal(from !== "timeline"));
       panes.timeline.onshow = () => reveal(true);
@@ -1103,11 +1117,11 @@ const NimbleViewer = (() => {
       function fill() {
         const entry = facts.plans[state.plan], now = plan();
         if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, "No plan was made, so nothing has to wait.")); return; }
-        counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))), kept(entry) || "", ends(entry) || "");
+        counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))), kept(entry) || "", ends(entry) || "", entry.phases.length ? el("p", { class: "nv-sub" }, `Planned waits by phase: ${entry.phases.map((one) => one.text).join(", ")}.`) : "");
         const keep = view.text ? new Set(matches(view.text)) : null, rows = [];
         now.producer.forEach((u, at) => { const v = now.consumer[at]; if (!keep || keep.has(u) || keep.has(v)) rows.push([at, u, v]); });
         if (!now.producer.length) { list.replaceChildren(el("p", { class: "nv-sub" }, `${planLabel(now)} needs no synchronisation: ${now.streams > 1 ? "its streams never meet" : "all calls are on one stream"}.`)); return; }
-        const side = (call) => el("td", null, streamChip(now.stream[call]), callLink(call), el("span", { class: "nv-small", style: "white-space:normal" }, calls.module[call]), fused && el("span", { class: "nv-small", style: "white-space:normal" }, standsFor[call].length ? `for eager ${listed(standsFor[call], 4, (other) => `${other} ${eager.label[other]}`).join(", ")}` : "no eager call explains it"));
+        const side = (call) => el("td", null, streamChip(now.stream[call]), callLink(call), el("span", { class: "nv-small", style: "white-space:normal" }, phased && phaseChip(calls.phase[call]), phased && " ", calls.module[call]), fused && el("span", { class: "nv-small", style: "white-space:normal" }, standsFor[call].length ? `for eager ${listed(standsFor[call], 4, (other) => `${other} ${eager.label[other]}`).join(", ")}` : "no eager call explains it"));
         const first = rows.findIndex(([, u, v]) => marked.has(u) || marked.has(v));
         const shownRows = rows.slice(0, view.limit);
         if (first >= view.limit) shownRows.unshift(rows[first]);
@@ -1119,7 +1133,7 @@ const NimbleViewer = (() => {
       node.append(plans.length > 0 && el("div", { class: "nv-tools" }, planPicker(), field), el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" },
         el("section", { "aria-label": "Counts" }, el("h2", { class: "nv-h2" }, "Synchronisations across streams, counted four ways"), el("p", { class: "nv-sub" }, "Fork from and join to the capture stream, and edges inside one call, are counted apart."), counts),
         el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Where eager made the host wait"),
-          host === null ? el("p", null, "Eager was not profiled, so its host synchronisations are unknown.") : host.length ? table([["Kind"], ["Count", 1], ["Total", 1], ["Source line"], ["What to do"]], host.map((row) => el("tr", null, el("td", null, row.kind), el("td", { class: "nv-num" }, count(row.count)), el("td", { class: "nv-num" }, row.total), el("td", null, row.source || "unknown"), el("td", null, row.hint)))) : el("p", null, facts.host ? "None: on the host device there is nothing to wait for." : "None was seen in the profiled iteration.")),
+          host === null ? el("p", null, "Eager was not profiled, so its host synchronisations are unknown.") : host.length ? table([["Kind"], ["Count", 1], ["Total", 1], ...(phased ? [["Phase"]] : []), ["Source line"], ["What to do"]], host.map((row) => el("tr", null, el("td", null, row.kind), el("td", { class: "nv-num" }, count(row.count)), el("td", { class: "nv-num" }, row.total), phased && el("td", null, row.phase ? phaseChip(row.phase) : "–"), el("td", null, row.source || "unknown"), el("td", null, row.hint)))) : el("p", null, facts.host ? "None: on the host device there is nothing to wait for." : "None was seen in the profiled iteration.")),
         plans.length > 0 && el("section", { class: "nv-card" }, el("h2", null, "Planned synchronisations"), list)));
       fill();
       onSelect.push(() => { fill(); const row = list.querySelector(".nv-on"); if (row && !node.hidden) row.scrollIntoView({ block: "nearest" }); });

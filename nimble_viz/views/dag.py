@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nimble_viz.report import Report
-from nimble_viz.views.labels import label_call, label_run
+from nimble_viz.views.labels import label_call, label_run, trains
 from nimble_viz.views.provenance import nesting_modules
 
 __all__ = ["Boxes", "Lane", "Layout", "components", "dag", "lay_out", "layers", "nest", "order", "spread_row"]
@@ -73,7 +73,7 @@ class Layout:
 def dag(report: Report) -> dict[str, Any]:
     """Boxes with their rows and positions, edges, critical path and plans, as columns."""
     graph, calls = report.graph, report.program.calls
-    boxes = nest(nesting_modules(report))
+    boxes = nest(nesting_modules(report), [call.phase for call in calls] if trains(report) else None)
     layout = lay_out(boxes, graph.meg)
     labels = [label_call(call) for call in calls]
     shapes = [tuple(labels[first : last + 1]) for first, last in zip(boxes.first, boxes.last, strict=True)]
@@ -129,11 +129,12 @@ def components(module: str) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def nest(modules: Sequence[str]) -> Boxes:
+def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
     """Group neighbouring calls by module path, step by step; groups of one call, or of all of their parent, vanish.
 
     Args:
         modules: module path of each call, in program order.
+        phases: phase of each call: the outermost groups; None: no such groups.
 
     Returns:
         The boxes; a group's number is higher than that of the group around it. O(calls × depth).
@@ -142,6 +143,8 @@ def nest(modules: Sequence[str]) -> Boxes:
     ('a', 'x')
     """
     paths = [components(module) for module in modules]
+    if phases is not None:
+        paths = [(phase, *path) for phase, path in zip(phases, paths, strict=True)]
     size = len(paths)
     parent = [-1] * size
     first: list[int] = []

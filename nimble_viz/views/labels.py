@@ -26,6 +26,7 @@ __all__ = [
     "ratio_cell",
     "ratio_words",
     "split_plan",
+    "trains",
 ]
 
 SAME_BAND = 0.02
@@ -54,9 +55,14 @@ def planned(report: Report) -> bool:
 
 
 def context(report: Report) -> str:
-    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``."""
+    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``; and if it is training."""
     batch = f"batch {report.batch}" if report.batch else "no batch dimension"
-    return f"{report.dtype}, {batch}, {_place(report)}"
+    return f"{report.dtype}, {batch}, {'training, ' if trains(report) else ''}{_place(report)}"
+
+
+def trains(report: Report) -> bool:
+    """Whether it is about training steps."""
+    return any(call.phase != "forward" for call in report.program.calls)
 
 
 def split_plan(name: str) -> tuple[str, str]:

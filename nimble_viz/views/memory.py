@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nimble_core.units import format_bytes, format_percent
+from nimble_core.units import format_bytes, format_percent, format_ratio
 from nimble_viz.report import Report
 from nimble_viz.views.labels import label_run
 
@@ -32,6 +32,7 @@ def memory(report: Report) -> dict[str, Any] | None:
                 "saved": _saved(plan.saved, plan.unshared) if plan else "",
                 "workspaces": format_bytes(plan.workspaces) if plan else "",
                 "held": format_bytes(held[name]) if held.get(name) else "",
+                "against": format_ratio(held[name] / known.eager_peak) if held.get(name) and known.eager_peak else "",
             }
         )
     shown = [(name, format_bytes(nbytes)) for name, nbytes in facts if nbytes]

@@ -15,6 +15,7 @@ from nimble_viz.report import Report
 from nimble_viz.views.dag import dag
 from nimble_viz.views.labels import label_call
 from nimble_viz.views.overhead import overhead
+from nimble_viz.views.phases import PHASES
 from nimble_viz.views.provenance import module_of
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, ENDS, host_syncs
@@ -58,6 +59,7 @@ def view_data(report: Report) -> dict[str, Any]:
         "timelines": lines,
         "sync_counts": COUNTS,
         "sync_ends": ENDS,
+        "phases": PHASES,
         "host_syncs": host_syncs(report),
         "strings": list(strings),
     }

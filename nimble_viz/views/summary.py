@@ -21,10 +21,12 @@ from nimble_viz.views.labels import (
     plural,
     ratio_cell,
     ratio_words,
+    trains,
 )
 from nimble_viz.views.limit import distance, limit
 from nimble_viz.views.memory import memory
 from nimble_viz.views.peers import against, best_peer, peers
+from nimble_viz.views.phases import phase_syncs, phases
 from nimble_viz.views.provenance import provenance
 from nimble_viz.views.syncs import promise
 from nimble_viz.views.what_if import what_if
@@ -83,6 +85,7 @@ def summary(report: Report) -> dict[str, Any]:
         "chosen": report.chosen,
         "speed": [_speed(report, taken) for taken in report.measurements],
         "peers": peers(report, best),
+        "phases": phases(report),
         "best": label_run(report, best) if best else "",
         "limit": limit(report, best) if best else None,
         "provenance": provenance(report),
@@ -148,7 +151,8 @@ def _doubts(report: Report) -> list[str]:
     if void:
         doubts.append(f"equality with eager NOT shown for {', '.join(void)}")
     elif report.checks and report.program.calls and not any(check.differs for check in report.checks):
-        doubts.append("outputs equal eager's within tolerance")
+        what = "loss, outputs and gradients" if trains(report) else "outputs"
+        doubts.append(f"{what} equal eager's within tolerance")
     elif report.program.calls and not report.checks:
         doubts.append("outputs were not compared")
     unstable = [label_run(report, taken.name) for taken in report.measurements if not taken.stable]
@@ -210,6 +214,7 @@ def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
         "promise": promise(plan),
         "observed": observed(report, plan.policy),
         "added_order": len(plan.added_order),
+        "phases": phase_syncs(report, plan),
         "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
     }
 

@@ -69,13 +69,14 @@ def host_syncs(report: Report) -> list[dict[str, Any]] | None:
     """Host synchronisations of the eager run, longest first; None if eager was not profiled."""
     if report.overhead is None:
         return None
-    rows = sorted(report.overhead.host_syncs, key=lambda sync: (-sync.total_ns, sync.source, sync.kind))
+    rows = sorted(report.overhead.host_syncs, key=lambda sync: (-sync.total_ns, sync.source, sync.kind, sync.phase))
     return [
         {
             "kind": sync.kind,
             "count": sync.count,
             "total": format_ns(sync.total_ns),
             "source": sync.source,
+            "phase": sync.phase,
             "hint": hint(sync.kind),
         }
         for sync in rows

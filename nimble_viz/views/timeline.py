@@ -8,6 +8,7 @@ from typing import Any
 from nimble_core.timeline import Lane, Span
 from nimble_viz.report import Report
 from nimble_viz.views.labels import label_run
+from nimble_viz.views.phases import span_phases
 
 __all__ = ["DISTORTION_BOUND", "timelines"]
 
@@ -21,7 +22,9 @@ def timelines(report: Report) -> list[dict[str, Any]]:
     shown = []
     for line in ordered:
         zero = min((span.start_ns for span in line.spans), default=0.0)
-        spans = sorted(line.spans, key=lambda span: (span.start_ns, span.lane, span.end_ns))
+        phased = zip(line.spans, span_phases(report, line), strict=True)
+        ordered_spans = sorted(phased, key=lambda one: (one[0].start_ns, one[0].lane, one[0].end_ns))
+        spans = [span for span, _ in ordered_spans]
         length = line.profiled_ns or line.length_ns
         factor = length / line.unprofiled_ns if line.unprofiled_ns else 0.0
         lanes = [
@@ -48,6 +51,7 @@ def timelines(report: Report) -> list[dict[str, Any]]:
                     "length": [round(span.end_ns - span.start_ns) for span in spans],
                     "call": [-1 if span.call is None else span.call for span in spans],
                     "name": [span.name for span in spans],
+                    "phase": [phase for _, phase in ordered_spans],
                 },
             }
         )

@@ -1,0 +1,1296 @@
+"""Training steps against every peer: models × precisions × batches, each row timed in one interleaved run.
+
+    python -m benchmarks.training --out benchmarks/results/training-h200.json --cache .inductor
+    python -m benchmarks.training --digits
+
+A row is one task, precision and batch, measured in a process of its own. A step is zero_grad, forward, loss, backward
+and optimizer on data that lie on the device; data are synthetic. Each way to take it has a model and an optimizer of
+its own, from the same values: eager; ours, the whole step as one engine and as a drop-in for the model; and the peers,
+each with the fastest optimizer that it can use. Samples go from the call to the finished result, each after an untimed
+one of the same. Where there is a GPU, tuned eager comes first, since cuDNN keeps one choice for each convolution.
+
+Right is who learns what eager learns: the losses of the first 20 steps are held against eager's and, where nothing is
+drawn at random, against eager's in float64. Where dropout is, the mean over seeds is compared, as many as it takes.
+Memory is the most that a way holds during its steps, with model, gradients and optimizer, and all of its graphs' pools.
+
+Rows are written as they finish, and a row that the file holds is not measured again; rows that failed are tried again
+after the others. ``--warm-only`` compiles ahead of time into the directory of ``--cache``. Beside the results lies the
+same as a table in Markdown. All speeds are ratios of medians of one row, above 1 where ours is faster.
+
+``--digits`` trains a small network on scikit-learn's handwritten digits, in eager and by ours, with the same seeds and
+batches, the last of which is short, and tells both accuracies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import fmean, median
+from threading import Lock
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from benchmarks import inference
+from benchmarks.cuda import figures
+from benchmarks.inference import BEST, Place, Row, RowError, Settings, speed
+from benchmarks.policies import extreme
+from benchmarks.train_zoo import BATCHES, PRECISIONS, TASKS, Task, load
+from benchmarks.zoo import precision
+from nimble_core.devices.base import Device
+from nimble_core.host_info import environment, finish
+from nimble_core.measurement import Measurement, interleave, ratio
+from nimble_core.nimble import Engine, Nimble
+from nimble_core.options import Options
+from nimble_core.pipeline import device_for
+from nimble_core.training import TrainStep
+
+__all__ = [
+    "PEERS",
+    "Prepared",
+    "digits",
+    "judged",
+    "main",
+    "markdown",
+    "measure",
+    "selected",
+    "summary",
+    "table",
+    "warm",
+]
+
+TUNED, GRAPHED, COMPILED = "eager-tuned", "graphed-callables", "compile"
+OVERHEAD, WHOLE = "compile:reduce-overhead", "compile-step"
+WHOLE_OVERHEAD = f"{WHOLE}:reduce-overhead"
+PEERS = (TUNED, GRAPHED, COMPILED, OVERHEAD, WHOLE, WHOLE_OVERHEAD)
+
+OURS, DROP_IN, REPLAY = "ours, whole step", "ours, drop-in", "ours, bare replay"
+WAYS = {"step": OURS, "drop-in": DROP_IN}
+"""Ours runs the whole step, or forward and backward inside the user's own loop."""
+
+PRODUCTS = ("BERT-base 128",)
+"""Tasks made of matrix products, where plain float32 makes another row than TF32."""
+
+HEADLINE = "MobileNetV2 CIFAR"
+STEPS = 20
+ROUNDS = 201
+_SEEDS = 64
+_WARM_UPS = 3
+
+TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bf16": 5e-2}
+"""Bound on ``‖losses - eager's‖ / ‖eager's‖`` over the first steps, where nothing is random."""
+
+_FACTOR = 3.0
+"""How many times as far from float64 as eager a way may be; and by how many bounds eager's losses have to move."""
+
+Way = Callable[[Task, Settings], "Prepared"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One way to train, made ready.
+
+    Args:
+        step: one training step; returns the loss, which the next step may overwrite.
+        task: with the model that it trains.
+        optimizer: whose state it updates.
+        note: what readers of its times should know.
+        engine: ours; the drop-in's runs the forward, and knows what runs the backward.
+        close: frees what it holds.
+    """
+
+    step: Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
+    task: Task
+    optimizer: Optimizer
+    note: str = ""
+    engine: Engine | None = None
+    close: Callable[[], object] = lambda: None
+
+    def reset(self, values: Mapping[str, Tensor]) -> None:
+        """Back to the start, in place, since captured graphs know addresses: values of the model, no momentum.
+
+        For SGD without dampening, Adam and AdamW a state of zeros does what no state does.
+        """
+        with torch.no_grad():
+            for name, tensor in self.task.model.state_dict().items():
+                tensor.copy_(values[name])
+            for state in self.optimizer.state.values():
+                for kept in state.values():
+                    if isinstance(kept, Tensor):
+                        kept.zero_()
+
+    def losses(self, values: Mapping[str, Tensor], seed: int, steps: int = STEPS) -> list[float]:
+        """Losses of the first steps from ``values``, on the task's batches in turn."""
+        self.reset(values)
+        torch.manual_seed(seed)
+        batches = self.task.batches
+        taken = [self.step(*batches[i % len(batches)]).detach().clone() for i in range(steps)]
+        return [float(one) for one in torch.stack(taken).double().tolist()]
+
+
+# -- ways to train -------------------------------------------------------------------------------------------------
+
+
+def _stepping(
+    task: Task, optimizer: Optimizer, loss_of: Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
+) -> Callable[[tuple[Tensor, ...], Tensor | None], Tensor]:
+    """The step as it is written everywhere."""
+
+    def step(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _eager(task: Task, settings: Settings) -> Prepared:
+    optimizer = task.make_optimizer(fused=True)
+    return Prepared(_stepping(task, optimizer, task.loss), task, optimizer)
+
+
+def _tuned(task: Task, settings: Settings) -> Prepared:
+    """Eager in ``channels_last`` where there are convolutions, with cuDNN's benchmark."""
+    convolves = any(weight.dim() == 4 for weight in task.model.parameters())
+    if convolves:
+        task.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stub
+    optimizer = task.make_optimizer(fused=True)
+    plain = _stepping(task, optimizer, task.loss)
+
+    def step(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+        if convolves:
+            inputs = tuple(
+                one.contiguous(memory_format=torch.channels_last) if one.dim() == 4 else one for one in inputs
+            )
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            return plain(inputs, targets)
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    return Prepared(step, task, optimizer)
+
+
+def _graphed(task: Task, settings: Settings) -> Prepared:
+    """Forward and backward of the model as CUDA graphs of torch's own."""
+    if task.device.type != "cuda":
+        raise ValueError(f"CUDA graphs run on CUDA only, the model is on {task.device}")
+    optimizer = task.make_optimizer(fused=True)
+    inputs = tuple(one.clone() for one in task.batches[0][0])
+    with task.casting(cache=False):
+        model: Any = torch.cuda.make_graphed_callables(task.model, inputs)
+
+    def loss_of(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+        with task.casting(cache=False):
+            return task.loss_of(model(*inputs), targets)
+
+    return Prepared(_stepping(task, optimizer, loss_of), task, optimizer)
+
+
+def _compile(mode: str) -> Way:
+    """Model and loss compiled, and the optimizer fused."""
+
+    def way(task: Task, settings: Settings) -> Prepared:
+        optimizer = task.make_optimizer(fused=True)
+
+        def loss_of(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+            return task.loss(inputs, targets)
+
+        compiled = torch.compile(_of_its_own(loss_of), mode=mode, dynamic=False)
+        step = _marked(_stepping(task, optimizer, compiled), mode)
+        with _breaks_counted() as counted:
+            for _ in range(2):
+                step(*task.batches[0])
+        return Prepared(step, task, optimizer, counted())
+
+    return way
+
+
+def _compile_whole(mode: str) -> Way:
+    """The whole step compiled, with its optimizer; backward traced with it where Dynamo can."""
+
+    def way(task: Task, settings: Settings) -> Prepared:
+        from torch._dynamo import config
+
+        values = {name: one.clone() for name, one in task.model.state_dict().items()}
+        notes = []
+        for traced in (True, False) if hasattr(config, "trace_autograd_ops") else (False,):
+            # Where steps are kept on the host no CUDA graph is made; SGD keeps none.
+            capturable = task.device.type == "cuda"
+            try:
+                optimizer = task.make_optimizer(capturable=capturable)
+            except TypeError:
+                optimizer = task.make_optimizer()
+
+            def step(inputs: tuple[Tensor, ...], targets: Tensor | None, optimizer: Optimizer = optimizer) -> Tensor:
+                loss = task.loss(inputs, targets)
+                loss.backward()
+                loss = loss.detach()
+                optimizer.step()
+                return loss
+
+            compiled = torch.compile(_of_its_own(step), mode=mode, dynamic=False)
+            run = _marked(_without_gradients(compiled, list(task.model.parameters())), mode)
+            try:
+                with _breaks_counted() as counted, config.patch(**({"trace_autograd_ops": True} if traced else {})):
+                    for _ in range(2):
+                        run(*task.batches[0])
+                prepared = Prepared(run, task, optimizer)
+                if not all(math.isfinite(loss) for loss in prepared.losses(values, 0, 2)):
+                    raise ValueError("losses are not finite")
+            except Exception as error:
+                if not traced:
+                    raise
+                notes.append(f"backward not traced with the step: {inference._why(error)}")
+                continue
+            prepared.note = "; ".join(filter(None, (*notes, counted())))
+            return prepared
+        raise AssertionError("the last way returns or raises")
+
+    return way
+
+
+def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same under code of its own: Dynamo keeps what it compiled by code, and only so many of each."""
+    assert isinstance(function, FunctionType)
+    function.__code__ = function.__code__.replace(co_name="compiled")
+    return function
+
+
+def _without_gradients(step: Callable[..., Tensor], weights: Sequence[Tensor]) -> Callable[..., Tensor]:
+    """The step after zero_grad, which Dynamo does not trace."""
+
+    def run(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+        for weight in weights:
+            weight.grad = None
+        return step(inputs, targets)
+
+    return run
+
+
+def _marked(step: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
+    """Tell CUDA graphs of Inductor's where a step begins."""
+    if mode != "reduce-overhead":
+        return step
+
+    def marking(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step(inputs, targets)
+
+    return marking
+
+
+@contextmanager
+def _breaks_counted() -> Iterator[Callable[[], str]]:
+    """Yields what says, at the end, how often Dynamo broke graphs and whether Inductor skipped CUDA graphs."""
+    from torch._dynamo.utils import counters
+
+    def now() -> tuple[int, int]:
+        return sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
+
+    before = now()
+
+    def said() -> str:
+        breaks, skips = (after - one for one, after in zip(before, now(), strict=True))
+        notes = [f"graph breaks: {breaks}"] * bool(breaks) + ["Inductor skipped CUDA graphs"] * bool(skips)
+        return ", ".join(notes)
+
+    yield said
+
+
+def _options(settings: Settings) -> Options:
+    return Options(fuse="auto", policy="auto", tune="fast", budget_s=settings.budget_s)
+
+
+def _train_step(task: Task, optimizer: Optimizer, options: Options) -> TrainStep:
+    return TrainStep(task.model, task.loss_fn, optimizer, options=options, autocast=task.autocast)
+
+
+def _ours(task: Task, settings: Settings, options: Options | None = None) -> Prepared:
+    """The whole step as one engine."""
+    optimizer = task.make_optimizer(fused=True)
+    step = _train_step(task, optimizer, options or _options(settings)).prepare(*task.batches[0])
+    return Prepared(step, task, optimizer, engine=step.engine, close=step.close)
+
+
+def _drop_in(task: Task, settings: Settings, options: Options | None = None) -> Prepared:
+    """Forward and backward as engines, in the user's own loop."""
+    optimizer = task.make_optimizer(fused=True)
+    net = Nimble(task.model, options or _options(settings))
+    with task.casting(cache=False):
+        net.prepare(*task.batches[0][0], training=True)
+
+    def loss_of(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+        with task.casting(cache=False):
+            return task.loss_of(net(*inputs), targets)
+
+    return Prepared(_stepping(task, optimizer, loss_of), task, optimizer, engine=net.engines[0], close=net.close)
+
+
+KINDS: dict[str, Way] = {
+    "eager": _eager,
+    OURS: _ours,
+    DROP_IN: _drop_in,
+    TUNED: _tuned,
+    GRAPHED: _graphed,
+    COMPILED: _compile("default"),
+    OVERHEAD: _compile("reduce-overhead"),
+    WHOLE: _compile_whole("default"),
+    WHOLE_OVERHEAD: _compile_whole("reduce-overhead"),
+}
+
+
+# -- whether they learn the same -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What eager learns, to hold others against.
+
+    Args:
+        eager: losses of the first steps, one list for each seed.
+        bound: on the distance of the means.
+        random: whether seeds make a difference beyond the order of additions.
+        moved: how far eager's losses move from those of the first time that it sees each batch.
+        truth: losses in float64; None where there is randomness, or no float64.
+        why: why there are none; empty otherwise.
+    """
+
+    eager: tuple[list[float], ...]
+    bound: float
+    random: bool
+    moved: float
+    truth: list[float] | None = None
+    why: str = ""
+
+    @property
+    def telling(self) -> bool:
+        """Whether who does not learn could not pass."""
+        return self.moved >= _FACTOR * self.bound
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """``‖a - b‖ / ‖b‖``; inf if that is no number.
+
+    >>> distance([3.0, 4.5], [3.0, 4.0])
+    0.1
+    """
+    found = math.dist(a, b) / (math.hypot(*b) or 1.0)
+    return found if math.isfinite(found) else math.inf
+
+
+def means(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Step by step."""
+    return [fmean(one) for one in zip(*curves, strict=True)]
+
+
+def lessons(curves: Sequence[list[float]], dtype: str, batches: int) -> Lessons:
+    """Eager's losses with two seeds or more, and how far from them is near enough.
+
+    The bound is the tolerance for the precision, and twice the distance that two means over as many seeds are expected
+    to have from each other.
+
+    Args:
+        curves: one for each seed.
+        dtype: a key of ``TOLERANCE``.
+        batches: that were taken in turn.
+    """
+    middle = means(curves)
+    variance = math.fsum(math.dist(one, middle) ** 2 for one in curves) / (len(curves) - 1)
+    noise = math.sqrt(2 * variance / len(curves)) / (math.hypot(*middle) or 1.0)
+    still = [middle[i % batches] for i in range(len(middle))]
+    allowed = TOLERANCE[dtype]
+    return Lessons(tuple(curves), allowed + 2 * noise, 10 * noise > allowed, distance(still, middle))
+
+
+def judged(curves: Sequence[list[float]], given: Lessons) -> dict[str, Any]:
+    """Whether these are eager's losses.
+
+    Near eager's is right; and, where there is truth, no more than three times as far from that as eager is. Losses that
+    eager itself hardly changes show nothing.
+    """
+    mine, theirs = means(curves), means(given.eager)
+    error = distance(mine, theirs)
+    from_truth = own = None
+    if given.truth is not None:
+        from_truth, own = distance(mine, given.truth), distance(theirs, given.truth)
+    right = error <= given.bound or (from_truth is not None and own is not None and from_truth <= _FACTOR * own)
+    reason = ""
+    if not right:
+        reason = f"losses differ from eager's by {error:.1e}, at most {given.bound:.1e} would pass"
+        if from_truth is not None:
+            reason += f"; from float64's by {from_truth:.1e}, eager's by {own:.1e}"
+    elif not given.telling:
+        reason = f"void: eager's losses move by only {given.moved:.1e}, too little for a bound of {given.bound:.1e}"
+    return {
+        "passed": not reason,
+        "differs": not right,
+        "reason": reason,
+        "error": min(error, 1e300),
+        "bound": given.bound,
+        "moved": given.moved,
+        "error from float64": from_truth,
+        "eager's from float64": own,
+        "seeds": len(curves),
+        "losses": mine,
+    }
+
+
+# -- one row -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Run:
+    """The ways of one row, each on a model of its own; one that fails is left out with the reason."""
+
+    task: Task
+    settings: Settings
+    device: Device
+    values: dict[str, Tensor]
+    prepared: dict[str, Prepared] = field(default_factory=dict)
+    said: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def prepare(self, name: str) -> Prepared:
+        """Make a way ready, take its first steps, and see what it holds. Raises what goes wrong."""
+        before = _Held.now(self.task.device)
+        start = time.perf_counter()
+        one = KINDS[name](self.task.copied(), self.settings)
+        self.prepared[name] = one
+        one.step(*self.task.batches[0])
+        self.device.synchronize()
+        self.said[name] = {"measured": True, "prepare s": time.perf_counter() - start, "note": one.note}
+        for _ in range(_WARM_UPS):
+            one.step(*self.task.batches[0])
+        self.memory[name] = before.most_during(lambda: one.step(*self.task.batches[0]))
+        return one
+
+    def attempt(self, name: str, given: Lessons) -> dict[str, Any] | None:
+        """The same, and its losses judged. None if it is left out."""
+        try:
+            one = self.prepare(name)
+            found = judged([one.losses(self.values, seed) for seed in range(len(given.eager))], given)
+        except Exception as error:
+            traceback.print_exc()
+            self.leave_out(name, inference._why(error))
+            return None
+        if found["differs"]:
+            self.leave_out(name, found["reason"])
+        return found
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Say why, and free what it holds."""
+        self.said[name] = {"prepare s": None, **self.said.get(name, {}), "measured": False, "note": reason}
+        gone = self.prepared.pop(name, None)
+        if gone:
+            with suppress(Exception):
+                gone.close()
+
+    def lessons(self, dtype: str) -> Lessons:
+        """What eager learns: with more seeds as long as they are needed to tell, and in float64 if it is not random."""
+        eager, count = self.prepared["eager"], len(self.task.batches)
+        curves = [eager.losses(self.values, seed) for seed in range(2)]
+        while (found := lessons(curves, dtype, count)).random and not found.telling and len(curves) < _SEEDS:
+            curves += [eager.losses(self.values, seed) for seed in range(len(curves), 2 * len(curves))]
+        if found.random:
+            return replace(found, why="steps draw random numbers")
+        try:
+            wide = self.task.in_float64()
+            optimizer = wide.make_optimizer()
+            truth = Prepared(_stepping(wide, optimizer, wide.loss), wide, optimizer).losses(self.values, 0)
+        except Exception as error:
+            return replace(found, why=inference._why(error))
+        return replace(found, truth=truth)
+
+    def timed(self, seconds: float) -> dict[str, Measurement]:
+        """Every way in turn, on one batch, from the same start; beside them bare replays of ours."""
+        runs = {name: self._once(name, one) for name, one in self.prepared.items()}
+        ours = self.prepared.get(OURS)
+        if ours is not None and ours.engine is not None:
+            runs[REPLAY] = ours.engine.executable.replay
+        for one in self.prepared.values():
+            one.reset(self.values)
+        times = interleave(
+            runs,
+            clock_ns=self.device.clock_ns,
+            synchronize=self.device.synchronize,
+            rounds=ROUNDS,
+            budget_s=seconds,
+            rehearse=True,
+        )
+        return {name: one for name, one in times.items() if self.said.get(name, {"measured": True})["measured"]}
+
+    def _once(self, name: str, one: Prepared) -> Callable[[], object]:
+        def once() -> object:
+            if not self.said[name]["measured"]:
+                return None
+            try:
+                return one.step(*self.task.batches[0])
+            except Exception as error:
+                self.said[name] |= {"measured": False, "note": inference._why(error)}
+                return None
+
+        return once
+
+    def close(self) -> None:
+        """Free everything."""
+        while self.prepared:
+            self.prepared.popitem()[1].close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What lay on a device at one time: bytes allocated, and bytes of graphs' pools, allocated and in all."""
+
+    device: torch.device
+    allocated: int
+    pools: int
+    in_pools: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Held:
+        """Zeros on the host, which does not count."""
+        if device.type != "cuda":
+            return cls(device, 0, 0, 0)
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        pools = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0)]
+        return cls(
+            device,
+            torch.cuda.memory_allocated(device),
+            sum(one["total_size"] for one in pools),
+            sum(one["allocated_size"] for one in pools),
+        )
+
+    def most_during(self, step: Callable[[], object]) -> int:
+        """Bytes that were added since, at the most during three steps; 0 on the host.
+
+        Graphs run in memory that the allocator does not call allocated: their pools count as a whole.
+        """
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize(self.device)
+        most, after = torch.cuda.max_memory_allocated(self.device), _Held.now(self.device)
+        return most - self.allocated + (after.pools - self.pools) - (after.in_pools - self.in_pools)
+
+
+def measure(row: Row, settings: Settings) -> dict[str, Any]:
+    """Everything about one row, measured in this process.
+
+    Raises:
+        Exception: the task cannot be made, or not be trained in eager.
+    """
+    began = time.perf_counter()
+    with precision(row.dtype), ExitStack() as stack:
+        files = inference._cached_files()
+        task = _task(row, settings)
+        stamp = environment(settings.device)
+        device = device_for(task.device)
+        values = {name: one.detach().clone() for name, one in task.model.state_dict().items()}
+        run = _Run(task, settings, device, values)
+        stack.callback(run.close)
+        if TUNED in row.peers and settings.device == "cuda":
+            KINDS[TUNED](task.copied(), settings).step(*task.batches[0])
+        # What is kept for the process, such as workspaces, is nobody's.
+        KINDS["eager"](task.copied(), settings).step(*task.batches[0])
+        run.prepare("eager")
+        given = run.lessons(_tolerance(row.dtype, settings.device))
+        learned = {name: run.attempt(name, given) for name in (*WAYS.values(), *row.peers)}
+        times = run.timed(settings.seconds)
+        engines = {name: one.engine for name, one in run.prepared.items()}
+        return {
+            "model": row.model,
+            "dtype": row.dtype,
+            "batch": row.batch,
+            "run": settings.run,
+            "data": "synthetic",
+            "environment": asdict(finish(stamp)),
+            "times": {name: figures(one) for name, one in times.items()},
+            "speed": {
+                way: {
+                    name: asdict(ratio(times[ours], one))
+                    for name, one in times.items()
+                    if _comparable(name) and ours in times
+                }
+                for way, ours in WAYS.items()
+            },
+            "losses": {
+                "eager": {
+                    "losses": means(given.eager),
+                    "seeds": len(given.eager),
+                    "float64": given.truth,
+                    "float64 left out": given.why,
+                },
+                **{name: one for name, one in learned.items() if one},
+            },
+            "memory": {
+                name: {"bytes": held, "over eager": held / run.memory["eager"] if run.memory["eager"] else None}
+                for name, held in run.memory.items()
+            },
+            "ways": run.said,
+            "compile cache files": [files, inference._cached_files()],
+            "ours": _about(row, stamp, engines.get(OURS), device, times.get(REPLAY)),
+            "drop-in": _about(row, stamp, engines.get(DROP_IN), device, None),
+            "wall s": time.perf_counter() - began,
+        }
+
+
+def _about(row: Row, stamp: Any, engine: Engine | None, device: Device, replay: Measurement | None) -> dict[str, Any]:
+    """What an engine is, empty if there is none; ``replay``: its bare replays, if they are all of the step."""
+    if engine is None:
+        return {}
+    program = engine.recorded.recording.program
+    return {
+        "chosen": next((one.name for one in engine.candidates if one.chosen), engine.schedule.policy),
+        "fuse": program.fuse,
+        "streams": engine.schedule.streams,
+        "syncs": asdict(engine.executable.counts),
+        "calls": len(program.calls),
+        "candidates": [inference._candidate(one) for one in engine.candidates],
+        "limit": inference._limit(row, stamp, _known(engine), engine, device, replay) if replay else None,
+        "back to back us": inference._back_to_back_us(device, engine) if replay else None,
+        "steps s": dict(engine.seconds),
+        "notes": list(engine.notes),
+        "memory bytes": engine.executable.nbytes,
+    }
+
+
+def _known(engine: Engine) -> Any:
+    """The engine under the name of what tuning found: it has what the limit asks of that."""
+    return engine
+
+
+def _tolerance(dtype: str, device: str) -> str:
+    """Key of ``TOLERANCE``: on CUDA convolutions in float32 are TF32's, on the host TF32 is float32."""
+    if dtype == "bf16":
+        return dtype
+    return "tf32" if device == "cuda" else "float32"
+
+
+def warm(row: Row, settings: Settings) -> dict[str, Any]:
+    """Compile what ``measure`` would, and throw it away: what stays are the caches on disk."""
+    began = time.perf_counter()
+    notes = {}
+    compiled = Options(fuse="inductor", policy="single", budget_s=settings.budget_s)
+    ours: dict[str, Way] = {
+        OURS: lambda task, settings: _ours(task, settings, compiled),
+        DROP_IN: lambda task, settings: _drop_in(task, settings, compiled),
+    }
+    with precision(row.dtype):
+        task = _task(row, settings)
+        if TUNED in row.peers and settings.device == "cuda":
+            KINDS[TUNED](task.copied(), settings).step(*task.batches[0])
+        for name in (*ours, *(name for name in row.peers if name.startswith("compile"))):
+            try:
+                one = {**KINDS, **ours}[name](task.copied(), settings)
+                one.step(*task.batches[0])
+                one.close()
+            except Exception as error:
+                notes[name] = inference._why(error)
+    return {"wall s": time.perf_counter() - began, "notes": notes}
+
+
+def _task(row: Row, settings: Settings) -> Task:
+    TASKS.update(inference._more_models(settings.models_from))
+    return load(row.model, row.dtype, row.batch, settings.device)
+
+
+def _comparable(name: str) -> bool:
+    return name not in (OURS, DROP_IN, REPLAY)
+
+
+# -- which rows ----------------------------------------------------------------------------------------------------
+
+
+def selected(
+    models: Sequence[str],
+    *,
+    patterns: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    batches: Sequence[int] = (),
+    peers: Sequence[str] | None = None,
+) -> list[Row]:
+    """Rows to measure: CIFAR-10's shapes in TF32 first, then what is large, then other precisions.
+
+    Args:
+        models: that there are.
+        patterns: take only models that match one of these (``fnmatch``).
+        dtypes: take these; by default TF32 and bfloat16, and float32 where that makes a difference.
+        batches: take these; by default those of ``BATCHES``.
+        peers: take these; by default ``PEERS``.
+
+    >>> [row.key for row in selected(["BERT-base 128", "ResNet-18 CIFAR"], dtypes=["tf32"], batches=[32])]
+    ['ResNet-18 CIFAR, tf32, batch 32', 'BERT-base 128, tf32, batch 32']
+    """
+    wanted = PEERS if peers is None else peers
+    order = ("tf32", "float32", "bf16")
+    rows = [
+        # cuDNN's choices are made by whoever comes first.
+        Row(model, dtype, batch, tuple(sorted(wanted, key=lambda name: name != TUNED)))
+        for model in models
+        if not patterns or any(fnmatchcase(model, pattern) for pattern in patterns)
+        for dtype in dtypes or (one for one in order if one != "float32" or model in PRODUCTS)
+        for batch in batches or BATCHES.get(model, (1,))
+    ]
+    return sorted(rows, key=lambda row: (order.index(row.dtype), not _small(row.model), row.batch))
+
+
+def _small(model: str) -> bool:
+    return model.endswith("CIFAR")
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+JOBS: dict[str, Callable[[Row, Settings], dict[str, Any]]] = {"measure": measure, "warm": warm}
+
+
+def here(job: str, row: Row, settings: Settings) -> dict[str, Any]:
+    """Do it in this process. Raises RowError."""
+    try:
+        return JOBS[job](row, settings)
+    except Exception as error:
+        raise RowError(inference._why(error)) from error
+
+
+def apart(
+    job: str, row: Row, settings: Settings, *, limit_s: float, place: Place, cache: Path | None = None
+) -> dict[str, Any]:
+    """Do it in a process of its own, as ``benchmarks.inference.apart`` does.
+
+    Raises:
+        RowError: it failed, died, or took too long; with the last that it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="training-") as folder:
+        asked, result, log = (Path(folder, name) for name in ("asked.json", "result.json", "log"))
+        asked.write_text(json.dumps({"job": job, "row": asdict(row), "settings": asdict(settings)}))
+        # A choice recalled from an earlier run would show neither what it was chosen from nor what that cost.
+        variables = {**os.environ, "NIMBLE_CACHE_DIR": str(Path(folder, "choices")), **place.variables}
+        if cache:
+            variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache.resolve())
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.training", "--child", str(asked), str(result)],
+                cwd=inference.ROOT,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = child.wait(None if math.isinf(limit_s) else limit_s)
+            except subprocess.TimeoutExpired:
+                raise RowError(f"killed after {limit_s:g} s{inference._last_words(log)}") from None
+            finally:
+                # The compiler's own processes go with it.
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if status or not result.exists():
+            ended = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise RowError(f"{ended}{inference._last_words(log)}")
+        found = dict(json.loads(result.read_text()))
+        if "error" in found:
+            print(log.read_text(errors="replace")[-4000:], file=sys.stderr, flush=True)
+            raise RowError(found["error"])
+        return found
+
+
+def _child(asked: Path, result: Path) -> None:
+    wanted = json.loads(asked.read_text())
+    row = Row(**{**wanted["row"], "peers": tuple(wanted["row"]["peers"])})
+    try:
+        found = JOBS[wanted["job"]](row, Settings(**wanted["settings"]))
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": inference._why(error)}
+    result.write_text(json.dumps(found))
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is asked for; 1 if a row failed or the digits were not learned alike, else 0."""
+    given = _arguments(argv)
+    if given.child:
+        _child(*given.child)
+        return 0
+    if given.out is None and not given.digits:
+        print("--out FILE is missing", file=sys.stderr)
+        return 2
+    results = inference._read(given.out) if given.out else {"rows": {}, "failed": {}}
+    if given.show:
+        print("\n".join(table(results["rows"], results.get("digits"))))
+        return 0
+    run = given.run or f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+    settings = Settings(given.device, given.seconds, given.budget_s, given.models_from, run)
+    if given.digits:
+        results["digits"] = digits(given.device, epochs=given.epochs)
+        if given.out:
+            write(given.out, results)
+        print("\n".join(_about_digits(results["digits"])))
+        return int(not results["digits"]["alike"])
+    models = [*TASKS, *(name for name in inference._more_models(given.models_from) if name not in TASKS)]
+    rows = selected(
+        models, patterns=given.models, dtypes=given.dtypes, batches=given.batches, peers=given.peers or None
+    )
+    if not rows:
+        print(f"no model matches; there are {', '.join(models)}", file=sys.stderr)
+        return 2
+
+    def done(job: str, row: Row, place: Place) -> dict[str, Any]:
+        if given.in_process:
+            return here(job, row, settings)
+        return apart(job, row, settings, limit_s=given.row_s, cache=given.cache, place=place)
+
+    if given.warm_only:
+        return inference._warm(rows, done, given.jobs, given.limit_s, given.cache, given.gpus)
+    keeper: Any = Keeper(given.out, results, run)
+    missing = [row for row in rows if given.again or row.key not in results["rows"]]
+    missing.sort(key=lambda row: row.key in results["failed"])
+    left = inference._measure(missing, done, keeper, given.limit_s, given.gpus)
+    if left:
+        print(f"stopped after {given.limit_s:g} s, rows left: {left}", flush=True)
+    print("\n".join(("", *table(results["rows"], results.get("digits")), *inference._failed(results["failed"]))))
+    return int(keeper.failures > 0)
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Writes every row as it comes, from whatever thread."""
+
+    out: Path
+    results: dict[str, Any]
+    run: str
+    failures: int = 0
+    lock: Lock = field(default_factory=Lock)
+
+    def keep(self, row: Row, found: dict[str, Any]) -> None:
+        """A row was measured."""
+        with self.lock:
+            self.results["failed"].pop(row.key, None)
+            self.results["rows"][row.key] = found
+            print(line(row.key, found), flush=True)
+            write(self.out, self.results)
+
+    def fail(self, row: Row, reason: str, seconds: float) -> None:
+        """Note a failure; what was measured before stays."""
+        with self.lock:
+            self.failures += 1
+            self.results["failed"][row.key] = {"reason": reason, "run": self.run, "wall s": seconds}
+            print(f"{row.key}: failed after {seconds:.0f} s: {reason}", flush=True)
+            write(self.out, self.results)
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write results with their summary, all of it or nothing, and the table beside it."""
+    results["summary"] = summary(results["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    beside.replace(path)
+    lines = (*markdown(results["rows"], results.get("digits")), *inference._failed(results["failed"]), "")
+    path.with_suffix(".md").write_text("\n".join(lines))
+
+
+# -- what it says --------------------------------------------------------------------------------------------------
+
+
+def best_peer(row: Mapping[str, Any]) -> str:
+    """Name of the fastest way that is not ours, eager among them."""
+    return min((name for name in row["times"] if _comparable(name)), key=lambda name: row["times"][name]["median us"])
+
+
+def equal(row: Mapping[str, Any], way: str) -> bool:
+    """Whether one of ours was shown to learn what eager does."""
+    found = row["losses"].get(WAYS[way])
+    return bool(found and found["passed"] and row["ways"][WAYS[way]]["measured"])
+
+
+def summary(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the rows say together: geometric means by size and precision, and targets."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows.values():
+        groups.setdefault(f"{'CIFAR' if _small(row['model']) else 'large'}, {row['dtype']}", []).append(row)
+    distances = {key: limit for key, row in rows.items() if (limit := row["ours"].get("limit"))}
+    return {
+        "rows": len(rows),
+        "speed over": {
+            group: {
+                over: {
+                    way: inference._mean(speed(row, over, way) for row in members if equal(row, way)) for way in WAYS
+                }
+                for over in (BEST, "eager", *PEERS)
+            }
+            for group, members in sorted(groups.items())
+        },
+        "targets": targets(rows),
+        "distance to limit": {
+            "median": median(one["distance"] for one in distances.values()) if distances else None,
+            "by row": {key: one["distance"] for key, one in distances.items()},
+            "explained": {key: one["why"] for key, one in distances.items() if one["why"]},
+        },
+        "not shown to learn as eager does": {
+            f"{name} on {key}": found["reason"]
+            for key, row in rows.items()
+            for name, found in row["losses"].items()
+            if not found.get("passed", True)
+        },
+        "left out": {
+            f"{name} on {key}": one["note"]
+            for key, row in rows.items()
+            for name, one in row["ways"].items()
+            if not one["measured"]
+        },
+        "unstable": [
+            f"{name} on {key}" for key, row in rows.items() for name, one in row["times"].items() if one["warnings"]
+        ],
+    }
+
+
+def targets(rows: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is asked for, what was reached, and whether that is enough (None: nothing was measured).
+
+    All are given for both of our ways. A way that was not shown to be right on a row has no speed there.
+    """
+
+    def ends(
+        what: str, of: Callable[[str, Mapping[str, Any], str], float | None], wanted: float, *, most: bool = False
+    ) -> dict[str, Any]:
+        """Every row has to reach it; ``most``: none may exceed it."""
+
+        def enough(value: float) -> bool:
+            return value <= wanted if most else value >= wanted
+
+        def found(way: str) -> dict[str, Any]:
+            known = [(key, of(key, row, way)) for key, row in rows.items() if equal(row, way)]
+            missed = {key: value for key, value in known if value is not None and not enough(value)}
+            return {**inference._verdict(extreme(max if most else min, known), enough), "missed": missed}
+
+        return {"target": what, **{way: found(way) for way in WAYS}}
+
+    def mean(wanted: float) -> dict[str, Any]:
+        def found(way: str) -> dict[str, Any]:
+            small = (row for row in rows.values() if _small(row["model"]) and equal(row, way))
+            return inference._verdict(
+                inference._mean(speed(row, OVERHEAD, way) for row in small), lambda value: value >= wanted
+            )
+
+        what = f"geometric mean over {OVERHEAD} on CIFAR-10's shapes at least {wanted:g}x"
+        return {"target": what, **{way: found(way) for way in WAYS}}
+
+    def headline(way: str) -> dict[str, Any]:
+        known = [
+            (key, speed(row, "eager", way))
+            for key, row in rows.items()
+            if (row["model"], row["batch"]) == (HEADLINE, 32) and row["dtype"] != "bf16" and equal(row, way)
+        ]
+        hosts = sorted({rows[key]["environment"]["host_cpu"] for key, _ in known})
+        return {**inference._verdict(extreme(max, known), lambda value: value > 3.61), "host cpu": hosts}
+
+    def shown(way: str) -> dict[str, Any]:
+        right = [key for key, row in rows.items() if equal(row, way)]
+        value = {"value": len(right) / len(rows), "rows": len(rows)} if rows else {}
+        return inference._verdict(value, lambda value: value == 1)
+
+    return [
+        {"target": "losses are eager's on every row", **{way: shown(way) for way in WAYS}},
+        {"target": f"more than 3.61x over eager on {HEADLINE}, batch 32", **{way: headline(way) for way in WAYS}},
+        ends("at least 0.98x of the best peer on every row", lambda _, row, way: speed(row, BEST, way), 0.98),
+        mean(1.25),
+        mean(1.5),
+        ends(
+            "large models never slower than eager",
+            lambda _, row, way: None if _small(row["model"]) else speed(row, "eager", way),
+            1.0,
+        ),
+        ends(
+            "peak memory at most 1.25x of eager's",
+            lambda _, row, way: row["memory"].get(WAYS[way], {}).get("over eager"),
+            1.25,
+            most=True,
+        ),
+    ]
+
+
+def line(key: str, row: Mapping[str, Any]) -> str:
+    """One line for the terminal when a row is done."""
+    times, best = row["times"], best_peer(row)
+    ours = []
+    for way, name in WAYS.items():
+        if name in times:
+            over = f"{speed(row, BEST, way):.2f}x, {speed(row, 'eager', way):.2f}x over eager"
+            ours.append(f"{way} {times[name]['median us']:.0f} µs, {over}, equal {equal(row, way)}")
+        else:
+            ours.append(f"{way} left out: {row['ways'][name]['note'][:80]}")
+    limit = row["ours"].get("limit")
+    far = f"  {limit['distance']:.2f} of limit" if limit else ""
+    return (
+        f"{key:38} eager {times['eager']['median us']:8.0f}  {best} {times[best]['median us']:.0f}  "
+        f"{'  '.join(ours)}{far}  took {row['wall s']:.0f} s"
+    )
+
+
+HEADS = (
+    "model", "dtype", "batch", "eager µs", "best peer", "its µs", "reduce-overhead µs", "whole step µs", "drop-in µs",
+    "over eager", "over best", "over reduce-overhead", "memory", "chosen", "distance", "equal",
+)  # fmt: skip
+
+
+def _cells(rows: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The table's rows as text, under ``HEADS``; ratios are the whole step's, or else the drop-in's."""
+
+    def us(row: Mapping[str, Any], name: str) -> str:
+        return f"{row['times'][name]['median us']:.0f}" if name in row["times"] else "–"
+
+    def over(row: Mapping[str, Any], name: str) -> str:
+        value = speed(row, name, _shown(row))
+        return f"{value:.2f}x" if value is not None else "–"
+
+    def memory(row: Mapping[str, Any]) -> str:
+        value = row["memory"].get(WAYS[_shown(row)], {}).get("over eager")
+        return f"{value:.2f}x" if value is not None else "–"
+
+    return [
+        (
+            row["model"],
+            row["dtype"],
+            str(row["batch"]),
+            us(row, "eager"),
+            best_peer(row),
+            us(row, best_peer(row)),
+            us(row, OVERHEAD),
+            us(row, OURS),
+            us(row, DROP_IN),
+            over(row, "eager"),
+            over(row, BEST),
+            over(row, OVERHEAD),
+            memory(row),
+            row["ours"].get("chosen", "–"),
+            f"{row['ours']['limit']['distance']:.2f}" if row["ours"].get("limit") else "–",
+            ", ".join("yes" if equal(row, way) else "no" for way in WAYS),
+        )
+        for row in sorted(
+            rows.values(), key=lambda row: (not _small(row["model"]), row["batch"], row["model"], row["dtype"])
+        )
+    ]
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    return next((way for way, name in WAYS.items() if name in row["times"]), "step")
+
+
+def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The summary in sentences."""
+    found = summary(rows)
+    lines = []
+    for group, means_ in found["speed over"].items():
+        for over, ways in means_.items():
+            known = [f"{way} {one['value']:.3f}x ({one['rows']} rows)" for way, one in ways.items() if one["rows"]]
+            if known:
+                lines.append(f"{group}: geometric mean over {over}: {', '.join(known)}")
+    words = {True: "met", False: "MISSED", None: "not measured"}
+    for target in found["targets"]:
+        for way in WAYS:
+            verdict = target[way]
+            value = "" if verdict.get("value") is None else f" {verdict['value']:.3g}"
+            at = f" on {verdict['where']}" if verdict.get("where") else ""
+            at += f", {', '.join(verdict['host cpu'])}" if verdict.get("host cpu") else ""
+            missed = f"; missed by: {'; '.join(verdict['missed'])}" if verdict.get("missed") else ""
+            lines.append(f"{words[verdict['met']]}: {target['target']} ({way}):{value}{at}{missed}")
+    far = found["distance to limit"]
+    if far["median"]:
+        lines.append(f"distance to limit: median {far['median']:.3f} ({len(far['by row'])} rows)")
+    lines += [f"{key}: {why}" for key, why in far["explained"].items()]
+    lines += [f"not shown equal: {at}: {why}" for at, why in found["not shown to learn as eager does"].items()]
+    lines += [f"left out: {at}: {why}" for at, why in found["left out"].items()]
+    if found["unstable"]:
+        lines.append(f"unstable: {len(found['unstable'])} times, {'; '.join(found['unstable'][:5])}")
+    return lines
+
+
+def table(rows: Mapping[str, dict[str, Any]], digits: Mapping[str, Any] | None = None) -> list[str]:
+    """Everything for the terminal: machines, one line a row, means, targets, digits."""
+    cells = [HEADS, *_cells(rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)).rstrip() for one in cells]
+    return [*inference._where(rows), "", *lines, "", *_said(rows), *(_about_digits(digits) if digits else ())]
+
+
+def markdown(rows: Mapping[str, dict[str, Any]], digits: Mapping[str, Any] | None = None) -> list[str]:
+    """The same as Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEADS), *_cells(rows))]
+    said = [*_said(rows), *(_about_digits(digits)[:1] if digits else ())]
+    return ["# Training", "", "Data are synthetic.", *inference._where(rows), "", *lines, "", *(f"- {x}" for x in said)]
+
+
+# -- digits --------------------------------------------------------------------------------------------------------
+
+
+def _small_network() -> nn.Module:
+    """For images of 8 by 8 pixels."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * 16, 10),
+    )  # fmt: skip
+
+
+def digits(device: str = "cpu", *, epochs: int = 8, batch: int = 64, seed: int = 0) -> dict[str, Any]:
+    """Train on scikit-learn's digits in eager and by ours: same values, batches and learning rates.
+
+    1797 images, a fifth of them for testing: the last batch of an epoch is short, which ours prepares for on the way.
+    Ours trains the user's own model, so both are tested in the same way: in eager, in evaluation mode.
+
+    Returns:
+        Losses and test accuracies by epoch of both ways, seconds of each, and whether final accuracies are within 1%.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(found.target, dtype=torch.int64, device=device)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(device)
+    held = len(order) // 5
+    test, train = order[:held], order[held:]
+    torch.manual_seed(seed)
+    network = _small_network().to(device)
+
+    def trained(ours: bool) -> dict[str, Any]:
+        model = copy.deepcopy(network).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        shuffle = torch.Generator().manual_seed(seed)
+        task = Task(
+            model, (((images[train[:batch]],), labels[train[:batch]]),), functional.cross_entropy, torch.optim.SGD
+        )
+        closing_: Any = nullcontext()
+        step = _stepping(task, optimizer, task.loss)
+        start = time.perf_counter()
+        if ours:
+            made = _train_step(task, optimizer, Options(on_new_shape="prepare")).prepare(*task.batches[0])
+            closing_, step = closing(made), made
+        losses, accuracies, shapes = [], [], set()
+        with closing_:
+            for _ in range(epochs):
+                total = torch.zeros((), device=device)
+                for part in train[torch.randperm(len(train), generator=shuffle).to(device)].split(batch):
+                    shapes.add(len(part))
+                    total += step((images[part],), labels[part]) * len(part)
+                rates.step()
+                losses.append(float(total) / len(train))
+                accuracies.append(_accuracy(model, images[test], labels[test]))
+        return {
+            "losses": losses,
+            "accuracies": accuracies,
+            "seconds": time.perf_counter() - start,
+            "batches": sorted(shapes),
+        }
+
+    eager, ours = trained(False), trained(True)
+    return {
+        "device": device,
+        "images": {"train": len(train), "test": len(test)},
+        "eager": eager,
+        "ours": ours,
+        "alike": abs(eager["accuracies"][-1] - ours["accuracies"][-1]) <= 0.01,
+    }
+
+
+def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of images that are named right, in evaluation mode."""
+    model.eval()
+    with torch.no_grad():
+        right = float((model(images).argmax(1) == labels).double().mean())
+    model.train()
+    return right
+
+
+def _about_digits(found: Mapping[str, Any]) -> list[str]:
+    """One sentence, then both ways side by side."""
+    eager, ours = found["eager"], found["ours"]
+    sizes = " and ".join(map(str, ours["batches"]))
+    lines = [
+        f"scikit-learn's digits on {found['device']}, {found['images']['train']} images in batches of {sizes}: "
+        f"accuracy {eager['accuracies'][-1]:.4f} in eager, {ours['accuracies'][-1]:.4f} by ours "
+        f"({'alike' if found['alike'] else 'NOT ALIKE'}); {eager['seconds']:.1f} s and {ours['seconds']:.1f} s",
+        f"{'epoch':>5}  {'loss, eager':>11}  {'ours':>8}  {'accuracy, eager':>15}  {'ours':>6}",
+    ]
+    both = zip(eager["losses"], ours["losses"], eager["accuracies"], ours["accuracies"], strict=True)
+    lines += [f"{i:>5}  {a:>11.5f}  {b:>8.5f}  {c:>15.4f}  {d:>6.4f}" for i, (a, b, c, d) in enumerate(both, 1)]
+    return lines
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [name.strip() for name in text.split(",") if name.strip()]
+
+    def choice(known: Sequence[str]) -> Callable[[str], list[str]]:
+        def chosen(text: str) -> list[str]:
+            for name in names(text):
+                if name not in known:
+                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+            return names(text)
+
+        return chosen
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="results file (JSON); a table goes beside it (.md)")
+    parser.add_argument("--models", type=names, default=[], metavar="GLOB,...", help="all by default")
+    parser.add_argument("--dtypes", type=choice(PRECISIONS), default=[], metavar="DTYPE,...")
+    parser.add_argument("--batches", type=lambda text: [int(one) for one in names(text)], default=[], metavar="N,...")
+    parser.add_argument("--peers", type=choice(PEERS), default=[], metavar="PEER,...")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time for the samples of a row")
+    parser.add_argument("--budget-s", type=float, default=300.0, help="what ours may take to choose")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no further row after this")
+    parser.add_argument("--row-s", type=float, default=1800.0, help="kill a row after this")
+    parser.add_argument("--cache", type=Path, help="directory of Inductor's caches, to be kept between runs")
+    parser.add_argument("--warm-only", action="store_true", help="only compile, into the caches")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host that measure, a row each at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="models that --warm-only compiles at once")
+    parser.add_argument("--again", action="store_true", help="measure rows that the file holds already")
+    parser.add_argument("--show", action="store_true", help="only print what the file says")
+    parser.add_argument("--in-process", action="store_true", help="all in this process, to debug")
+    parser.add_argument("--models-from", default="", metavar="MODULE:NAME", help="a mapping of further tasks")
+    parser.add_argument("--run", default="", help="id of this run")
+    parser.add_argument("--digits", action="store_true", help="train on scikit-learn's digits instead")
+    parser.add_argument("--epochs", type=int, default=8, help="of --digits")
+    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

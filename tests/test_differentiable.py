@@ -1,0 +1,984 @@
+"""Drop-in training: outputs of a prepared module carry gradients as eager's do, whatever is done with them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_training import (
+    OPTIMIZERS,
+    PROBLEMS,
+    Aliases,
+    Gan,
+    Nested,
+    Recomputed,
+    Residual,
+    Tied,
+    Two,
+    assert_same,
+    assert_untouched,
+    assert_values,
+    everything,
+    gan_data,
+    images,
+    made,
+    one_thread,
+    perceptron,
+    state_of,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from nimble_core import Nimble
+from nimble_core.errors import InputError, NimbleError, NimbleWarning
+from nimble_core.options import Options
+from nimble_core.structure import flatten
+
+__all__ = ["one_thread"]  # a fixture
+
+QUICK = Options(tune="off", policy="single")
+
+
+def pair(model: nn.Module, *args: Any, options: Options = QUICK, **kwargs: Any) -> tuple[Nimble, nn.Module]:
+    """The model prepared for training, and a copy that stays eager."""
+    eager = copy.deepcopy(model)
+    return Nimble(model, options).prepare(*args, training=True, **kwargs), eager
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+
+def prepared(name: str, options: Options = QUICK, device: str = "cpu") -> tuple[Any, Nimble, nn.Module]:
+    """A problem of the whole step's tests, prepared for training."""
+    found = made(name, device)
+    inputs = found.draw()[0]
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    net, eager = pair(found.model, *args, options=options, **kwargs)
+    return found, net, eager
+
+
+def layer(model: nn.Module, at: int) -> Any:
+    """A layer of a sequence, prepared or not."""
+    return model.get_submodule(str(at))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: one.grad for name, one in model.named_parameters()}
+
+
+def assert_same_gradients(mine: nn.Module, theirs: nn.Module, *, rtol: float = 0.0) -> None:
+    """The same parameters have gradients, of the same values."""
+    a, b = gradients(mine), gradients(theirs)
+    assert {name for name, one in a.items() if one is None} == {name for name, one in b.items() if one is None}
+    for name, one in a.items():
+        if one is not None:
+            torch.testing.assert_close(one, b[name], rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def loss_of(found: Any, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+    output = called(model, inputs)
+    return found.loss_fn(output) if targets is None else found.loss_fn(output, targets)
+
+
+# -- equal to eager --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads none", "grads zero"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_training_equals_eager(name: str, set_to_none: bool) -> None:
+    found, net, eager = prepared(name)
+    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    for seed in range(4):
+        inputs, targets = found.draw()
+        mine.zero_grad(set_to_none)
+        theirs.zero_grad(set_to_none)
+        torch.manual_seed(seed)
+        loss = loss_of(found, net, inputs, targets)
+        loss.backward()
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        expected = loss_of(found, eager, inputs, targets)
+        expected.backward()
+        assert torch.equal(after, torch.get_rng_state())
+        assert torch.equal(loss, expected)
+        assert_same_gradients(found.model, eager)
+        mine.step()
+        theirs.step()
+        assert_same(state_of(found.model, mine), state_of(eager, theirs))
+    assert net.state_dict().keys() == eager.state_dict().keys()
+    net.close()
+
+
+@settings(max_examples=25)
+@given(
+    wanted=st.sets(st.sampled_from(["logits", "first", "second", "best"]), min_size=1),
+    of_input=st.booleans(),
+    before=st.sampled_from(["none", "zeros", "values", "mixed"]),
+    rounds=st.integers(1, 3),
+    clipped=st.booleans(),
+)
+def test_any_outputs_may_be_used_and_gradients_add_up(
+    wanted: set[str], of_input: bool, before: str, rounds: int, clipped: bool
+) -> None:
+    """Some outputs of several, inputs with gradients or without, on top of gradients that are there."""
+    torch.manual_seed(0)
+    model = Nested()
+    model.a.bias.requires_grad_(False)
+    net, eager = pair(model, torch.randn(6, 8, requires_grad=of_input))
+    if before != "none":
+        for at, (one, other) in enumerate(zip(model.parameters(), eager.parameters(), strict=True)):
+            if one.requires_grad and (before != "mixed" or at % 2):
+                one.grad = torch.randn_like(one) if before != "zeros" else torch.zeros_like(one)
+                other.grad = one.grad.clone()
+    for _ in range(rounds):
+        x = torch.randn(6, 8)
+        found = []
+        for one in (net, eager):
+            given_x = x.clone().requires_grad_(of_input)
+            out = one(given_x)
+            assert type(out) is Two
+            assert out.extra["none"] is None
+            assert out.extra["name"] == "two"
+            assert not out.extra["best"].requires_grad
+            assert not out.extra["pair"][1].requires_grad
+            parts = {"logits": out.logits, "first": out.extra["pair"][0], "second": out.extra["pair"][1]}
+            used = [parts[name] for name in sorted(wanted & parts.keys())]
+            loss = sum((used[at] * (at + 1)).sin().sum() for at in range(len(used))) if used else out.logits.sum()
+            if loss.requires_grad:
+                loss.backward()
+            found.append((out, given_x.grad if given_x.grad is not None else torch.zeros(0)))
+        assert_values(found[0], found[1])
+        assert_same_gradients(model, eager)
+    if clipped and any(one.grad is not None for one in eager.parameters()):
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, eager)]
+        torch.testing.assert_close(*norms)
+    net.close()
+
+
+def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
+    net, _ = pair(Nested(), torch.randn(6, 8))
+    net(torch.randn(6, 8)).logits.sum().backward()
+    assert net.a.weight.grad is not None
+    assert net.b.weight.grad is None
+
+
+def test_between_other_trainable_modules() -> None:
+    torch.manual_seed(0)
+    below, above = nn.Linear(5, 8), nn.Linear(4, 3)
+    model = perceptron()
+    eager = copy.deepcopy(nn.Sequential(below, model, above))
+    net = Nimble(model, QUICK).prepare(torch.randn(6, 8, requires_grad=True), training=True)
+    whole = nn.Sequential(below, net, above)
+    mine, theirs = OPTIMIZERS["momentum"](whole.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    assert len(list(whole.parameters())) == len(list(eager.parameters()))
+    for _ in range(3):
+        x = torch.randn(6, 5)
+        for one, optimizer in ((whole, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+        assert_values(list(whole.parameters()), list(eager.parameters()))
+    net.close()
+
+
+def test_called_twice_before_one_backward() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    a, b = torch.randn(6, 8), torch.randn(6, 8)
+    for one in (net, eager):
+        (one(a).sin().sum() + 2 * one(b).cos().sum()).backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_called_on_its_own_output() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    net, eager = pair(model, torch.randn(6, 8, requires_grad=True))
+    x = torch.randn(6, 8)
+    for one in (net, eager):
+        one(one(x)).square().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_backward_of_an_earlier_forward_after_a_later_one() -> None:
+    net, eager = pair(Residual(), images()[0])
+    x, y = images()[0], images()[0]
+    for one in (net, eager):
+        first, second = one(x), one(y)
+        second.sin().sum().backward()
+        first.cos().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_a_gan_whose_discriminator_is_called_twice() -> None:
+    ours, theirs = Gan(), Gan()
+    data = gan_data(40)
+    real, noise = data[0]
+    critic = Nimble(ours.critic, QUICK).prepare(real.clone().requires_grad_(), training=True)
+    generator = Nimble(ours.generator, QUICK).prepare(noise, training=True)
+    losses: list[list[torch.Tensor]] = []
+    for gan, d, g in ((ours, critic, generator), (theirs, theirs.critic, theirs.generator)):
+        losses.append([])
+        for real, noise in data:
+            fake = g(noise)
+            gan.d.zero_grad()
+            loss = F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
+            loss.backward()
+            gan.d.step()
+            losses[-1].append(loss.detach())
+            gan.g.zero_grad()
+            loss = F.softplus(-d(fake)).mean()
+            loss.backward()
+            gan.g.step()
+            losses[-1].append(loss.detach())
+    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=1e-5, atol=1e-5)
+    assert_values(list(ours.generator.state_dict().values()), list(theirs.generator.state_dict().values()), rtol=1e-5)
+    critic.close()
+    generator.close()
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "transformer"])
+def test_loss_curves_are_those_of_eager(name: str) -> None:
+    found, net, eager = prepared(name)
+    batches = [found.draw() for _ in range(4)]
+    curves: list[list[torch.Tensor]] = []
+    for model in (net, eager):
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        curves.append([])
+        for at in range(200):
+            optimizer.zero_grad()
+            loss = loss_of(found, model, *batches[at % 4])
+            loss.backward()
+            optimizer.step()
+            curves[-1].append(loss.detach())
+    torch.testing.assert_close(torch.stack(curves[0]), torch.stack(curves[1]), rtol=1e-4, atol=1e-5)
+    assert sum(curves[0][-8:]) < 0.8 * sum(curves[0][:8])
+    net.close()
+
+
+def test_the_measured_choice_equals_eager() -> None:
+    found, net, eager = prepared("resnet", Options(budget_s=1.0))
+    inputs, targets = found.draw()
+    for model in (net, eager):
+        loss_of(found, model, inputs, targets).backward()
+    assert_same_gradients(found.model, eager, rtol=1e-5)
+    (engine,) = net.engines
+    assert engine.backward is not None
+    assert len(engine.backward.tuned.candidates) > 1
+    net.close()
+
+
+def test_dropout_draws_fresh_masks() -> None:
+    model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4))
+    net, _ = pair(model, torch.ones(500, 4, requires_grad=True))
+    masks = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        x = torch.ones(500, 4, requires_grad=True)
+        net(x).sum().backward()
+        masks.append(x.grad != 0)
+    assert not torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    assert masks[0].float().mean().item() == pytest.approx(0.75, abs=0.04)
+    net.close()
+
+
+def test_recomputing_in_the_backward_equals_eager() -> None:
+    net, eager = pair(Recomputed(0.0), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        torch.manual_seed(1)
+        model(x).sin().sum().backward()
+    assert_same_gradients(net, eager)
+    net.close()
+
+
+# -- mixed precision, accumulation, clipping -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
+def test_autocast_equals_eager(name: str) -> None:
+    found = made(name)
+    eager = copy.deepcopy(found.model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net = Nimble(found.model, QUICK).prepare(found.draw()[0], training=True)
+    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    for _ in range(4):
+        inputs, targets = found.draw()
+        for model, optimizer in ((net, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(found, model, inputs, targets)
+            loss.backward()
+            optimizer.step()
+        assert_same_gradients(found.model, eager)
+        assert_same(state_of(found.model, mine), state_of(eager, theirs))
+    net.close()
+
+
+def test_a_scaler_leaves_steps_out_as_in_eager() -> None:
+    found, net, eager = prepared("mlp")
+    training = [
+        (model, OPTIMIZERS["adam"](model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
+        for model in (net, eager)
+    ]
+    for at in range(5):
+        inputs, targets = found.draw()
+        if at == 2:
+            inputs[0, 0] = float("inf")
+        for model, optimizer, scaler in training:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(found, model, inputs, targets)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert_same(
+            state_of(found.model, training[0][1], training[0][2]), state_of(eager, training[1][1], training[1][2])
+        )
+    assert training[0][2].get_scale() == 128.0
+    net.close()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads none", "grads zero"])
+def test_accumulating_by_hand(set_to_none: bool) -> None:
+    found, net, eager = prepared("resnet")
+    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    for at in range(6):
+        inputs, targets = found.draw()
+        for model, optimizer in ((net, mine), (eager, theirs)):
+            (loss_of(found, model, inputs, targets) / 3).backward()
+            if at % 3 == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+        assert_same_gradients(found.model, eager)
+    assert_same(state_of(found.model, mine), state_of(eager, theirs))
+    net.close()
+
+
+def test_a_users_gradient_stays_the_users_tensor() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    mine = [torch.randn_like(one) for one in net.parameters()]
+    for one, other, grad in zip(net.parameters(), eager.parameters(), mine, strict=True):
+        one.grad, other.grad = grad, grad.clone()
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        model(x).sin().sum().backward()
+    assert all(one.grad is grad for one, grad in zip(net.parameters(), mine, strict=True))
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_gradients_kept_elsewhere_are_not_overwritten() -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    net(torch.randn(6, 8)).sin().sum().backward()
+    kept = [one.grad for one in net.parameters()]
+    values = [one.clone() for one in kept if one is not None]
+    for one in net.parameters():
+        one.grad = None
+    net(torch.randn(6, 8)).sin().sum().backward()
+    assert_values(kept, values)
+    net.close()
+
+
+class SameGradient(nn.Module):
+    """Two parameters with one gradient, one whose gradient is a single number seen five times, one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
+        self.d = nn.Parameter(torch.ones(5))
+        self.e = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + self.a + self.b + self.c + self.d.sum() + (self.e.t() @ torch.ones(3, 4))
+
+
+def test_each_gradient_has_memory_of_its_own() -> None:
+    net, eager = pair(SameGradient(), torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    for model in (net, eager):
+        model(x).sin().sum().backward()
+        for at, one in enumerate(model.parameters()):
+            assert one.grad is not None
+            one.grad.mul_(at + 2)
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_gradients_are_laid_out_like_their_parameters() -> None:
+    net, eager = pair(Aliases(), torch.randn(6, 4))
+    x = torch.randn(6, 4)
+    for model in (eager, net):
+        model(x).sin().sum().backward()
+        for one in model.parameters():
+            assert one.grad is not None
+            assert one.grad.stride() == one.stride()
+    net.close()
+
+
+def test_clipping_a_gradient_that_two_parameters_share() -> None:
+    net, eager = pair(Tied(), torch.randint(0, 13, (2, 5)))
+    x = torch.randint(0, 13, (2, 5))
+    for model in (net, eager):
+        model(x).sin().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+# -- what autograd is asked ------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_some_tensors() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
+    x = torch.randn(6, 8, requires_grad=True)
+    found = [
+        torch.autograd.grad(one(x).sin().sum(), [layer(one, 0).weight, x, layer(one, 4).bias]) for one in (net, eager)
+    ]
+    assert_values(list(found[0]), list(found[1]), rtol=1e-6)
+    assert all(one.grad is None for one in (*net.parameters(), x))
+    found = [torch.autograd.grad(one(x).sin().sum(), [x])[0] for one in (net, eager)]
+    assert_values(found[0], found[1], rtol=1e-6)
+    net.close()
+
+
+def test_backward_for_some_tensors() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
+    data = torch.randn(6, 8)
+    grads = []
+    for model in (net, eager):
+        x = data.clone().requires_grad_()
+        model(x).sin().sum().backward(inputs=[layer(model, 0).weight, x])
+        grads.append(x.grad)
+    assert_values(grads[0], grads[1], rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=1e-6)
+    assert layer(net, 4).bias.grad is None
+    net.close()
+
+
+def test_a_gradient_given_to_backward() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    x, weight = torch.randn(6, 8), torch.randn(6, 4)
+    for model in (net, eager):
+        model(x).backward(weight)
+    assert_same_gradients(net, eager)
+    net.close()
+
+
+def test_a_graph_kept_for_another_backward() -> None:
+    net, eager = pair(Residual(), images()[0])
+    x = images()[0]
+    for model in (net, eager):
+        loss = model(x).sin().sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_a_second_backward_is_refused_and_adds_nothing() -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    loss = net(torch.randn(6, 8)).sin().sum()
+    loss.backward()
+    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    assert_values([one.grad for one in net.parameters()], kept)
+    net.close()
+
+
+def twice(loss: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a cycle
+        loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing(way: str) -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
+    x = torch.randn(6, 8, requires_grad=True)
+    loss = net(x).sin().sum()
+    ask = {"grad": lambda: torch.autograd.grad(loss, [x], create_graph=True), "backward": lambda: twice(loss)}
+    with pytest.raises(InputError, match="create_graph"):
+        ask[way]()
+    assert all(one.grad is None for one in (*net.parameters(), x))
+    net.close()
+
+
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str) -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    seen: dict[nn.Module, list[torch.Tensor]] = {net: [], eager: []}
+    for model in (net, eager):
+        weight = layer(model, 2).weight
+
+        def doubled(grad: torch.Tensor, of: nn.Module = model) -> torch.Tensor:
+            seen[of].append(grad.clone())
+            return grad * 2
+
+        def accumulated(one: torch.Tensor, of: nn.Module = model) -> None:
+            assert one.grad is not None
+            seen[of].append(one.grad.clone())
+
+        if kind == "gradient":
+            weight.register_hook(doubled)
+        else:
+            weight.register_post_accumulate_grad_hook(accumulated)
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        for _ in range(2):
+            model(x).sin().sum().backward()
+    assert len(seen[net]) == len(seen[eager]) == 2
+    assert_values(seen[net], seen[eager], rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_the_optimizer_in_the_backward() -> None:
+    """Updates from hooks that run once a gradient is there, which is then freed."""
+    net, eager = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(6, 8))
+    for model in (net, eager):
+        for one in model.parameters():
+            optimizer = OPTIMIZERS["momentum"]([one])
+
+            def update(parameter: torch.Tensor, by: torch.optim.Optimizer = optimizer) -> None:
+                by.step()
+                by.zero_grad()
+
+            one.register_post_accumulate_grad_hook(update)
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        for model in (net, eager):
+            model(x).sin().sum().backward()
+    assert_values(list(net.parameters()), list(eager.parameters()), rtol=1e-6)
+    net.close()
+
+
+def test_hooks_of_outputs_and_inputs() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
+    data = torch.randn(6, 8)
+    results = []
+    for model in (net, eager):
+        x = data.clone().requires_grad_()
+        x.register_hook(lambda grad: grad * 3)
+        out = model(x * 1)
+        out.register_hook(lambda grad: grad * 2)
+        out.retain_grad()
+        out.sin().sum().backward()
+        results.append((x.grad, out.grad))
+    assert_values(results[0], results[1], rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_submodules_act_or_are_refused(kind: str) -> None:
+    """A hook that is there when the module is prepared changes results as in eager."""
+
+    def scaled(*given: Any) -> Any:
+        if kind == "forward":
+            return given[2] * 2
+        if kind == "forward_pre":
+            return (given[1][0] * 2,)
+        return tuple(None if one is None else one * 2 for one in given[1])
+
+    model = perceptron()
+    eager = copy.deepcopy(model)
+    for one in (model, eager):
+        getattr(one[2], f"register_{kind}_hook")(scaled)
+    net = Nimble(model, QUICK).prepare(torch.randn(6, 8), training=True)
+    x = torch.randn(6, 8)
+    for one in (net, eager):
+        one(x).sin().sum().backward()
+    assert_same_gradients(model, eager, rtol=1e-6)
+    net.close()
+
+
+# -- autograd's guard over saved tensors -----------------------------------------------------------------------------
+
+
+def test_an_output_written_before_its_backward_is_refused_where_it_is_needed() -> None:
+    net, eager = pair(nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()), torch.randn(6, 8))
+    for model in (net, eager):
+        out = model(torch.randn(6, 8))
+        with torch.no_grad():
+            out.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    net.close()
+
+
+def test_an_output_may_be_written_where_its_backward_does_not_need_it() -> None:
+    net, eager = pair(nn.Linear(8, 4), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        out = model(x)
+        out.mul_(2).add_(1)
+        out.sin().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_an_input_written_before_the_backward_is_refused() -> None:
+    net, eager = pair(nn.Linear(8, 4), torch.randn(6, 8))
+    for model in (net, eager):
+        x = torch.randn(6, 8)
+        out = model(x)
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    net.close()
+
+
+def test_a_weight_written_before_the_backward_is_refused() -> None:
+    net, eager = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(6, 8))
+    for model in (eager, net):
+        out = model(torch.randn(6, 8))
+        with torch.no_grad():
+            layer(model, 2).weight.mul_(2)
+        with pytest.raises((RuntimeError, InputError), match=r"inplace operation|written between"):
+            out.sum().backward()
+        assert all(one.grad is None for one in net.parameters())
+    net.close()
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_training_and_evaluation_in_turn() -> None:
+    found, net, eager = prepared("resnet")
+    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    for _ in range(2):
+        inputs, targets = found.draw()
+        for model, optimizer in ((net, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            loss_of(found, model.train(), inputs, targets).backward()
+            optimizer.step()
+        with torch.no_grad(), pytest.warns(NimbleWarning, match="not prepared in evaluation mode"):
+            out = net.eval()(inputs)
+        with torch.no_grad():
+            assert torch.equal(out, eager.eval()(inputs))
+    assert_same(state_of(found.model, mine), state_of(eager, theirs))
+
+    net.eval().prepare(inputs)
+    assert len(net.engines) == 2
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert torch.equal(net(inputs), eager(inputs))
+    net.train()
+    assert net(inputs).requires_grad
+    net.close()
+
+
+def test_without_gradients_the_forward_still_trains_statistics() -> None:
+    found, net, eager = prepared("resnet")
+    inputs, _ = found.draw()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out, expected = net(inputs), eager(inputs)
+        assert not out.requires_grad
+        assert torch.equal(out, expected)
+    assert_same(state_of(found.model), state_of(eager))
+    loss_of(found, net, *found.draw()).backward()
+    net.close()
+
+
+def test_checkpoints_go_back_and_forth() -> None:
+    found, net, eager = prepared("resnet")
+    loss_of(found, net, *found.draw()).backward()
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    eager.load_state_dict(torch.load(file, weights_only=True))
+    assert_same(state_of(found.model), state_of(eager))
+    other = made("resnet").model
+    with torch.no_grad():
+        for one in other.parameters():
+            one.mul_(1.5)
+    net.load_state_dict(other.state_dict())
+    inputs, targets = found.draw()
+    found.model.zero_grad()
+    for model in (net, other):
+        loss_of(found, model, inputs, targets).backward()
+    assert_same_gradients(found.model, other)
+    net.close()
+
+
+def test_back_to_eager_in_the_middle() -> None:
+    found, net, eager = prepared("resnet")
+    mine, theirs = OPTIMIZERS["adam"](net.parameters()), OPTIMIZERS["adam"](eager.parameters())
+    for at in range(6):
+        inputs, targets = found.draw()
+        for model, optimizer in ((net if at % 2 else found.model, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            loss_of(found, model, inputs, targets).backward()
+            optimizer.step()
+        assert_same(state_of(found.model, mine), state_of(eager, theirs))
+    net.close()
+
+
+@pytest.mark.parametrize("answer", ["error", "eager", "prepare"])
+def test_a_short_last_batch_follows_on_new_shape(answer: str) -> None:
+    found, net, eager = prepared("resnet", Options(tune="off", policy="single", on_new_shape=answer))
+    inputs, targets = found.draw()
+    if answer == "error":
+        with pytest.raises(InputError, match="no engine is prepared for these inputs"):
+            net(inputs[:2])
+        with pytest.raises(InputError, match="no engine is prepared for these inputs"):
+            net(inputs.double())
+        assert_same(state_of(found.model), state_of(eager))
+    else:
+        for model in (net, eager):
+            loss_of(found, model, inputs[:2], targets[:2]).backward()
+        assert_same_gradients(found.model, eager)
+        assert_same(state_of(found.model), state_of(eager))
+    net.close()
+
+
+def test_two_shapes_and_two_structures() -> None:
+    found, net, eager = prepared("resnet")
+    inputs, targets = found.draw()
+    net.prepare(inputs[:2], training=True)
+    for size in (4, 2, 4):
+        for model in (net, eager):
+            loss_of(found, model, inputs[:size], targets[:size]).backward()
+    assert len(net.engines) == 2
+    assert_same_gradients(found.model, eager)
+    net.close()
+
+
+# -- preparing leaves no trace, bad input ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [QUICK, Options(budget_s=0.5)], ids=["quick", "measured"])
+@pytest.mark.parametrize("name", ["resnet", "dropout", "shared", "frozen"])
+def test_preparing_changes_nothing(name: str, options: Options) -> None:
+    found = made(name)
+    optimizer = OPTIMIZERS["adamw"](found.model.parameters())
+    inputs, targets = found.draw()
+    loss_of(found, found.model, inputs, targets).backward()
+    optimizer.step()
+    if inputs.is_floating_point():
+        inputs.requires_grad_()
+        inputs.grad = torch.ones_like(inputs)
+    kept = inputs.detach().clone()
+    before = everything(found.model, optimizer)
+    net = Nimble(found.model, options).prepare(inputs, training=True)
+    assert_untouched(before, everything(found.model, optimizer))
+    assert torch.equal(inputs, kept)
+    if inputs.is_floating_point():
+        assert torch.equal(inputs.grad, torch.ones_like(inputs))
+        assert inputs.requires_grad
+        assert inputs.is_leaf
+    net.close()
+
+
+class Reassigned(nn.Module):
+    """Gives its buffer another tensor in each forward, which a replay does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y
+
+
+def test_attributes_that_a_replay_does_not_change_are_named() -> None:
+    with pytest.warns(NimbleWarning, match="average"):
+        Nimble(Reassigned(), QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+class Numpy(nn.Module):
+    """Computes out of torch's sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * float(x.detach().numpy().mean())
+
+
+def test_what_is_computed_out_of_sight_is_refused() -> None:
+    pytest.importorskip("numpy")
+    with pytest.raises(NimbleError):
+        Nimble(Numpy(), QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+def test_in_evaluation_mode_there_is_nothing_to_train() -> None:
+    with pytest.raises(InputError, match="evaluation mode"):
+        Nimble(perceptron().eval(), QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+def test_a_function_has_nothing_to_train() -> None:
+    with pytest.raises(InputError, match="takes a module"):
+        Nimble(torch.relu, QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+def test_a_module_without_gradients_is_refused() -> None:
+    model = perceptron().requires_grad_(False)
+    with pytest.raises(InputError, match="no output depends on"):
+        Nimble(model, QUICK).prepare(torch.randn(6, 8), training=True)
+    net, eager = pair(model, torch.randn(6, 8, requires_grad=True))
+    x = torch.randn(6, 8, requires_grad=True)
+    assert_values(*(torch.autograd.grad(one(x).sin().sum(), [x])[0] for one in (net, eager)), rtol=1e-6)
+    net.close()
+
+
+def _replaced(net: Nimble, x: torch.Tensor) -> None:
+    layer(net, 0).weight = nn.Parameter(layer(net, 0).weight.detach().clone())
+    net(x)
+
+
+def _replaced_memory(net: Nimble, x: torch.Tensor) -> None:
+    layer(net, 0).weight.data = layer(net, 0).weight.detach().clone()
+    net(x)
+
+
+def _replaced_module(net: Nimble, x: torch.Tensor) -> None:
+    net._model[0] = nn.Linear(8, 8)
+    net(x)
+
+
+def _part_in_evaluation(net: Nimble, x: torch.Tensor) -> None:
+    layer(net, 1).eval()
+    net(x)
+
+
+def _frozen(net: Nimble, x: torch.Tensor) -> None:
+    layer(net, 0).weight.requires_grad_(False)
+    net(x)
+
+
+def _unfrozen(net: Nimble, x: torch.Tensor) -> None:
+    layer(net, 2).bias.requires_grad_(True)
+    net(x)
+
+
+def _input_with_gradient(net: Nimble, x: torch.Tensor) -> None:
+    net(x.clone().requires_grad_())
+
+
+def _converted(net: Nimble, x: torch.Tensor) -> None:
+    net.double()
+    net(x.double())
+
+
+def _converted_model(net: Nimble, x: torch.Tensor) -> None:
+    net._model.double()
+    net(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replaced, _replaced_memory, _replaced_module, _part_in_evaluation, _frozen, _unfrozen, _input_with_gradient,
+        _converted, _converted_model,
+    ],
+    ids=lambda one: one.__name__.strip("_"),
+)  # fmt: skip
+def test_what_no_longer_fits_is_refused_before_anything_is_written(change: Callable[..., None]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[2].bias.requires_grad_(False)
+    x = torch.randn(6, 8)
+    net = Nimble(model, QUICK).prepare(x, training=True)
+    net(x).sin().sum().backward()
+    norm = model[1]
+    values = copy.deepcopy([norm.running_mean.float(), norm.num_batches_tracked])
+    with pytest.raises(NimbleError) as error:
+        change(net, x)
+    assert error.value.fix
+    assert_values([norm.running_mean.float(), norm.num_batches_tracked], values)
+    net.close()
+
+
+def test_frozen_between_forward_and_backward() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        loss = model(x).sin().sum()
+        layer(model, 0).weight.requires_grad_(False)
+        loss.backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_closed_between_forward_and_backward() -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    loss = net(torch.randn(6, 8)).sin().sum()
+    net.close()
+    with pytest.raises(NimbleError):
+        loss.backward()
+    assert all(one.grad is None for one in net.parameters())
+
+
+# -- outputs that are no one's own -----------------------------------------------------------------------------------
+
+
+class Passing(nn.Module):
+    """Outputs that are an input, a view of one, a parameter, the same tensor twice, views of one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {"y": y, "again": y, "window": y[:2], "input": x, "row": x[0], "weight": self.linear.weight}
+
+
+@pytest.mark.parametrize(
+    "names", [["y"], ["y", "again"], ["window", "y"], ["input"], ["row"], ["weight"], ["y", "weight"]]
+)
+def test_outputs_that_are_other_tensors(names: list[str]) -> None:
+    net, eager = pair(Passing(), torch.randn(6, 8, requires_grad=True))
+    data = torch.randn(6, 8)
+    found = []
+    for model in (net, eager):
+        x = data.clone().requires_grad_()
+        out = model(x)
+        sum(out[name].sin().sum() for name in names).backward()
+        found.append([out[name] for name in sorted(out)])
+        found[-1].append(x.grad if x.grad is not None else torch.zeros_like(x))
+    assert_values(found[0], found[1], rtol=1e-6)
+    for one, other in zip(net.parameters(), eager.parameters(), strict=True):
+        grads = [torch.zeros_like(one) if of.grad is None else of.grad for of in (one, other)]
+        torch.testing.assert_close(*grads)
+    net.close()
+
+
+# -- provenance ------------------------------------------------------------------------------------------------------
+
+
+def test_both_halves_say_where_they_come_from() -> None:
+    found, net, _ = prepared("resnet")
+    (engine,) = net.engines
+    assert engine.backward is not None
+    forward = engine.recorded.recording.program.calls
+    backward = engine.backward.recorded.recording.program.calls
+    assert {call.phase for call in forward} == {"forward"}
+    assert {call.phase for call in backward} == {"backward"}
+    places = {(call.module, call.origins[0].file, call.origins[0].line) for call in forward}
+    assert {(call.module, call.origins[0].file, call.origins[0].line) for call in backward} <= places
+    convolutions = [call.module for call in backward if call.operator == "aten.convolution_backward.default"]
+    assert convolutions == ["second", "first"]
+    assert flatten(list(found.model.parameters()))[0]
+    net.close()

@@ -1,0 +1,718 @@
+"""Training on a real GPU: whole steps and drop-in, captured, against eager."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_differentiable import (
+    SameGradient,
+    assert_same_gradients,
+    called,
+    layer,
+    loss_of,
+    pair,
+    prepared,
+)
+from test_training import (
+    CHANGES,
+    OPTIMIZERS,
+    PROBLEMS,
+    RUNS,
+    Aliases,
+    Eager,
+    Fails,
+    Gan,
+    Residual,
+    assert_same,
+    assert_untouched,
+    assert_values,
+    both,
+    curves,
+    everything,
+    gan_curves,
+    gan_data,
+    images,
+    made,
+    one_thread,
+    perceptron,
+    prepare,
+    state_of,
+    train_both,
+    vectors,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from nimble_core import Nimble
+from nimble_core.errors import InputError, NimbleError, NimbleWarning
+from nimble_core.options import Options
+from nimble_core.training import TrainStep
+
+__all__ = ["one_thread"]  # a fixture
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SINGLE = Options(tune="off", policy="single")
+STREAMS = Options(tune="off", policy="nimble")
+CLOSE = 1e-3
+"""Relative and absolute: float32 sums in another order, over a few steps."""
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Products and convolutions in float32, by the same kernels in each run."""
+    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    deterministic = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
+    torch.backends.cudnn.deterministic = deterministic
+
+
+def on(*tensors: torch.Tensor) -> Any:
+    moved = tuple(one.to(DEVICE) for one in tensors)
+    return moved if len(moved) > 1 else moved[0]
+
+
+# -- whole steps: equal to eager -------------------------------------------------------------------------------------
+
+STEADY = [name for name in PROBLEMS if name != "dropout"]
+"""Problems without random numbers: a replay draws others than eager."""
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_steps_equal_eager(name: str) -> None:
+    given, step, eager = both(name, device=DEVICE, options=STREAMS)
+    train_both(given, step, eager, rtol=CLOSE)
+    assert all(one.grad is None for one in given.model.parameters())
+    step.close()
+
+
+@pytest.mark.parametrize("options", [SINGLE, STREAMS, Options(budget_s=2.0)], ids=["single", "nimble", "measured"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_every_schedule_equals_eager(optimizer: str, options: Options) -> None:
+    given, step, eager = both("resnet", OPTIMIZERS[optimizer], device=DEVICE, options=options)
+    train_both(given, step, eager, rtol=CLOSE)
+    step.close()
+
+
+UNFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", UNFUSED)
+def test_eagers_own_form_of_an_optimizer_agrees(optimizer: str) -> None:
+    given, step, eager = both("mlp", UNFUSED[optimizer], device=DEVICE, options=STREAMS)
+    train_both(given, step, eager, rtol=CLOSE)
+    step.close()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping_and_accumulating(clip: float | None, accumulate: int) -> None:
+    given, step, eager = both("mlp", clip=clip, accumulate=accumulate, device=DEVICE, options=STREAMS)
+    for _ in range(2 * accumulate + 1):
+        inputs, targets = given.draw()
+        assert_values(step(inputs, targets), eager(inputs, targets), rtol=CLOSE)
+        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer), rtol=CLOSE)
+    step.close()
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "transformer"])
+def test_loss_curves_are_those_of_eager(name: str) -> None:
+    mine, theirs = curves(name, 200, device=DEVICE, options=STREAMS, optimizer=OPTIMIZERS["sgd"])
+    assert mine == pytest.approx(theirs, rel=5e-2, abs=5e-2)
+    assert sum(mine[-8:]) < 0.9 * sum(mine[:8])
+
+
+def test_a_gan_of_two_steps_trains_as_in_eager() -> None:
+    mine, theirs = gan_curves(200, DEVICE, STREAMS)
+    assert mine == pytest.approx(theirs, rel=5e-2, abs=5e-2)
+
+
+def test_dropout_draws_fresh_masks_that_a_seed_brings_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25)).to(DEVICE)
+    nn.init.zeros_(model[0].weight)
+    nn.init.ones_(model[0].bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = on(torch.ones(5000, 4))
+    step = TrainStep(model, lambda out: out.mean() * 0, optimizer, options=STREAMS).prepare(x)
+    masks = []
+    for seed in (1, None, 2, 1, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        step(x)
+        masks.append((step.outputs != 0).clone())
+    assert all(not torch.equal(masks[a], masks[b]) for a in range(3) for b in range(a))
+    assert torch.equal(masks[0], masks[3])
+    assert torch.equal(masks[1], masks[4])
+    for mask in masks:
+        assert mask.float().mean().item() == pytest.approx(0.75, abs=0.015)
+    step.close()
+
+
+def test_a_net_with_dropout_learns_as_in_eager() -> None:
+    mine, theirs = curves("dropout", 200, device=DEVICE, options=STREAMS, optimizer=OPTIMIZERS["adam"])
+    for one in (mine, theirs):
+        assert sum(one[-40:]) / 40 < 0.8 * sum(one[:8]) / 8
+
+
+# -- whole steps: mixed precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer"])
+def test_autocast_equals_eager(name: str) -> None:
+    given, step, eager = both(name, autocast=torch.bfloat16, device=DEVICE, options=STREAMS)
+    train_both(given, step, eager, 3, rtol=3e-2)
+    step.close()
+
+
+def test_float16_with_a_scaler_leaves_steps_out_as_in_eager() -> None:
+    given, step, eager = both(
+        "mlp",
+        UNFUSED["adam"],
+        autocast=torch.float16,
+        scaler=lambda: torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=2),
+        clip=1.0,
+        device=DEVICE,
+        options=STREAMS,
+    )
+    for at in range(7):
+        inputs, targets = given.draw()
+        if at in (0, 3):
+            inputs[0, 0] = float("inf")
+        before = copy.deepcopy(given.model.state_dict())
+        step(inputs, targets)
+        eager(inputs, targets)
+        unchanged = all(torch.equal(one, before[name]) for name, one in given.model.state_dict().items())
+        assert unchanged == (at in (0, 3))
+        assert step.scaler is not None
+        assert eager.scaler is not None
+        assert step.scaler.state_dict() == eager.scaler.state_dict()
+    assert_same(state_of(given.model), state_of(eager.model), rtol=3e-2)
+    step.close()
+
+
+# -- whole steps: a life of a training run ---------------------------------------------------------------------------
+
+
+def test_schedulers_checkpoints_and_eager_steps() -> None:
+    given = made("resnet", DEVICE)
+    eager = Eager(given, OPTIMIZERS["momentum"])
+    optimizer = OPTIMIZERS["momentum"](given.model.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (optimizer, eager.optimizer)]
+    step = TrainStep(given.model, given.loss_fn, optimizer, options=STREAMS).prepare(*given.draw())
+    for _ in range(4):
+        train_both(given, step, eager, 1, rtol=CLOSE)
+        for one in schedules:
+            one.step()
+    inputs, targets = given.draw()
+    optimizer.zero_grad()
+    given.loss_fn(given.model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    eager(inputs, targets)
+    train_both(given, step, eager, 1, rtol=CLOSE)
+
+    file = io.BytesIO()
+    torch.save({"model": given.model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train_both(given, step, eager, 1, rtol=CLOSE)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    for model, of in ((given.model, optimizer), (eager.model, eager.optimizer)):
+        model.load_state_dict(saved["model"])
+        of.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    train_both(given, step, eager, 2, rtol=CLOSE)
+    step.close()
+
+
+def test_losses_are_the_callers_own_and_need_no_wait() -> None:
+    given, step, eager = both("mlp", device=DEVICE, options=STREAMS)
+    batches = [given.draw() for _ in range(20)]
+    losses = [step(*batch) for batch in batches]
+    expected = [eager(*batch) for batch in batches]
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=CLOSE, atol=CLOSE)
+    step.close()
+
+
+def test_a_short_last_batch_follows_on_new_shape() -> None:
+    for answer in ("eager", "prepare"):
+        options = Options(tune="off", policy="nimble", on_new_shape=answer)
+        given, step, eager = both("resnet", device=DEVICE, options=options)
+        for size in (4, 3, 4, 3):
+            inputs, targets = given.draw()
+            loss = step(inputs[:size], targets[:size])
+            assert_values(loss, eager(inputs[:size], targets[:size]), rtol=CLOSE)
+        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer), rtol=CLOSE)
+        step.close()
+
+
+# -- preparing leaves no trace ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["step", "drop-in"])
+@pytest.mark.parametrize("name", ["resnet", "dropout"])
+def test_preparing_changes_nothing(name: str, way: str) -> None:
+    given = made(name, DEVICE)
+    optimizer = OPTIMIZERS["adamw"](given.model.parameters())
+    inputs, targets = given.draw()
+    given.loss_fn(given.model(inputs), targets).backward()
+    optimizer.step()
+    before, random = everything(given.model, optimizer), torch.cuda.get_rng_state()
+    if way == "step":
+        step = TrainStep(given.model, given.loss_fn, optimizer, options=Options(budget_s=1.0), accumulate=2)
+        step.prepare(inputs, targets).close()
+    else:
+        Nimble(given.model, Options(budget_s=1.0)).prepare(inputs, training=True).close()
+    assert_untouched(before, everything(given.model, optimizer))
+    assert torch.equal(random, torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("way", ["step", "drop-in"])
+def test_an_error_in_the_middle_changes_nothing(way: str, at: int) -> None:
+    model = Fails(at).to(DEVICE)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    x, y = on(*images())
+    RUNS[0] = 0
+    before, random = everything(model, optimizer), torch.cuda.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        prepare(way, model, optimizer, x, y)
+    assert_untouched(before, everything(model, optimizer))
+    assert torch.equal(random, torch.cuda.get_rng_state())
+    model(x).sum().backward()  # the device is in order
+
+
+def test_preparing_beside_a_thread_that_pins_memory() -> None:
+    given = made("resnet", DEVICE)
+    eager = Eager(given, OPTIMIZERS["momentum"])
+    stop, errors = threading.Event(), []
+
+    def pin() -> None:
+        try:
+            while not stop.is_set():
+                torch.empty(10_000).pin_memory()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        optimizer = OPTIMIZERS["momentum"](given.model.parameters())
+        step = TrainStep(given.model, given.loss_fn, optimizer, options=STREAMS).prepare(*given.draw())
+        train_both(given, step, eager, rtol=CLOSE)
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    step.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        pytest.param(change, first, id=f"{change.__name__.strip('_')}, {'first step' if first else 'amid training'}")
+        for change in CHANGES
+        for first in (False, True)
+    ],
+)
+def test_what_no_longer_fits_is_refused_before_anything_is_written(change: Callable[..., None], first: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(DEVICE)
+    model[2].bias.requires_grad_(False)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    x, y = on(*vectors())
+    step = TrainStep(model, F.cross_entropy, optimizer, options=SINGLE).prepare(x, y)
+    if not first:
+        step(x, y)
+    values = [one.clone() for one in model.state_dict().values()]
+    with pytest.raises(NimbleError):
+        change(step, x, y)
+    assert_values([one.float() for one in model.state_dict().values()], [one.float() for one in values])
+    step.close()
+
+
+# -- drop-in: equal to eager -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads none", "grads zero"])
+@pytest.mark.parametrize("name", STEADY)
+def test_training_equals_eager(name: str, set_to_none: bool) -> None:
+    found, net, eager = prepared(name, STREAMS, DEVICE)
+    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    for _ in range(4):
+        inputs, targets = found.draw()
+        for model, optimizer in ((net, mine), (eager, theirs)):
+            optimizer.zero_grad(set_to_none)
+            loss_of(found, model, inputs, targets).backward()
+            optimizer.step()
+        assert_same_gradients(found.model, eager, rtol=CLOSE)
+        assert_same(state_of(found.model, mine), state_of(eager, theirs), rtol=CLOSE)
+    net.close()
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_drop_in_loss_curves_are_those_of_eager(name: str) -> None:
+    found, net, eager = prepared(name, STREAMS, DEVICE)
+    batches = [found.draw() for _ in range(4)]
+    losses: list[list[torch.Tensor]] = []
+    for model in (net, eager):
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        losses.append([])
+        for at in range(200):
+            optimizer.zero_grad()
+            loss = loss_of(found, model, *batches[at % 4])
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.detach())
+    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=5e-2, atol=5e-2)
+    net.close()
+
+
+def test_between_other_trainable_modules() -> None:
+    below, above = nn.Linear(5, 8).to(DEVICE), nn.Linear(4, 3).to(DEVICE)
+    model = perceptron().to(DEVICE)
+    eager = copy.deepcopy(nn.Sequential(below, model, above))
+    net = Nimble(model, STREAMS).prepare(on(torch.randn(6, 8)).requires_grad_(), training=True)
+    whole = nn.Sequential(below, net, above)
+    mine, theirs = OPTIMIZERS["momentum"](whole.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    for _ in range(3):
+        x = on(torch.randn(6, 5))
+        for one, optimizer in ((whole, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+        assert_values(list(whole.parameters()), list(eager.parameters()), rtol=CLOSE)
+    net.close()
+
+
+def test_accumulating_on_gradients_that_are_there() -> None:
+    net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)), options=STREAMS)
+    grads = [torch.randn_like(one) for one in net.parameters()]
+    for at, (one, other, grad) in enumerate(zip(net.parameters(), eager.parameters(), grads, strict=True)):
+        if at % 2:
+            one.grad, other.grad = grad, grad.clone()
+    for _ in range(3):
+        x = on(torch.randn(6, 8))
+        for model in (net, eager):
+            model(x).sin().sum().backward()
+        assert_same_gradients(net, eager, rtol=CLOSE)
+    assert all(one.grad is grads[at] for at, one in enumerate(net.parameters()) if at % 2)
+    for model in (net, eager):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+def test_each_gradient_has_memory_of_its_own() -> None:
+    net, eager = pair(SameGradient().to(DEVICE), on(torch.randn(4, 4)))
+    x = on(torch.randn(4, 4))
+    for model in (eager, net):
+        model(x).sin().sum().backward()
+        for at, one in enumerate(model.parameters()):
+            assert one.grad is not None
+            one.grad.mul_(at + 2)
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+def test_gradients_are_laid_out_like_their_parameters() -> None:
+    net, eager = pair(Aliases().to(DEVICE), on(torch.randn(6, 4)))
+    x = on(torch.randn(6, 4))
+    for model in (eager, net):
+        model(x).sin().sum().backward()
+        for one in model.parameters():
+            assert one.grad is not None
+            assert one.grad.stride() == one.stride()
+    net.close()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="on CUDA .grad is the engine's memory, overwritten even where it is kept elsewhere"
+)
+def test_gradients_kept_elsewhere_are_not_overwritten() -> None:
+    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
+    net(on(torch.randn(6, 8))).sin().sum().backward()
+    kept = [one.grad for one in net.parameters()]
+    values = [one.clone() for one in kept if one is not None]
+    for one in net.parameters():
+        one.grad = None
+    net(on(torch.randn(6, 8))).sin().sum().backward()
+    assert_values(kept, values)
+    net.close()
+
+
+def test_drop_in_under_autocast_equals_eager() -> None:
+    found = made("mlp", DEVICE)
+    eager = copy.deepcopy(found.model)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        net = Nimble(found.model, STREAMS).prepare(found.draw()[0], training=True)
+    for _ in range(4):
+        inputs, targets = found.draw()
+        for model in (net, eager):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                loss = loss_of(found, model, inputs, targets)
+            loss.backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one -= one.grad
+                    one.grad = None
+        assert_same(state_of(found.model), state_of(eager), rtol=3e-2)
+    net.close()
+
+
+def test_drop_in_with_float16_and_a_scaler() -> None:
+    found = made("mlp", DEVICE)
+    eager = copy.deepcopy(found.model)
+    with torch.autocast(DEVICE, dtype=torch.float16, cache_enabled=False):
+        net = Nimble(found.model, STREAMS).prepare(found.draw()[0], training=True)
+    training = [
+        (one, OPTIMIZERS["adam"](one.parameters()), torch.amp.GradScaler(DEVICE, init_scale=64.0, growth_interval=2))
+        for one in (net, eager)
+    ]
+    for at in range(5):
+        inputs, targets = found.draw()
+        if at == 2:
+            inputs[0, 0] = float("inf")
+        for model, optimizer, scaler in training:
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, dtype=torch.float16):
+                loss = loss_of(found, model, inputs, targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert training[0][2].state_dict() == training[1][2].state_dict()
+    assert_same(state_of(found.model), state_of(eager), rtol=3e-2)
+    assert training[0][2].get_scale() == 128.0
+    net.close()
+
+
+def test_drop_in_dropout_draws_fresh_masks() -> None:
+    net, _ = pair(nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4)).to(DEVICE), on(torch.ones(5000, 4)).requires_grad_())
+    masks = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        x = on(torch.ones(5000, 4)).requires_grad_()
+        net(x).sum().backward()
+        masks.append(x.grad != 0)
+    assert not torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+    assert masks[0].float().mean().item() == pytest.approx(0.75, abs=0.015)
+    net.close()
+
+
+# -- drop-in: one forward's memory -----------------------------------------------------------------------------------
+
+
+def test_a_second_forward_before_the_backward_of_the_first_runs_in_eager_and_says_so() -> None:
+    net, eager = pair(Residual().to(DEVICE), on(images()[0]), options=STREAMS)
+    x, y = on(images()[0], images()[0])
+    first = net(x)
+    with pytest.warns(NimbleWarning, match="runs in eager"):
+        second = net(y)
+    second.sin().sum().backward()
+    first.cos().sum().backward()
+    first, second = eager(x), eager(y)
+    second.sin().sum().backward()
+    first.cos().sum().backward()
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    assert_same(state_of(net), state_of(eager), rtol=CLOSE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x).sum().backward()
+    net.close()
+
+
+def test_a_forward_that_nobody_waits_for_does_not_stand_in_the_way() -> None:
+    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            net(on(torch.randn(6, 8)))  # its output is dropped
+        with torch.no_grad():
+            net(on(torch.randn(6, 8)))
+        net(on(torch.randn(6, 8))).sum().backward()
+    net.close()
+
+
+def test_a_forward_without_gradients_in_between() -> None:
+    net, eager = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(DEVICE), on(torch.randn(6, 8)))
+    x, y = on(torch.randn(6, 8), torch.randn(6, 8))
+    for model in (net, eager):
+        loss = model(x).sin().sum()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(y)
+        loss.backward()
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
+    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
+    loss = net(on(torch.randn(6, 8))).sin().sum()
+    loss.backward(retain_graph=True)
+    net(on(torch.randn(6, 8))).sin().sum().backward()
+    kept = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+    with pytest.raises(InputError, match="a later one has overwritten"):
+        loss.backward()
+    assert_values([one.grad for one in net.parameters()], kept)
+    net.close()
+
+
+def test_a_gan_whose_discriminator_is_called_twice() -> None:
+    ours, theirs = Gan(DEVICE), Gan(DEVICE)
+    data = gan_data(40, DEVICE)
+    real, noise = data[0]
+    critic = Nimble(ours.critic, STREAMS).prepare(real.clone().requires_grad_(), training=True)
+    generator = Nimble(ours.generator, STREAMS).prepare(noise, training=True)
+    losses: list[list[torch.Tensor]] = []
+    said: list[warnings.WarningMessage] = []
+    for gan, d, g in ((ours, critic, generator), (theirs, theirs.critic, theirs.generator)):
+        losses.append([])
+        for real, noise in data:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fake = g(noise)
+                gan.d.zero_grad()
+                loss = F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
+            loss.backward()
+            gan.d.step()
+            losses[-1].append(loss.detach())
+            gan.g.zero_grad()
+            loss = F.softplus(-d(fake)).mean()
+            loss.backward()
+            gan.g.step()
+            losses[-1].append(loss.detach())
+            said += caught
+    assert said
+    assert all(issubclass(one.category, NimbleWarning) for one in said)
+    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=2e-2, atol=2e-2)
+    critic.close()
+    generator.close()
+
+
+# -- drop-in: what autograd is asked ---------------------------------------------------------------------------------
+
+
+def test_gradients_of_some_tensors() -> None:
+    net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)).requires_grad_())
+    x = on(torch.randn(6, 8)).requires_grad_()
+    found = [
+        torch.autograd.grad(one(x).sin().sum(), [layer(one, 0).weight, x, layer(one, 4).bias]) for one in (net, eager)
+    ]
+    assert_values(list(found[0]), list(found[1]), rtol=CLOSE)
+    kept = [one.clone() for one in found[0]]
+    torch.autograd.grad(net(x * 2).sin().sum(), [layer(net, 0).weight, x])
+    assert_values(list(found[0]), kept)
+    assert all(one.grad is None for one in (*net.parameters(), x))
+    for model in (net, eager):
+        model(x).sin().sum().backward(inputs=[layer(model, 0).weight])
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+def test_a_graph_kept_for_another_backward() -> None:
+    net, eager = pair(Residual().to(DEVICE), on(images()[0]), options=STREAMS)
+    x = on(images()[0])
+    for model in (net, eager):
+        loss = model(x).sin().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing() -> None:
+    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)).requires_grad_())
+    x = on(torch.randn(6, 8)).requires_grad_()
+    loss = net(x).sin().sum()
+    with pytest.raises(InputError, match="create_graph"):
+        torch.autograd.grad(loss, [x], create_graph=True)
+    assert all(one.grad is None for one in (*net.parameters(), x))
+    net.close()
+
+
+@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_called(kind: str) -> None:
+    net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
+    seen: dict[nn.Module, list[torch.Tensor]] = {net: [], eager: []}
+
+    def hook(of: nn.Module) -> Callable[[torch.Tensor], None]:
+        def see(one: torch.Tensor) -> None:
+            seen[of].append((one if kind == "hook" else one.grad).clone())  # type: ignore[union-attr]
+
+        return see
+
+    for model in (net, eager):
+        getattr(layer(model, 2).weight, f"register_{kind}")(hook(model))
+    x = on(torch.randn(6, 8))
+    for model in (net, eager):
+        for _ in range(2):
+            model(x).sin().sum().backward()
+    assert len(seen[net]) == len(seen[eager]) == 2
+    assert_values(seen[net], seen[eager], rtol=CLOSE)
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+def test_outputs_may_be_written_and_inputs_changed_before_the_backward() -> None:
+    """Both are copies of the engine's own."""
+    net, eager = pair(nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()).to(DEVICE), on(torch.randn(6, 8)))
+    data = torch.randn(6, 8)
+    out = net(on(data))
+    out.data.mul_(2)
+    out.sum().backward()
+    eager(on(data)).sum().backward()
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
+@pytest.mark.parametrize("stream", ["default", "side"])
+def test_on_any_stream(stream: str) -> None:
+    net, eager = pair(Residual().to(DEVICE), on(images()[0]), options=STREAMS)
+    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
+    side = torch.cuda.Stream() if stream == "side" else torch.cuda.current_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            x = on(images()[0])
+            for model, optimizer in ((net, mine), (eager, theirs)):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    torch.cuda.synchronize()
+    assert_same(state_of(net, mine), state_of(eager, theirs), rtol=CLOSE)
+    net.close()
+
+
+def test_training_and_evaluation_in_turn() -> None:
+    found, net, eager = prepared("resnet", STREAMS, DEVICE)
+    for _ in range(2):
+        inputs, targets = found.draw()
+        for model in (net, eager):
+            loss_of(found, model.train(), inputs, targets).backward()
+        with torch.no_grad(), pytest.warns(NimbleWarning, match="not prepared in evaluation mode"):
+            out = called(net.eval(), inputs)
+        with torch.no_grad():
+            assert_values(out, eager.eval()(inputs), rtol=CLOSE)
+    net.eval().prepare(inputs)
+    with torch.no_grad():
+        assert_values(net(inputs), eager(inputs), rtol=CLOSE)
+    assert net.train()(inputs).requires_grad
+    assert_same_gradients(found.model, eager, rtol=CLOSE)
+    net.close()
