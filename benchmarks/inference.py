@@ -18,69 +18,65 @@ is faster.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
-import math
-import os
-import secrets
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from fnmatch import fnmatchcase
-from pathlib import Path
-from statistics import geometric_mean, median
-from threading import Event, Lock
+from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.cuda import figures
-from benchmarks.policies import candidate_figures, extreme, replays_in_a_row_ns
+from benchmarks.policies import extreme
+from benchmarks.rows import (
+    BEST,
+    Job,
+    Row,
+    Settings,
+    Suite,
+    about_engine,
+    aligned,
+    as_markdown,
+    as_ratio,
+    as_us,
+    cached_files,
+    fastest,
+    machines,
+    mean,
+    more_models,
+    parser,
+    run_suite,
+    sentence,
+    speed_of,
+    unstable,
+    verdict,
+    why,
+)
 from benchmarks.zoo import DTYPES, SUITE, load, precision
-from nimble_core import nimble as entry
-from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.attribution import unmapped
-from nimble_core.candidates import Candidate
 from nimble_core.devices.base import Device
-from nimble_core.environment import Environment
 from nimble_core.equality import check_equality
-from nimble_core.graph import predecessors
 from nimble_core.host_info import environment, finish
 from nimble_core.measurement import Measurement, interleave, ratio
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.options import Options
-from nimble_core.pipeline import (
-    Recorded,
-    Stopwatch,
-    check_inputs,
-    device_for,
-    observe,
-    record_static,
-    state_kept,
-)
+from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, device_for, record_static, state_kept
 from nimble_core.preserve import preserved
 from nimble_core.structure import builder, flatten
-from nimble_core.tuning import Cases, Tuned, eager_cases
+from nimble_core.tuning import Cases, eager_cases
 from nimble_viz.peers import PeerRuns, close, peer, peer_names
-from nimble_viz.report import Report
-from nimble_viz.views.limit import EXPLAINED_ABOVE, limit
+from nimble_viz.views.limit import EXPLAINED_ABOVE
 
 __all__ = [
     "AUTOTUNED",
     "BATCHED",
+    "BEST",
     "PEERS",
-    "Row",
-    "Settings",
+    "best_peer",
+    "equal",
     "main",
     "markdown",
     "measure",
@@ -90,8 +86,6 @@ __all__ = [
     "table",
     "warm",
 ]
-
-ROOT = Path(__file__).parents[1]
 
 TUNED, OVERHEAD, AUTOTUNE = "eager-tuned", "compile:reduce-overhead", "compile:max-autotune"
 PEERS = (TUNED, "torchscript", "cuda-graph", "compile", OVERHEAD, f"{OVERHEAD}+freezing")
@@ -113,43 +107,9 @@ WAYS = {"copies": OURS, "static": STATIC}
 """Ours returns outputs that belong to the caller, or its own buffers, as compiled peers with CUDA graphs do."""
 
 REPLAY, UNFUSED = "ours, bare replay", "unfused on one stream, bare replay"
+NOT_PEERS = (OURS, STATIC, REPLAY, UNFUSED)
 
 ROUNDS = 201
-BEST = "best peer"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What is measured together: a model of the suite in one dtype and batch, and the peers beside it."""
-
-    model: str
-    dtype: str
-    batch: int
-    peers: tuple[str, ...]
-
-    @property
-    def key(self) -> str:
-        """Its name in results."""
-        return f"{self.model}, {self.dtype}, batch {self.batch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How rows are measured.
-
-    Args:
-        device: ``"cuda"`` or ``"cpu"``.
-        seconds: time for the samples of a row.
-        budget_s: what ours may take to choose (``Options.budget_s``).
-        models_from: ``module:NAME`` of a mapping of further models, like ``zoo.SUITE``; empty for none.
-        run: id of the run that the row is part of.
-    """
-
-    device: str = "cuda"
-    seconds: float = 4.0
-    budget_s: float = 300.0
-    models_from: str = ""
-    run: str = ""
 
 
 # -- one row -------------------------------------------------------------------------------------------------------
@@ -164,7 +124,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
     """
     began = time.perf_counter()
     with precision(row.dtype), ExitStack() as stack:
-        files = _cached_files()
+        files = cached_files()
         model, args, kwargs = _example(row, settings)
         stamp = environment(settings.device)
         if TUNED in row.peers and settings.device == "cuda":
@@ -173,16 +133,16 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         stack.enter_context(preserved(model))
         stack.enter_context(state_kept(recorded))
         cases = eager_cases(recorded, truth=True)
-        unfused, unfused_s, _ = _prepared(stack, model, args, kwargs, Options(fuse="none", policy="single", tune="off"))
+        unfused, unfused_s = _prepared(stack, model, args, kwargs, Options(fuse="none", policy="single", tune="off"))
         options = Options(fuse="auto", policy="auto", tune="fast", budget_s=settings.budget_s)
-        net, net_s, tuned = _prepared(stack, model, args, kwargs, options)
+        net, net_s = _prepared(stack, model, args, kwargs, options)
         peers = PeerRuns(
             recorded,
             args,
             kwargs,
             without_autograd=torch.inference_mode,
             synchronize=device.synchronize,
-            taken=("eager", OURS, STATIC, REPLAY, UNFUSED),
+            taken=("eager", *NOT_PEERS),
         )
         stack.callback(peers.close)
         for name in row.peers:
@@ -190,20 +150,11 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         engine = net.engines[0]
         runs = _ours(net, args, kwargs)
         times = _timed(device, model, args, kwargs, runs, peers, engine, unfused.engines[0], settings.seconds)
-        replayed = tuned.recorded if tuned else recorded
-        program = replayed.recording.program
+        program = engine.recorded.recording.program
         ours = {
-            "chosen": next((one.name for one in engine.candidates if one.chosen), engine.schedule.policy),
-            "fuse": program.fuse,
-            "streams": engine.schedule.streams,
-            "syncs": asdict(engine.executable.counts),
+            **about_engine(row, stamp, engine, device, times[REPLAY]),
             "eager calls": recorded.graph.size,
-            "calls": replayed.graph.size,
             "unmapped calls": unmapped(program) if program.fuse != "none" else 0,
-            "candidates": [_candidate(one) for one in engine.candidates],
-            "limit": _limit(row, stamp, tuned, engine, device, times[REPLAY]),
-            "back to back us": _back_to_back_us(device, engine),
-            "notes": list(engine.notes),
             "memory bytes": {"ours": engine.executable.nbytes, "unfused": unfused.engines[0].executable.nbytes},
         }
         checked = {**runs, "unfused": unfused}
@@ -216,7 +167,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
             "environment": asdict(finish(stamp)),
             "times": {name: figures(one) for name, one in times.items()},
             "speed": {
-                way: {name: asdict(ratio(times[ours_], one)) for name, one in times.items() if _comparable(name)}
+                way: {name: asdict(ratio(times[ours_], one)) for name, one in times.items() if name not in NOT_PEERS}
                 for way, ours_ in WAYS.items()
             },
             "equality": equality,
@@ -233,7 +184,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
                 OURS: {"s": net_s, "steps s": dict(engine.seconds)},
                 "unfused": {"s": unfused_s, "steps s": dict(unfused.engines[0].seconds)},
             },
-            "compile cache files": [files, _cached_files()],
+            "compile cache files": [files, cached_files()],
             "ours": ours,
             "wall s": time.perf_counter() - began,
         }
@@ -251,18 +202,18 @@ def warm(row: Row, settings: Settings) -> dict[str, Any]:
         try:
             _prepared(stack, model, args, kwargs, options)
         except Exception as error:
-            notes[OURS] = _why(error)
+            notes[OURS] = why(error)
         for name in (name for name in row.peers if name.startswith("compile")):
             try:
                 with torch.inference_mode():
                     close(peer(name).prepare(model, args, kwargs))
             except Exception as error:
-                notes[name] = _why(error)
+                notes[name] = why(error)
     return {"wall s": time.perf_counter() - began, "notes": notes}
 
 
 def _example(row: Row, settings: Settings) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    SUITE.update(_more_models(settings.models_from))
+    SUITE.update(more_models(settings.models_from))
     return load(row.model, row.dtype, row.batch, settings.device)
 
 
@@ -281,32 +232,13 @@ def _recorded(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
 
 def _prepared(
     stack: ExitStack, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
-) -> tuple[Nimble, float, Tuned | None]:
-    """Ours, open until the stack unwinds; seconds to prepare it; and what was found on the way."""
+) -> tuple[Nimble, float]:
+    """Ours, open until the stack unwinds; and seconds to prepare it."""
     net = Nimble(model, options)
     stack.callback(net.close)
-    with _tuning_kept() as kept:
-        start = time.perf_counter()
-        net.prepare(*args, **kwargs)
-        seconds = time.perf_counter() - start
-    return net, seconds, kept[-1] if kept else None
-
-
-@contextmanager
-def _tuning_kept() -> Iterator[list[Tuned]]:
-    """Keep what tuning knows and an engine does not need: what was recorded, and what each call costs alone."""
-    kept: list[Tuned] = []
-    tune = entry.tune
-
-    def keeping(*args: Any, **kwargs: Any) -> Tuned:
-        kept.append(tune(*args, **kwargs))
-        return kept[-1]
-
-    entry.tune = keeping
-    try:
-        yield kept
-    finally:
-        entry.tune = tune
+    start = time.perf_counter()
+    net.prepare(*args, **kwargs)
+    return net, time.perf_counter() - start
 
 
 def _ours(net: Nimble, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -367,76 +299,6 @@ def _check(name: str, run: Callable[..., Any], recorded: Recorded, cases: Cases)
     return check_equality(name, outputs, cases.eager, references=cases.truth, lowest=cases.lowest)
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
-    return {
-        **candidate_figures(one),
-        "fuse": one.fuse,
-        "fuse s": one.fuse_s,
-        "syncs": one.syncs,
-        "bytes": one.nbytes,
-        "equality": asdict(one.check) if one.check else None,
-    }
-
-
-def _limit(
-    row: Row, stamp: Environment, tuned: Tuned | None, engine: Engine, device: Device, replay: Measurement
-) -> dict[str, Any] | None:
-    """What no schedule of these calls can beat, how far the bare replay is from it, and why; None if unknown."""
-    if tuned is None or tuned.costs is None:
-        return None
-    recorded, costs = tuned.recorded, tuned.costs
-    length_ns, path = critical_path(predecessors(recorded.graph, meg=True), costs.ns)
-    schedule = replace(engine.schedule, counts=engine.executable.counts)
-    name = schedule.policy
-    seen = observe(device, recorded, engine.executable, seconds=0.5)
-    report = Report(
-        model=row.model,
-        dtype=row.dtype,
-        batch=row.batch,
-        environment=stamp,
-        program=recorded.recording.program,
-        graph=recorded.graph,
-        costs=costs,
-        critical_path=tuple(path),
-        critical_path_ns=float(length_ns),
-        schedules=(schedule,),
-        measurements=(replace(replay, name=name),),
-        timelines=(replace(seen.timeline, run=name),),
-        eager=recorded.eager.recording.program if recorded.eager else None,
-    )
-    found = limit(report, name)
-    if found is None:
-        return None
-    return {
-        "us": found["ns"] / 1e3,
-        "critical path us": length_ns / 1e3,
-        "sum of calls us": costs.total_ns / 1e3,
-        "bound by": found["bound"],
-        "distance": found["distance"],
-        "parts us": {part["name"]: part["ns"] / 1e3 for part in found["parts"]},
-        "why": found["sentence"],
-        "kernels seen": costs.seen,
-        "kernels expected": costs.expected,
-    }
-
-
-def _back_to_back_us(device: Device, engine: Engine) -> float | None:
-    """GPU time of one of several replays in a row; None off CUDA."""
-    if device.kind != "cuda":
-        return None
-    return median(replays_in_a_row_ns(engine.executable) for _ in range(21)) / 1e3
-
-
-def _comparable(name: str) -> bool:
-    return name not in (OURS, STATIC, REPLAY, UNFUSED)
-
-
-def _cached_files() -> int:
-    """How many files Inductor's cache holds: none means that all was compiled for this row."""
-    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-    return sum(len(files) for _, _, files in os.walk(cache)) if cache else 0
-
-
 # -- which rows ----------------------------------------------------------------------------------------------------
 
 
@@ -472,294 +334,27 @@ def selected(
     return sorted(rows, key=lambda row: row.batch)
 
 
-def _more_models(where: str) -> Mapping[str, Any]:
-    """The mapping at ``module:NAME``."""
-    module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name) if where else {}
-
-
-# -- processes -----------------------------------------------------------------------------------------------------
-
-
-class RowError(Exception):
-    """A row could not be measured; says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One of several GPUs of a host, and as large a part of its cores; by default everything.
-
-    >>> Place(1, 2).part(range(8))
-    [4, 5, 6, 7]
-    """
-
-    index: int = 0
-    places: int = 1
-
-    def part(self, cores: Iterable[int]) -> list[int]:
-        """Those of the cores that belong to this GPU, neighbours; all of them if there are fewer than GPUs."""
-        every = sorted(cores)
-        size = len(every) // self.places
-        return every[self.index * size : (self.index + 1) * size] if size else every
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Variables under which a process sees only this GPU."""
-        if self.places == 1:
-            return {}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        known = visible.split(",") if visible else [str(index) for index in range(self.places)]
-        return {"CUDA_VISIBLE_DEVICES": known[self.index]}
-
-    def keep_to_cores(self) -> None:
-        """Leave the other cores to the other places: this thread, and processes that it starts."""
-        if self.places > 1:
-            os.sched_setaffinity(0, self.part(os.sched_getaffinity(0)))
-
-
-TASKS: dict[str, Callable[[Row, Settings], dict[str, Any]]] = {"measure": measure, "warm": warm}
-
-
-def here(task: str, row: Row, settings: Settings) -> dict[str, Any]:
-    """Do it in this process. Raises RowError."""
-    try:
-        return TASKS[task](row, settings)
-    except Exception as error:
-        raise RowError(_why(error)) from error
-
-
-def apart(
-    task: str,
-    row: Row,
-    settings: Settings,
-    *,
-    limit_s: float,
-    cache: Path | None = None,
-    place: Place = Place(),
-) -> dict[str, Any]:
-    """Do it in a process of its own, which is killed after ``limit_s`` seconds.
-
-    Args:
-        task: a key of ``TASKS``.
-        row: which.
-        settings: how.
-        limit_s: seconds it may take.
-        cache: directory of Inductor's caches; None for its default.
-        place: GPU.
-
-    Raises:
-        RowError: it failed, died, or took too long; with the last that it said.
-    """
-    with tempfile.TemporaryDirectory(prefix="inference-") as folder:
-        asked, result, log = (Path(folder, name) for name in ("asked.json", "result.json", "log"))
-        asked.write_text(json.dumps({"task": task, "row": asdict(row), "settings": asdict(settings)}))
-        # A choice recalled from an earlier run would show neither what it was chosen from nor what that cost.
-        variables = {**os.environ, "NIMBLE_CACHE_DIR": str(Path(folder, "choices")), **place.variables}
-        if cache:
-            variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache.resolve())
-        with log.open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.inference", "--child", str(asked), str(result)],
-                cwd=ROOT,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status = child.wait(None if math.isinf(limit_s) else limit_s)
-            except subprocess.TimeoutExpired:
-                raise RowError(f"killed after {limit_s:g} s{_last_words(log)}") from None
-            finally:
-                # The compiler's own processes go with it.
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        if status or not result.exists():
-            ended = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise RowError(f"{ended}{_last_words(log)}")
-        found = dict(json.loads(result.read_text()))
-        if "error" in found:
-            print(log.read_text(errors="replace")[-4000:], file=sys.stderr, flush=True)
-            raise RowError(found["error"])
-        return found
-
-
-def _last_words(log: Path) -> str:
-    """The last line that was said, after a colon; the last few are printed."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    print("\n".join(lines[-20:]), file=sys.stderr, flush=True)
-    return f": {_short(lines[-1])}" if lines else ""
-
-
-def _short(text: str, length: int = 400) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= length else f"{text[:length]}…"
-
-
-def _child(asked: Path, result: Path) -> None:
-    wanted = json.loads(asked.read_text())
-    row = Row(**{**wanted["row"], "peers": tuple(wanted["row"]["peers"])})
-    try:
-        found = TASKS[wanted["task"]](row, Settings(**wanted["settings"]))
-    except Exception as error:
-        traceback.print_exc()
-        found = {"error": _why(error)}
-    result.write_text(json.dumps(found))
-
-
-def _why(error: Exception) -> str:
-    return _short(f"{type(error).__name__}: {error}")
-
-
 # -- the run -------------------------------------------------------------------------------------------------------
+
+
+JOBS: dict[str, Job] = {"measure": measure, "warm": warm}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is asked for; 1 if a row failed, else 0."""
-    given = _arguments(argv)
-    if given.child:
-        _child(*given.child)
-        return 0
-    if given.out is None:
-        print("--out FILE is missing", file=sys.stderr)
-        return 2
-    results = _read(given.out)
-    if given.show:
-        print("\n".join(table(results["rows"])))
-        return 0
-    run = given.run or f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
-    settings = Settings(given.device, given.seconds, given.budget_s, given.models_from, run)
-    models = [*SUITE, *(name for name in _more_models(given.models_from) if name not in SUITE)]
-    rows = selected(
-        models, patterns=given.models, dtypes=given.dtypes, batches=given.batches, peers=given.peers or None
+    options = parser(__doc__ or "", dtypes=DTYPES, peers=peer_names(), seconds=4.0)
+    suite = Suite(
+        "benchmarks.inference",
+        SUITE,
+        JOBS,
+        selected,
+        summary,
+        line,
+        table=lambda results: table(results["rows"]),
+        markdown=lambda results: markdown(results["rows"]),
+        timed=AUTOTUNERS,
     )
-    if not rows:
-        print(f"no model matches; there are {', '.join(models)}", file=sys.stderr)
-        return 2
-
-    def done(task: str, row: Row, place: Place) -> dict[str, Any]:
-        if given.in_process:
-            return here(task, row, settings)
-        return apart(task, row, settings, limit_s=given.row_s, cache=given.cache, place=place)
-
-    if given.warm_only:
-        return _warm(rows, done, given.jobs, given.limit_s, given.cache, given.gpus)
-    keeper = _Keeper(given.out, results, run)
-    missing = [row for row in rows if given.again or row.key not in results["rows"]]
-    missing.sort(key=lambda row: row.key in results["failed"])
-    left = _measure(missing, done, keeper, given.limit_s, given.gpus)
-    if left:
-        print(f"stopped after {given.limit_s:g} s, rows left: {left}", flush=True)
-    print("\n".join(("", *table(results["rows"]), *_failed(results["failed"]))))
-    return int(keeper.failures > 0)
-
-
-Done = Callable[[str, Row, Place], dict[str, Any]]
-
-
-@dataclass(slots=True)
-class _Keeper:
-    """Writes every row as it comes, from whatever thread."""
-
-    out: Path
-    results: dict[str, Any]
-    run: str
-    failures: int = 0
-    lock: Lock = field(default_factory=Lock)
-
-    def keep(self, row: Row, found: dict[str, Any]) -> None:
-        with self.lock:
-            self.results["failed"].pop(row.key, None)
-            self.results["rows"][row.key] = found
-            print(line(row.key, found), flush=True)
-            write(self.out, self.results)
-
-    def fail(self, row: Row, reason: str, seconds: float) -> None:
-        """Note a failure; what was measured before stays."""
-        with self.lock:
-            self.failures += 1
-            self.results["failed"][row.key] = {"reason": reason, "run": self.run, "wall s": seconds}
-            print(f"{row.key}: failed after {seconds:.0f} s: {reason}", flush=True)
-            write(self.out, self.results)
-
-
-def _measure(rows: Sequence[Row], done: Done, keeper: _Keeper, limit_s: float, gpus: int) -> int:
-    """Row after row on each GPU, none begun once the time is up; returns how many were not begun."""
-    began = time.monotonic()
-    waiting, lock, stopped = deque(rows), Lock(), Event()
-
-    def work(place: Place) -> None:
-        place.keep_to_cores()
-        while not stopped.is_set() and time.monotonic() - began <= limit_s:
-            with lock:
-                if not waiting:
-                    return
-                row = waiting.popleft()
-            start = time.monotonic()
-            try:
-                found = done("measure", row, place)
-            except RowError as error:
-                keeper.fail(row, str(error), time.monotonic() - start)
-            else:
-                keeper.keep(row, found)
-
-    if gpus == 1:
-        work(Place())
-    else:
-        with ThreadPoolExecutor(gpus) as pool:
-            try:
-                list(pool.map(work, [Place(index, gpus) for index in range(gpus)]))
-            finally:
-                stopped.set()
-    return len(waiting)
-
-
-def _warm(rows: Sequence[Row], done: Done, jobs: int, limit_s: float, cache: Path | None, gpus: int) -> int:
-    """Compile for all rows, ``jobs`` at once, on any GPU.
-
-    What compilers choose by timing is not kept from several at once: max-autotune is left to the measuring run, and the
-    configurations of kernels that were picked are forgotten.
-    """
-    began = time.monotonic()
-    if jobs > 1:
-        rows = [replace(row, peers=tuple(name for name in row.peers if name not in AUTOTUNERS)) for row in rows]
-
-    def one(index: int) -> bool:
-        row = rows[index]
-        if time.monotonic() - began > limit_s:
-            print(f"{row.key}: not begun, {limit_s:g} s are over", flush=True)
-            return False
-        try:
-            found = done("warm", row, Place(index % gpus, gpus))
-        except RowError as error:
-            print(f"{row.key}: failed: {error}", flush=True)
-            return False
-        print(f"{row.key}: compiled in {found['wall s']:.0f} s {found['notes'] or ''}".rstrip(), flush=True)
-        return True
-
-    with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        fine = all(list(pool.map(one, range(len(rows)))))
-    if jobs > 1 and cache:
-        for picked in cache.rglob("*.best_config"):
-            picked.unlink()
-    return int(not fine)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return {"rows": {}, "failed": {}, **results}
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Write results with their summary, all of it or nothing, and the table beside it."""
-    results["summary"] = summary(results["rows"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
-    path.with_suffix(".md").write_text("\n".join((*markdown(results["rows"]), *_failed(results["failed"]), "")))
+    return run_suite(suite, options.parse_args(argv))
 
 
 # -- what it says --------------------------------------------------------------------------------------------------
@@ -767,15 +362,12 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 def speed(row: Mapping[str, Any], over: str, way: str = "copies") -> float | None:
     """How much faster ours is than a peer, or than the best one (``BEST``); None if it was not measured."""
-    found = row["speed"][way]
-    if over == BEST:
-        return min((one["value"] for one in found.values()), default=None)
-    return found[over]["value"] if over in found else None
+    return speed_of(row, over, way)
 
 
 def best_peer(row: Mapping[str, Any]) -> str:
     """Name of the fastest way that is not ours, eager among them."""
-    return min((name for name in row["times"] if _comparable(name)), key=lambda name: row["times"][name]["median us"])
+    return fastest(row, NOT_PEERS)
 
 
 def equal(row: Mapping[str, Any]) -> bool:
@@ -794,7 +386,7 @@ def summary(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "rows": len(rows),
         "speed over": {
             f"batch {batch}": {
-                over: {way: _mean(speed(row, over, way) for row in right if row["batch"] == batch) for way in WAYS}
+                over: {way: mean(speed(row, over, way) for row in right if row["batch"] == batch) for way in WAYS}
                 for over in baselines
             }
             for batch in batches
@@ -818,15 +410,8 @@ def summary(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
             for name, one in row["peers"].items()
             if not one["measured"]
         },
-        "unstable": [
-            f"{name} on {key}" for key, row in rows.items() for name, one in row["times"].items() if one["warnings"]
-        ],
+        "unstable": unstable(rows),
     }
-
-
-def _mean(values: Iterable[float | None]) -> dict[str, Any]:
-    known = [value for value in values if value is not None]
-    return {"value": geometric_mean(known) if known else None, "rows": len(known)}
 
 
 def targets(rows: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -844,17 +429,17 @@ def targets(rows: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
         def found(way: str) -> dict[str, Any]:
             known = [(key, speed(row, over, way)) for key, row in right.items() if of(row)]
             below = {key: value for key, value in known if value is not None and value < wanted}
-            return {**_verdict(extreme(min, known), lambda value: value >= wanted), "below": below}
+            return {**verdict(extreme(min, known), lambda value: value >= wanted), "below": below}
 
         return {"target": what, **{way: found(way) for way in WAYS}}
 
-    def mean(over: str, wanted: float) -> dict[str, Any]:
-        means = {way: _mean(speed(row, over, way) for row in right.values()) for way in WAYS}
+    def means(over: str, wanted: float) -> dict[str, Any]:
+        found = {way: mean(speed(row, over, way) for row in right.values()) for way in WAYS}
         what = f"geometric mean over {over} at least {wanted:g}x"
-        return {"target": what, **{way: _verdict(one, lambda value: value >= wanted) for way, one in means.items()}}
+        return {"target": what, **{way: verdict(one, lambda value: value >= wanted) for way, one in found.items()}}
 
     def single(what: str, found: Mapping[str, Any], enough: Callable[[float], bool]) -> dict[str, Any]:
-        return {"target": what, "all": _verdict(found, enough)}
+        return {"target": what, "all": verdict(found, enough)}
 
     wide = {row["model"] for row in right.values() if row["model"] in WIDE and row["dtype"] == "float16"}
     on_wide = least(
@@ -874,14 +459,14 @@ def targets(rows: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
             lambda value: value == 1,
         ),
         least(BEST, 0.98, lambda row: True, "at least 0.98x of the best peer on every row"),
-        mean(OVERHEAD, 1.4),
-        mean(AUTOTUNE, 1.25),
+        means(OVERHEAD, 1.4),
+        means(AUTOTUNE, 1.25),
         on_wide,
         {
             "target": "more than 22.34x over eager on NASNet-A mobile",
             **{
                 way: {
-                    **_verdict(
+                    **verdict(
                         extreme(max, ((key, speed(row, "eager", way)) for key, row in mobile)),
                         lambda value: value > 22.34,
                     ),
@@ -913,11 +498,6 @@ def targets(rows: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _verdict(found: Mapping[str, Any], enough: Callable[[float], bool]) -> dict[str, Any]:
-    value = found.get("value")
-    return {**found, "met": None if value is None else bool(enough(value))}
-
-
 def line(key: str, row: Mapping[str, Any]) -> str:
     """One line for the terminal when a row is done."""
     ours, times = row["ours"], row["times"]
@@ -939,43 +519,25 @@ HEADS = (
 
 def _cells(rows: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """The table's rows as text, under ``HEADS``."""
-
-    def us(row: Mapping[str, Any], name: str) -> str:
-        return f"{row['times'][name]['median us']:.0f}" if name in row["times"] else "–"
-
-    def over(row: Mapping[str, Any], name: str) -> str:
-        value = speed(row, name)
-        return f"{value:.2f}x" if value is not None else "–"
-
     return [
         (
             row["model"],
             row["dtype"],
             str(row["batch"]),
-            us(row, "eager"),
+            as_us(row, "eager"),
             best_peer(row),
-            us(row, best_peer(row)),
-            us(row, OVERHEAD),
-            us(row, OURS),
-            us(row, STATIC),
-            over(row, BEST),
-            over(row, OVERHEAD),
+            as_us(row, best_peer(row)),
+            as_us(row, OVERHEAD),
+            as_us(row, OURS),
+            as_us(row, STATIC),
+            as_ratio(speed(row, BEST)),
+            as_ratio(speed(row, OVERHEAD)),
             row["ours"]["chosen"],
             f"{row['ours']['limit']['distance']:.2f}" if row["ours"]["limit"] else "–",
             "yes" if equal(row) else "no",
         )
         for row in sorted(rows.values(), key=lambda row: (row["batch"], row["model"], row["dtype"]))
     ]
-
-
-def _where(rows: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Machines that the rows were measured on, and the runs they come from."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for row in rows.values():
-        stamp = row["environment"]
-        machine = (stamp["device_name"], stamp["host_cpu"], f"torch {stamp['torch']}", f"Python {stamp['python']}")
-        found.setdefault(machine, []).append(f"{stamp['date'][:10]} {row['run']}".strip())
-    return [f"{', '.join(machine)}; runs {', '.join(sorted(set(runs)))}" for machine, runs in found.items()]
 
 
 def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -990,15 +552,11 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
                     f"{batch}: geometric mean over {over} {copies['value']:.3f}x, with static outputs "
                     f"{static['value']:.3f}x ({copies['rows']} rows)"
                 )
-    words = {True: "met", False: "MISSED", None: "not measured"}
     for target in found["targets"]:
-        for way, verdict in ((way, target[way]) for way in ("all", *WAYS) if way in target):
-            value = "" if verdict.get("value") is None else f" {verdict['value']:.3g}"
-            at = f" on {verdict['where']}" if verdict.get("where") else ""
-            at += f", {', '.join(verdict['host cpu'])}" if verdict.get("host cpu") else ""
-            below = f"; below: {'; '.join(verdict['below'])}" if verdict.get("below") else ""
-            named = "" if way == "all" else f" ({way})"
-            lines.append(f"{words[verdict['met']]}: {target['target']}{named}:{value}{at}{below}")
+        for way in (way for way in ("all", *WAYS) if way in target):
+            one, named = target[way], "" if way == "all" else f" ({way})"
+            below = f"; below: {'; '.join(one['below'])}" if one.get("below") else ""
+            lines.append(sentence(f"{target['target']}{named}", one, below))
     far = found["distance to limit"]
     if far["median"]:
         gpu = far["median, back to back"]
@@ -1015,59 +573,15 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _failed(failed: Mapping[str, dict[str, Any]]) -> list[str]:
-    return [f"- failed: {key}: {one['reason']}" for key, one in sorted(failed.items())]
-
-
 def table(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """Everything for the terminal: machines, one line a row, means, targets."""
-    cells = [HEADS, *_cells(rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)).rstrip() for one in cells]
-    return [*_where(rows), "", *lines, "", *_said(rows)]
+    return [*machines(rows), "", *aligned(HEADS, _cells(rows)), "", *_said(rows)]
 
 
 def markdown(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """The same as Markdown."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (HEADS, ["---"] * len(HEADS), *_cells(rows))]
-    return ["# Inference", "", *_where(rows), "", *lines, "", *(f"- {said}" for said in _said(rows))]
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [name.strip() for name in text.split(",") if name.strip()]
-
-    def choice(known: Sequence[str]) -> Callable[[str], list[str]]:
-        def chosen(text: str) -> list[str]:
-            for name in names(text):
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-            return names(text)
-
-        return chosen
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="results file (JSON); a table goes beside it (.md)")
-    parser.add_argument("--models", type=names, default=[], metavar="GLOB,...", help="all by default")
-    parser.add_argument("--dtypes", type=choice(DTYPES), default=[], metavar="DTYPE,...")
-    parser.add_argument("--batches", type=lambda text: [int(one) for one in names(text)], default=[], metavar="N,...")
-    parser.add_argument("--peers", type=choice(peer_names()), default=[], metavar="PEER,...")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for the samples of a row")
-    parser.add_argument("--budget-s", type=float, default=300.0, help="what ours may take to choose")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no further row after this")
-    parser.add_argument("--row-s", type=float, default=1800.0, help="kill a row after this")
-    parser.add_argument("--cache", type=Path, help="directory of Inductor's caches, to be kept between runs")
-    parser.add_argument("--warm-only", action="store_true", help="only compile, into the caches")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host that measure, a row each at a time")
-    parser.add_argument("--jobs", type=int, default=4, help="models that --warm-only compiles at once")
-    parser.add_argument("--again", action="store_true", help="measure rows that the file holds already")
-    parser.add_argument("--show", action="store_true", help="only print what the file says")
-    parser.add_argument("--in-process", action="store_true", help="all in this process, to debug")
-    parser.add_argument("--models-from", default="", metavar="MODULE:NAME", help="a mapping of further models")
-    parser.add_argument("--run", default="", help="id of this run")
-    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    lines = as_markdown(HEADS, _cells(rows))
+    return ["# Inference", "", *machines(rows), "", *lines, "", *(f"- {said}" for said in _said(rows))]
 
 
 if __name__ == "__main__":

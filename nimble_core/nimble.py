@@ -214,7 +214,7 @@ class Nimble(torch.nn.Module):
             InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given.
         """
         while True:
-            engine, tensors = self._bound(args, kwargs)
+            engine, tensors = self.bind(args, kwargs)
             if engine is None:
                 return self._unprepared(args, kwargs, getattr(self._model, "training", False))
             if engine.backward is not None:
@@ -227,14 +227,12 @@ class Nimble(torch.nn.Module):
                 continue  # another thread has prepared the model again meanwhile, and closed this engine
             return engine.build(outputs)
 
-    def engine_for(self, *args: Any, **kwargs: Any) -> Engine | None:
-        """The engine that a call with these inputs replays; None if none was prepared for them in this mode."""
-        return self._bound(args, kwargs)[0]
-
-    def _bound(
+    def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Engine, list[torch.Tensor]] | tuple[None, Sequence[torch.Tensor]]:
-        """The engine for these inputs, and its input tensors."""
+        """The engine that a call with these inputs replays, and its input tensors; None if none was prepared for them
+        in this mode.
+        """
         mode = getattr(self._model, "training", False)
         for engine in self._engines:
             if engine.mode == mode:

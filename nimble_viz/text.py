@@ -94,9 +94,10 @@ def paste_lines(report: Report) -> str:
     if trains(report):
         return "\n".join(
             [
-                "from nimble_core.training import TrainStep",
+                "from nimble_core import TrainStep",
                 "",
-                "step = TrainStep(model, loss_fn, optimizer).prepare(inputs, targets)",
+                "step = TrainStep(model, loss_fn, optimizer)",
+                "step.prepare(inputs, targets)",
                 "loss = step(inputs, targets)",
             ]
         )

@@ -6,10 +6,8 @@ import doctest
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -17,7 +15,8 @@ import torch
 from torch import nn
 
 from benchmarks import inference, inference_figure
-from benchmarks.inference import OURS, OVERHEAD, STATIC, Row, Settings, main, measure, selected, summary
+from benchmarks.inference import OURS, OVERHEAD, STATIC, main, measure, selected, summary
+from benchmarks.rows import Row, Settings
 from benchmarks.zoo import SUITE, calibrated
 
 HERE = Path(__file__).parent
@@ -28,24 +27,11 @@ def tiny(batch: int, device: torch.device) -> Any:
     return calibrated(model, 8), (torch.randn(batch, 3, 8, 8),), {}
 
 
-def dies(batch: int, device: torch.device) -> Any:
-    print("last words", flush=True)
-    os._exit(3)
-
-
-def crashes(batch: int, device: torch.device) -> Any:
-    os.abort()
-
-
-def sleeps(batch: int, device: torch.device) -> Any:
-    time.sleep(600)
-
-
 def raises(batch: int, device: torch.device) -> Any:
     raise ValueError("no such weights")
 
 
-MODELS = {f"test {one.__name__}": one for one in (tiny, dies, crashes, sleeps, raises)}
+MODELS = {f"test {one.__name__}": one for one in (tiny, raises)}
 
 
 class Broken:
@@ -159,90 +145,19 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.Cap
     assert "test tiny" in capsys.readouterr().out
 
 
-def test_a_process_for_each_row_so_that_one_may_die(tmp_path: Path) -> None:
+def test_a_row_has_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    assert main(asked(out, models="test tiny,test dies,test crashes,test raises")) == 1
+    assert main(asked(out, models="test tiny,test raises")) == 1
     results = json.loads(out.read_text())
     assert list(results["rows"]) == ["test tiny, float32, batch 1"]
-    reasons = {key.split(",")[0]: one["reason"] for key, one in results["failed"].items()}
-    assert reasons == {
-        "test dies": "ended with status 3: last words",
-        "test crashes": reasons["test crashes"],
-        "test raises": "ValueError: no such weights",
-    }
-    assert reasons["test crashes"].startswith("died of SIGABRT")
-    assert "failed: test dies, float32, batch 1: ended with status 3" in out.with_suffix(".md").read_text()
-
-
-def test_a_row_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    start = time.monotonic()
-    assert main(asked(out, "--row-s", "1", models="test sleeps")) == 1
-    assert time.monotonic() - start < 60
-    assert json.loads(out.read_text())["failed"]["test sleeps, float32, batch 1"]["reason"].startswith(
-        "killed after 1 s"
-    )
-
-
-def test_a_run_ends_between_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "results.json"
-    assert main(asked(out, "--in-process", "--limit-s", "-1")) == 0
-    assert not out.exists()
-    assert "rows left: 1" in capsys.readouterr().out
-
-
-def test_a_row_at_a_time_on_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    meeting, seen = Barrier(2, timeout=30), []
-
-    def apart(task: str, row: Row, settings: Settings, *, place: inference.Place, **_: Any) -> dict[str, Any]:
-        meeting.wait()  # both at once, or neither
-        seen.append((place.variables["CUDA_VISIBLE_DEVICES"], tuple(os.sched_getaffinity(0))))
-        return made(row.model)
-
-    cores = os.sched_getaffinity(0)
-    monkeypatch.setattr(inference, "apart", apart)
-    out = tmp_path / "results.json"
-    assert main(asked(out, "--gpus", "2", models="test tiny,test dies,test sleeps,test raises")) == 0
-    assert len(json.loads(out.read_text())["rows"]) == 4
-    assert sorted(gpu for gpu, _ in seen) == ["5", "5", "7", "7"]
-    assert os.sched_getaffinity(0) == cores
-    if len(cores) > 1:
-        first, second = ({core for gpu, part in seen if gpu == one for core in part} for one in ("5", "7"))
-        assert not first & second
-
-
-@pytest.mark.parametrize(("cores", "places"), [(8, 3), (2, 2), (1, 4)])
-def test_places_share_the_cores(cores: int, places: int) -> None:
-    parts = [inference.Place(index, places).part(range(cores)) for index in range(places)]
-    assert all(parts)
-    assert len({len(part) for part in parts}) == 1
-    if cores >= places:
-        assert len({core for part in parts for core in part}) == sum(map(len, parts))
-
-
-def test_failed_rows_are_tried_again_after_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def task(row: Row, settings: Settings) -> dict[str, Any]:
-        tried.append(row.model)
-        if row.model == "test dies" and tried.count("test dies") == 1:
-            raise RuntimeError("bad luck")
-        return made(row.model)
-
-    monkeypatch.setitem(inference.TASKS, "measure", task)
-    out = tmp_path / "results.json"
-    assert main(asked(out, "--in-process", models="test dies")) == 1
-    assert main(asked(out, "--in-process", models="test dies,test tiny")) == 0
-    assert tried == ["test dies", "test tiny", "test dies"][:1] + ["test tiny", "test dies"]
-    results = json.loads(out.read_text())
-    assert not results["failed"]
-    assert len(results["rows"]) == 2
+    (failed,) = results["failed"].values()
+    assert failed["reason"] == "ValueError: no such weights"
+    assert "failed: test raises, float32, batch 1" in out.with_suffix(".md").read_text()
 
 
 def test_warming_compiles_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setitem(inference.TASKS, "warm", lambda row, _: seen.append(row) or {"wall s": 1.0, "notes": {}})
+    monkeypatch.setitem(inference.JOBS, "warm", lambda row, _: seen.append(row) or {"wall s": 1.0, "notes": {}})
     out, cache = tmp_path / "results.json", tmp_path / "cache"
     cache.mkdir()
     (cache / "a.best_config").write_text("{}")
@@ -289,7 +204,7 @@ def test_rows_by_default() -> None:
 
 
 def test_examples_in_the_code() -> None:
-    assert doctest.testmod(inference) == (0, 2)
+    assert doctest.testmod(inference) == (0, 1)
 
 
 def test_rows_as_asked_for() -> None:

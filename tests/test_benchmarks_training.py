@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import training
-from benchmarks.inference import BEST, Row, Settings
+from benchmarks.rows import BEST, Row, Settings
 from benchmarks.train_zoo import TASKS, Task
 from benchmarks.training import DROP_IN, OURS, OVERHEAD, Prepared, judged, lessons, main, measure, selected, summary
 
@@ -41,12 +41,7 @@ def dies(batch: int, device: torch.device) -> Task:
     os._exit(3)
 
 
-def sleeps(batch: int, device: torch.device) -> Task:
-    time.sleep(600)
-    raise AssertionError
-
-
-MODELS = {f"test {one.__name__}": one for one in (tiny, dropping, dies, sleeps)}
+MODELS = {f"test {one.__name__}": one for one in (tiny, dropping, dies)}
 SETTINGS = Settings("cpu", seconds=0.1, models_from=f"{__name__}:MODELS", run="r1")
 
 
@@ -165,6 +160,22 @@ def test_a_way_that_fails_or_learns_otherwise_leaves_the_others(
     assert set(found["speed"]["step"]) == {"eager"}
 
 
+def _dawdles(task: Task, settings: Settings) -> Prepared:
+    time.sleep(60)
+    return training._eager(task, settings)
+
+
+def test_a_peer_that_takes_too_long_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training.KINDS, "compile", _dawdles)
+    row, settings = Row("test tiny", "float32", 4, ("compile", "eager-tuned")), replace(SETTINGS, peer_s=0.5)
+    found = measure(row, settings)
+    assert found["ways"]["compile"] == {
+        "measured": False, "prepare s": None, "note": "TooSlowError: not ready after 0.5 s",
+    }  # fmt: skip
+    assert set(found["speed"]["step"]) == {"eager", "eager-tuned"}
+    assert training.warm(row, settings)["notes"]["compile"].startswith("TooSlowError")
+
+
 def test_ours_that_fails_leaves_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(training.KINDS, OURS, _broken)
     found = json.loads(json.dumps(measure(Row("test tiny", "float32", 4, ()), SETTINGS)))
@@ -213,13 +224,13 @@ CURVE = [2.0, 2.1, 1.5, 1.6, 1.0, 1.1]
 
 def test_near_eager_is_right_and_far_is_not() -> None:
     given = lessons([CURVE, CURVE], "tf32", 2)
-    assert given.bound == 0.01
+    assert given.bound == 0.05
     assert given.telling
     assert not given.random
-    assert judged([[one * 1.009 for one in CURVE]], given)["passed"]
-    off = judged([[one * 1.011 for one in CURVE]], given)
+    assert judged([[one * 1.049 for one in CURVE]], given)["passed"]
+    off = judged([[one * 1.051 for one in CURVE]], given)
     assert (off["passed"], off["differs"]) == (False, True)
-    assert "differ from eager's by 1.1e-02" in off["reason"]
+    assert "differ from eager's by 5.1e-02" in off["reason"]
     assert judged([[*CURVE[:-1], float("nan")]], given)["differs"]
 
 
@@ -281,37 +292,13 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.Cap
     assert "test tiny" in capsys.readouterr().out
 
 
-def test_a_process_for_each_row_so_that_one_may_die(tmp_path: Path) -> None:
+def test_a_row_has_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     assert main(asked(out, models="test tiny,test dies")) == 1
     results = json.loads(out.read_text())
     assert list(results["rows"]) == ["test tiny, float32, batch 2"]
     assert results["failed"]["test dies, float32, batch 2"]["reason"] == "ended with status 3: last words"
     assert "failed: test dies" in out.with_suffix(".md").read_text()
-
-
-def test_a_row_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    assert main(asked(out, "--row-s", "1", models="test sleeps")) == 1
-    (failed,) = json.loads(out.read_text())["failed"].values()
-    assert failed["reason"].startswith("killed after 1 s")
-
-
-def test_failed_rows_are_tried_again_after_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def job(row: Row, settings: Settings) -> dict[str, Any]:
-        tried.append(row.model)
-        if len(tried) == 1:
-            raise RuntimeError("bad luck")
-        return made(row.model)
-
-    monkeypatch.setitem(training.JOBS, "measure", job)
-    out = tmp_path / "results.json"
-    assert main(asked(out, "--in-process", models="test dies")) == 1
-    assert main(asked(out, "--in-process", models="test dies,test tiny")) == 0
-    assert tried == ["test dies", "test tiny", "test dies"]
-    assert not json.loads(out.read_text())["failed"]
 
 
 def test_warming_compiles_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +342,6 @@ def test_examples_in_the_code() -> None:
 
 
 def test_digits_are_learned_as_in_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     out = tmp_path / "results.json"
     assert main(["--digits", "--device", "cpu", "--epochs", "2", "--out", str(out)]) == 0
     found = json.loads(out.read_text())["digits"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
 from nimble_core import InputError, Nimble, Options
-from nimble_core.freshness import Watch
+from nimble_core.freshness import Watch, same_objects
 
 
 def model() -> nn.Sequential:
@@ -165,6 +167,88 @@ def test_equal_modules_are_not_the_same() -> None:
     assert watch.change() == ""
     net[0] = Alike()
     assert "0 is another module" in watch.change()
+
+
+class Mode(nn.Linear):
+    """Keeps its mode elsewhere than modules do."""
+
+    mode = False
+
+    @property
+    def training(self) -> bool:
+        return self.mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.mode = mode
+
+
+def without_mode() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    del layer.training
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: Mode(4, 4), without_mode])
+@pytest.mark.parametrize("nested", [False, True])
+def test_modes_that_are_no_entries_of_the_instance(make: Callable[[], nn.Linear], nested: bool) -> None:
+    layer = make()
+    net = nn.Sequential(layer) if nested else layer
+    watch, name = Watch(net), "0.weight" if nested else "weight"
+    assert watch.change() == watch.change() == ""
+    layer.weight.data = torch.zeros(4, 4)
+    assert f"{name} has other memory" in watch.change()
+    watch = Watch(net)
+    layer.weight = nn.Parameter(torch.zeros(4, 4))
+    assert f"{name} is another tensor" in watch.change()
+
+
+def test_a_mode_that_is_a_property_is_followed() -> None:
+    net = nn.Sequential(Mode(4, 4).train())
+    watch = Watch(net)
+    assert watch.change() == ""
+    net[0].mode = False
+    assert "0 is in evaluation mode" in watch.change()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 4))])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (replace_data, "0.weight has other memory"),
+        (replace_parameter, "0.weight is another tensor"),
+        (train_a_part, "2 is in training mode"),
+    ],
+)
+def test_modules_of_torchscript(
+    make: Callable[[nn.Module], Any], nested: bool, change: Callable[[Any], object], word: str
+) -> None:
+    compiled = make(model())
+    net = nn.Sequential(compiled) if nested else compiled
+    watch = Watch(net, list(net.named_parameters()))
+    assert watch.change() == watch.change() == ""
+    parts = [getattr(compiled, str(at)) for at in range(3)]  # type: ignore[attr-defined]
+    change(parts)
+    assert f"0.{word}" in watch.change() if nested else word in watch.change()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([{"a": torch.ones(2)}], [{"a": torch.ones(2)}]),
+        ([torch.ones(())], [torch.ones(())]),
+        ([torch.ones(2)], [np.ones(2)]),
+        ([np.ones(2)], [np.ones(2)]),
+        ([{"a": 1}], [{"b": 1}]),
+    ],
+)
+def test_same_objects_are_told_from_equal_ones(one: Any, other: Any) -> None:
+    assert same_objects(one, copy.copy(one))
+    assert not same_objects(one, other)
+    with torch._C.DisableTorchFunction():
+        assert not same_objects(one, other)
 
 
 class Count(TorchFunctionMode):

@@ -410,8 +410,10 @@ def test_what_is_no_model(model: Any) -> None:
 
 def test_bad_preparations() -> None:
     net = Nimble(Deep(), QUICK)
+    with pytest.raises(InputError, match="evaluation mode"):
+        Nimble(Deep().eval(), QUICK).prepare(torch.randn(1, 8), training=True)
     with pytest.raises(InputError, match="training=True"):
-        net.prepare(torch.randn(1, 8), training=True)
+        Nimble(torch.sin, QUICK).prepare(torch.randn(1, 8), training=True)
     with pytest.raises(InputError, match="no tensor"):
         net.prepare()
     with pytest.raises(InputError, match="mixed devices"):

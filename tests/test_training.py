@@ -672,6 +672,24 @@ def test_recomputing_in_the_backward_equals_eager() -> None:
     step.close()
 
 
+def test_large_models_are_updated_in_parts() -> None:
+    """Neighbours together, everyone once; all at once where all wait for the norm of all."""
+    wide = nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 4))
+    for clip, parts in ((None, 4), (1.0, 1)):
+        given = Problem(copy.deepcopy(wide), F.cross_entropy, vectors)
+        optimizer = torch.optim.SGD(given.model.parameters(), lr=0.1, momentum=0.9)
+        step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK, clip_grad_norm=clip)
+        engine = step.prepare(*given.draw()).engine
+        assert engine is not None
+        updates = [call for call in engine.recorded.recording.program.calls if call.label == "_fused_sgd_"]
+        storages = engine.recorded.recording.program.storages
+        written = [{storages[ref.storage].name for ref in call.writes} for call in updates]
+        owned = [{name for name in names if " " not in name} for names in written]
+        assert 1 < len(updates) <= parts or len(updates) == parts == 1
+        assert sorted(name for names in owned for name in names) == sorted(dict(wide.named_parameters()))
+        step.close()
+
+
 def test_recomputing_what_draws_numbers_is_refused() -> None:
     """The state that is set back for it is no call: what is recomputed would draw other masks."""
     given = Problem(Recomputed(0.5), F.cross_entropy, vectors)
