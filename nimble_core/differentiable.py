@@ -12,8 +12,8 @@ and calls of ``torch.autograd.grad``, get copies through autograd.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
@@ -102,7 +102,7 @@ class ForwardBackward(torch.nn.Module):
             named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
             leaves = [tensors[position] for position in self.leaves]
             reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
-            with phase("backward"):
+            with phase("backward"), _hooks_silent(named.values()):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
                 gradients_made = _standing_alone(
                     found, [*named.values(), *leaves], [*tensors, *gradients, *self.model.parameters()]
@@ -131,6 +131,19 @@ class ForwardBackward(torch.nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> ForwardBackward:
         self.model._apply(*args, **kwargs)
         return self
+
+
+@contextmanager
+def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, hooks of these tensors are not called: replays hand such gradients to autograd, which calls them."""
+    tables = [(one._backward_hooks, dict(one._backward_hooks)) for one in parameters if one._backward_hooks]
+    try:
+        for table, _ in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in tables:
+            table.update(hooks)
 
 
 def _standing_alone(
@@ -195,6 +208,8 @@ class Backward:
         reached: for each of these the gradients, by position, that it has a part in.
         saved_inputs: positions of inputs that the backward reads.
         fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
+        borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
+        casts: type that autocast computed in, None if it was off.
     """
 
     executable: Executable
@@ -210,19 +225,24 @@ class Backward:
     reached: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
     fixed: bool
+    borrowed: tuple[int, ...]
+    casts: torch.dtype | None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
 
     def unlike(self, tensors: Sequence[torch.Tensor]) -> str:
-        """What wants a gradient, or no longer does, other than when this was prepared; empty if nothing."""
+        """What wants a gradient, or is cast, other than when this was prepared; empty if nothing."""
         for parameter, name, flag in self.flags:
             if parameter.requires_grad is not flag:
                 return f"parameter {name} was {'trained' if flag else 'frozen'} then, and is not now"
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad and position not in self.leaves:
                 return f"input {position} required no gradient then, and does now"
+        casts = _casts(tensors[0].device.type)
+        if casts != self.casts:
+            return f"autocast was {_autocast(self.casts)} then, and is {_autocast(casts)} now"
         return ""
 
     @property
@@ -267,7 +287,9 @@ class Backward:
                     else:
                         parameter.grad = gradient.clone()
             before = [one.clone() for one in held]
-            found = self.executable.run([*inputs, *saved], static=True)
+            found = list(self.executable.run([*inputs, *saved], static=True))
+            for at in self.borrowed:
+                found[at] = found[at].clone()
             if held:
                 torch._foreach_add_(held, before)
             self._accumulate(found, taken)
@@ -329,6 +351,15 @@ class Backward:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
         node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         return bool(torch._C._will_engine_execute_node(node))
+
+
+def _casts(device: str) -> torch.dtype | None:
+    """What autocast casts products to here, None if it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _autocast(casts: torch.dtype | None) -> str:
+    return "off" if casts is None else str(casts).removeprefix("torch.")
 
 
 def _hooked(parameter: torch.Tensor) -> bool:
@@ -476,6 +507,8 @@ def make_trainable(
         reached=whole.reached,
         saved_inputs=halves.saved_inputs,
         fixed=fixed,
+        borrowed=_borrowed(halves.backward),
+        casts=_casts(signature.device.type),
     )
     try:
         with step("check equality"):
@@ -485,6 +518,12 @@ def make_trainable(
         behind.best.close()
         raise
     return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
+
+
+def _borrowed(backward: Recording) -> tuple[int, ...]:
+    """Positions of gradients that are memory of something saved, or of the model's, as a custom backward may return."""
+    homes = {backward.storage_of[slot] for slot in (*backward.inputs, *backward.given)}
+    return tuple(at for at, slot in enumerate(backward.outputs) if backward.storage_of[slot] in homes)
 
 
 def _recorded(recording: Recording, inputs: Sequence[torch.Tensor], model: _Issued) -> Recorded:

@@ -29,6 +29,7 @@ from nimble_core.pipeline import (
     device_for,
     preparing,
     record_static,
+    require_local,
     state_kept,
     whole_note,
 )
@@ -253,7 +254,7 @@ class Nimble(torch.nn.Module):
         run = partial(engine.run, static=backward.fixed)
         unlike = backward.unlike(tensors) if torch.is_grad_enabled() else ""
         if unlike and self._options.on_new_shape != "eager":
-            raise InputError(f"prepared for other gradients: {unlike}", fix="prepare(..., training=True) again")
+            raise InputError(f"prepared for something else: {unlike}", fix="prepare(..., training=True) again")
         pending = backward.fixed and backward.pending
         if pending:
             warnings.warn(
@@ -486,6 +487,7 @@ def _prepare_training(
 ) -> Engine:
     if not isinstance(model, torch.nn.Module):
         raise InputError("prepare(training=True) takes a module, not a function", fix="wrap it in a torch.nn.Module")
+    require_local(model)
     if not model.training:
         raise InputError("the model is in evaluation mode", fix="model.train() before prepare(..., training=True)")
     watch = Stopwatch()

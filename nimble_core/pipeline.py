@@ -47,6 +47,7 @@ __all__ = [
     "observe",
     "preparing",
     "record_static",
+    "require_local",
     "schedule_by",
     "state_kept",
     "whole_note",
@@ -133,6 +134,15 @@ def require_callable(model: object) -> None:
             f"expected a torch.nn.Module or a function, given {type(model).__name__}"
             + (f" {model.__name__} itself" if isinstance(model, type) else ""),
             fix="pass an instance: model = Model(); prepare or compare that",
+        )
+
+
+def require_local(model: object) -> None:
+    """Raise InputError for a module that shares its gradients with other processes or devices, through hooks."""
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        raise InputError(
+            f"{type(model).__name__} shares gradients in hooks, which a replay passes by",
+            fix="wrap the prepared module: DistributedDataParallel(Nimble(model).prepare(x, training=True))",
         )
 
 
@@ -246,12 +256,16 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     live = [tensor for slot, tensor in recording.given.items() if recording.storage_of[slot] in written]
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
     saved = [(tensor.detach(), tensor.detach().clone()) for tensor in live]
+    counted = [(tensor, tensor._version) for tensor in live if not tensor.is_inference()]
     with random_state_kept(recorded.signature.device):
         try:
             yield
         finally:
             for tensor, value in saved:
                 tensor.copy_(value)
+            # The same values: a backward of the user's that saved them may still come.
+            if counted:
+                torch._C._autograd._unsafe_set_version_counter(*zip(*counted, strict=True))
 
 
 def schedule_by(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int | None) -> Schedule:

@@ -98,19 +98,23 @@ class Guard:
     def __init__(self, live: bool, changed: Callable[[], list[str]]) -> None:
         self.live = live
         self.changed_attributes = changed
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._saved: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._fresh: set[int] = set()
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
         if self.live:
-            self._saved.append((tensor.detach(), tensor.detach().clone()))
+            version = -1 if tensor.is_inference() else tensor._version
+            self._saved.append((tensor.detach(), tensor.detach().clone(), version))
 
     def restore(self) -> None:
         """Undo the writes, last first."""
         with torch.no_grad():
-            for tensor, value in reversed(self._saved):
+            for tensor, value, version in reversed(self._saved):
                 tensor.copy_(value)
+                # The same values: a backward of the user's that saved them may still come.
+                if version >= 0:
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 @contextmanager

@@ -57,6 +57,15 @@ __all__ = ["NodeCounter", "announced", "record"]
 # Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+def _rnn_with_workspace(*args: Any, **kwargs: Any) -> Any:
+    """oneDNN's recurrent layer as in training: it asks the gradient mode whether to make what its backward reads."""
+    with torch.enable_grad():
+        return _RNN(*args, **kwargs)
+
+
 _NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -316,6 +325,8 @@ class _Recorder(TorchDispatchMode):
         outputs: tuple[int, ...],
         call: int | None,
     ) -> None:
+        if func is _RNN and torch.is_grad_enabled():
+            func = _rnn_with_workspace
         reads = tuple(dict.fromkeys(slots_in([*args, *(value for _, value in kwargs)])))
         self._steps.append(Step(func, args, kwargs, outputs, reads, call))
 

@@ -20,6 +20,7 @@ from nimble_core.nimble import Engine, Nimble
 from nimble_core.optimizers import CapturedOptimizer, with_strides_of
 from nimble_core.options import Options, require_options
 from nimble_core.phases import phase
+from nimble_core.pipeline import require_local
 from nimble_core.structure import builder, flatten
 
 __all__ = ["TrainStep", "WholeStep"]
@@ -114,6 +115,12 @@ class WholeStep(torch.nn.Module):
 
     def _gradients(self, inputs: Any, targets: Any) -> Result:
         trained = self.trained()
+        waiting = next((name for name, one in trained.items() if getattr(one, "_post_accumulate_grad_hooks", None)), "")
+        if waiting:
+            raise InputError(
+                f"{waiting} has a hook that waits for its accumulated gradient, which a whole step does not make",
+                fix="remove it, or prepare(x, training=True), which calls it",
+            )
         # On this thread: modes, phase and random state of a recording are bound to it.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"), self._casting():
@@ -223,7 +230,7 @@ class WholeStep(torch.nn.Module):
         memo = set() if memo is None else memo
         yield from self.model.named_modules(memo, prefix, remove_duplicate)
         if isinstance(self.loss_fn, torch.nn.Module):
-            yield from self.loss_fn.named_modules(memo, f"{prefix}.loss" if prefix else "loss", remove_duplicate)
+            yield from self.loss_fn.named_modules(memo, f"{prefix}.loss_fn" if prefix else "loss_fn", remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -293,6 +300,7 @@ class TrainStep:
         require_options(options)
         if not isinstance(model, torch.nn.Module):
             raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module")
+        require_local(model)
         if not callable(loss_fn):
             raise InputError(f"loss_fn is a {type(loss_fn).__name__}", fix="pass a function or module")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:

@@ -982,3 +982,102 @@ def test_both_halves_say_where_they_come_from() -> None:
     assert convolutions == ["second", "first"]
     assert flatten(list(found.model.parameters()))[0]
     net.close()
+
+
+# -- what a review found -----------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_parameters_are_called_once() -> None:
+    net, eager = pair(nn.Linear(8, 4), torch.randn(6, 8))
+    hooked = nn.Linear(8, 4)
+    hooked.load_state_dict(eager.state_dict())
+    handle = hooked.weight.register_hook(lambda gradient: gradient * 0.5)
+    prepared_with = Nimble(hooked, QUICK).prepare(torch.randn(6, 8), training=True)
+    x = torch.randn(6, 8)
+    for model in (net, prepared_with):
+        model(x).sin().sum().backward()
+    for mine, theirs in zip(hooked.parameters(), net.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        scale = 0.5 if mine is hooked.weight else 1.0
+        torch.testing.assert_close(mine.grad, theirs.grad * scale)
+    handle.remove()
+    hooked.zero_grad()
+    prepared_with(x).sin().sum().backward()
+    torch.testing.assert_close(hooked.weight.grad, layer_grad(net))
+    net.close()
+    prepared_with.close()
+
+
+def layer_grad(net: Nimble) -> torch.Tensor:
+    gradient = next(iter(net.parameters())).grad
+    assert gradient is not None
+    return gradient
+
+
+def test_a_recurrent_network_equals_eager() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0][:, -1]
+
+    net, eager = pair(Last(), torch.randn(3, 5, 8))
+    x = torch.randn(3, 5, 8)
+    for model in (net, eager):
+        model(x).sin().sum().backward()
+    assert_same_gradients(net, eager)
+    net.close()
+
+
+class _Borrowing(torch.autograd.Function):
+    """Whose gradient is memory of the model's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, ctx.scale, None
+
+
+def test_a_gradient_never_is_memory_of_the_model() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8))
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Borrowing.apply(x, self.weight, self.scale)  # type: ignore[no-untyped-call]
+
+    model = Scaled()
+    net = Nimble(model, QUICK).prepare(torch.randn(8), training=True)
+    net(torch.randn(8)).backward()
+    assert model.weight.grad is not None
+    model.weight.grad.zero_()
+    assert torch.equal(model.get_buffer("scale"), torch.ones(8))
+    net.close()
+
+
+def test_preparing_leaves_a_backward_that_is_under_way_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    loss = model(torch.randn(6, 8)).sin().sum()
+    Nimble(model, QUICK).prepare(torch.randn(6, 8), training=True).close()
+    loss.backward()
+
+
+def test_modules_that_share_gradients_are_refused() -> None:
+    with pytest.raises(InputError, match="shares gradients in hooks"):
+        Nimble(nn.DataParallel(nn.Linear(8, 4)), QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+def test_another_autocast_than_prepared_is_refused() -> None:
+    net, _ = pair(nn.Linear(8, 4), torch.randn(6, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast was off then"):
+        net(torch.randn(6, 8))
+    net.close()

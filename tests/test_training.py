@@ -913,7 +913,7 @@ def test_a_loss_may_have_parameters() -> None:
                 loss_fn(given.model(inputs), targets).backward()
                 optimizer.step()
         if prepared:
-            assert "loss.temperature" in step.gradients
+            assert "loss_fn.temperature" in step.gradients
         return [*given.model.state_dict().values(), loss_fn.temperature.detach()]
 
     assert_values(run(True), run(False))
@@ -1352,7 +1352,7 @@ def test_phases_come_in_order_and_backward_calls_say_where_they_come_from(name: 
     at = [ORDER.index(call.phase) for call in calls]
     assert at == sorted(at)
     assert set(at) == {0, 1, 2, 3}
-    modules = {path for path, _ in given.model.named_modules()} | {"loss"}
+    modules = {path for path, _ in given.model.named_modules()} | {"loss_fn"}
     forward = {(call.module, call.origins[0].file, call.origins[0].line) for call in calls if call.phase == "forward"}
     loss = {(call.origins[0].file, call.origins[0].line) for call in calls if call.phase == "loss"}
     named = 0
@@ -1439,3 +1439,12 @@ def test_a_whole_step_without_an_optimizer_only_differentiates() -> None:
     found = torch.autograd.grad(expected, list(given.model.parameters()))
     assert_values(list(gradients.values()), list(found))
     assert_values(given.model.state_dict(), kept)
+
+
+def test_hooks_that_a_step_would_skip_are_refused() -> None:
+    given = made("mlp")
+    next(iter(given.model.parameters())).register_post_accumulate_grad_hook(lambda parameter: None)
+    optimizer = OPTIMIZERS["momentum"](given.model.parameters())
+    step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK)
+    with pytest.raises(InputError, match="waits for its accumulated gradient"):
+        step.prepare(*given.draw())
