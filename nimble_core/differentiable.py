@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from nimble_core.around import Around
 from nimble_core.devices.base import Device, Executable
 from nimble_core.equality import check_equality
 from nimble_core.errors import CaptureError, InputError
@@ -51,21 +52,16 @@ class _Fixed(Protocol):
     outputs: list[torch.Tensor]
 
 
-class ForwardBackward(torch.nn.Module):
+class ForwardBackward(Around):
     """A module's forward and backward as one: ``(args, kwargs, output gradients) -> (outputs, gradients)``.
-
-    Parameters, buffers and submodules are the module's own, under the same names.
 
     Args:
         model: the module.
         leaves: positions of the input tensors whose gradients are wanted.
     """
 
-    model: torch.nn.Module
-
     def __init__(self, model: torch.nn.Module, leaves: Sequence[int]) -> None:
-        super().__init__()
-        object.__setattr__(self, "model", model)  # beside the module system, which would prefix every name
+        super().__init__(model)
         self.leaves = tuple(leaves)
         # What the last run found:
         self.structure: Structure | None = None
@@ -114,23 +110,6 @@ class ForwardBackward(torch.nn.Module):
             position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
         )
         return [one.detach() for one in outputs], gradients_made
-
-    @property
-    def training(self) -> bool:
-        """The model's mode."""
-        return bool(self.model.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """Set by ``torch.nn.Module`` itself; the model's mode is the model's."""
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the model."""
-        return self.model.named_modules(*args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> ForwardBackward:
-        self.model._apply(*args, **kwargs)
-        return self
 
 
 @contextmanager
@@ -195,9 +174,7 @@ class Backward:
     """What follows a prepared forward: replays its backward, and hands out the gradients.
 
     Args:
-        executable: of the backward.
-        recorded: its calls.
-        tuned: what was tried for it.
+        tuned: what was found for it.
         parameters: that get gradients, in the order of the backward's outputs; inputs follow.
         flags: every parameter, its name, and whether it required a gradient when it was prepared.
         leaves: positions of the inputs that may require gradients.
@@ -212,8 +189,6 @@ class Backward:
         casts: type that autocast computed in, None if it was off.
     """
 
-    executable: Executable
-    recorded: Recorded
     tuned: Tuned
     parameters: tuple[torch.Tensor, ...]
     flags: tuple[tuple[torch.Tensor, str, bool], ...]
@@ -231,6 +206,16 @@ class Backward:
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
+
+    @property
+    def executable(self) -> Executable:
+        """What it replays."""
+        return self.tuned.best
+
+    @property
+    def recorded(self) -> Recorded:
+        """The calls of that."""
+        return self.tuned.recorded
 
     def unlike(self, tensors: Sequence[torch.Tensor]) -> str:
         """What wants a gradient, or is cast, other than when this was prepared; empty if nothing."""
@@ -494,8 +479,6 @@ def make_trainable(
         raise
     named = dict(model.named_parameters())
     backward = Backward(
-        executable=behind.best,
-        recorded=behind.recorded,
         tuned=behind,
         parameters=tuple(named[name] for name in whole.present),
         flags=tuple((one, name, one.requires_grad) for name, one in named.items()),

@@ -26,7 +26,7 @@ from nimble_core.graph import CallGraph, build_graph
 from nimble_core.layout import Layout
 from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
-from nimble_core.preserve import random_state_kept
+from nimble_core.preserve import Saved, random_state_kept
 from nimble_core.record import announced
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
@@ -255,17 +255,13 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     written = {ref.storage for call in recording.program.calls for ref in call.writes}
     live = [tensor for slot, tensor in recording.given.items() if recording.storage_of[slot] in written]
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
-    saved = [(tensor.detach(), tensor.detach().clone()) for tensor in live]
-    counted = [(tensor, tensor._version) for tensor in live if not tensor.is_inference()]
+    saved = [Saved.of(tensor) for tensor in live]
     with random_state_kept(recorded.signature.device):
         try:
             yield
         finally:
-            for tensor, value in saved:
-                tensor.copy_(value)
-            # The same values: a backward of the user's that saved them may still come.
-            if counted:
-                torch._C._autograd._unsafe_set_version_counter(*zip(*counted, strict=True))
+            for one in saved:
+                one.restore()
 
 
 def schedule_by(recorded: Recorded, policy: Any, costs: Costs | None, max_streams: int | None) -> Schedule:

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -19,7 +20,7 @@ from nimble_core.errors import CaptureError
 from nimble_core.operators import has_memory, storage_address, written_tensors
 from nimble_core.recording import flat_tensors
 
-__all__ = ["Guard", "preserved", "random_state_kept", "run_preserved"]
+__all__ = ["Guard", "Saved", "preserved", "random_state_kept", "run_preserved"]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -92,29 +93,46 @@ def _same_items(held: Any, copy: Any) -> bool:
     return all(map(is_, held, copy))
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor's value and version, as they were."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Saved:
+        """Copy what ``tensor`` holds now."""
+        version = None if tensor.is_inference() else tensor._version
+        return cls(tensor.detach(), tensor.detach().clone(), version)
+
+    def restore(self) -> None:
+        """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
+        self.tensor.copy_(self.value)
+        if self.version is not None:
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+
+
 class Guard:
     """Keeps what a live run is about to overwrite."""
 
     def __init__(self, live: bool, changed: Callable[[], list[str]]) -> None:
         self.live = live
         self.changed_attributes = changed
-        self._saved: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._saved: list[Saved] = []
         self._fresh: set[int] = set()
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
         if self.live:
-            version = -1 if tensor.is_inference() else tensor._version
-            self._saved.append((tensor.detach(), tensor.detach().clone(), version))
+            self._saved.append(Saved.of(tensor))
 
     def restore(self) -> None:
         """Undo the writes, last first."""
         with torch.no_grad():
-            for tensor, value, version in reversed(self._saved):
-                tensor.copy_(value)
-                # The same values: a backward of the user's that saved them may still come.
-                if version >= 0:
-                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            for one in reversed(self._saved):
+                one.restore()
 
 
 @contextmanager

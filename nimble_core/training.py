@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
+from nimble_core.around import Around
 from nimble_core.errors import InputError
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.optimizers import CapturedOptimizer, with_strides_of
@@ -33,7 +34,7 @@ _BUCKETED_NBYTES = 4 << 20
 Result = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]
 
 
-class WholeStep(torch.nn.Module):
+class WholeStep(Around):
     """Forward, loss, backward and optimizer as one module, ``(inputs, targets) -> (loss, output, gradients)``.
 
     Its parameters, buffers and submodules are those of ``model``, under the same names; the optimizer's state counts
@@ -51,7 +52,6 @@ class WholeStep(torch.nn.Module):
         turn: which of these steps it is.
     """
 
-    model: torch.nn.Module
     loss_fn: Callable[..., torch.Tensor]
 
     def __init__(
@@ -67,10 +67,8 @@ class WholeStep(torch.nn.Module):
         kept: Mapping[str, torch.Tensor] | None = None,
         turn: Turn = "only",
     ) -> None:
-        super().__init__()
-        # Beside the module system, which would prefix every name.
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "loss_fn", loss_fn)
+        super().__init__(model)
+        object.__setattr__(self, "loss_fn", loss_fn)  # beside the module system, like the model
         self.optimizer = optimizer
         self.autocast = autocast
         self.scaler = scaler
@@ -214,15 +212,6 @@ class WholeStep(torch.nn.Module):
 
     # -- the model's, under its names ------------------------------------------------------------------------------
 
-    @property
-    def training(self) -> bool:
-        """The model's mode."""
-        return bool(self.model.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """Set by ``torch.nn.Module`` itself; the model's mode is the model's."""
-
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -248,11 +237,10 @@ class WholeStep(torch.nn.Module):
             yield "loss scale", scale
             yield "loss scale growth", growth
 
-    def _apply(self, *args: Any, **kwargs: Any) -> WholeStep:
-        self.model._apply(*args, **kwargs)
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
         if isinstance(self.loss_fn, torch.nn.Module):
             self.loss_fn._apply(*args, **kwargs)
-        return self
+        return super()._apply(*args, **kwargs)
 
 
 class TrainStep:

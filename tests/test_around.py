@@ -1,0 +1,21 @@
+"""A wrapper that passes for what it wraps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nimble_core.around import Around
+
+
+def test_names_mode_and_type_are_the_models() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    around = Around(model)
+    assert dict(around.named_modules()) == dict(model.named_modules())
+    assert [name for name, _ in around.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in around.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert not around.training
+    model.train()
+    assert around.training
+    around.double()
+    assert all(one.dtype is torch.float64 for one in model.parameters())
