@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -39,6 +39,10 @@ from nimble_core.tuning import Tuned, eager_cases, tune
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
 
 _version = attrgetter("_version")
+_gradient = attrgetter("grad")
+_trained = attrgetter("requires_grad")
+_hooks = attrgetter("_backward_hooks")
+_late_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -206,6 +210,7 @@ class Backward:
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
+    _node: Any = None
 
     @property
     def executable(self) -> Executable:
@@ -238,11 +243,10 @@ class Backward:
 
     def attach(self, run: Run, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward on ``tensors``; its outputs carry the backward."""
-        return list(
-            _Replay.apply(  # type: ignore[no-untyped-call]  # torch's has no types
-                self, run, self._anchor, len(tensors), *tensors, *self.parameters
-            )
-        )
+        # torch's own ``apply`` looks through all arguments for those of a transform that is over.
+        transformed = torch._C._are_functorch_transforms_active()
+        apply = _Replay.apply if transformed else super(torch.autograd.Function, _Replay).apply
+        return list(apply(self, run, self._anchor, len(tensors), *tensors, *self.parameters))  # type: ignore[no-untyped-call]  # torch's has no types
 
     def own(self, made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The model's outputs among what the forward makes, as the caller's."""
@@ -257,51 +261,52 @@ class Backward:
         With ``accumulate``, those of parameters without hooks go into ``.grad``.
         """
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
-        wanted = frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
-        taken = [
-            accumulate and at in wanted and parameter.requires_grad and not _hooked(parameter)
-            for at, parameter in enumerate(self.parameters)
-        ]
         with torch.no_grad():
             # On CUDA gradients always are the same memory: what is in use there would be overwritten.
-            held: list[torch.Tensor] = []
-            for parameter, gradient, ours in zip(self.parameters, self._fixed_gradients(), taken, strict=False):
-                if parameter.grad is gradient:
-                    if ours:
-                        held.append(gradient)
-                    else:
-                        parameter.grad = gradient.clone()
-            before = [one.clone() for one in held]
+            mine = cast(_Fixed, self.executable).outputs if self.fixed else ()
+            used = [at for at, one in enumerate(map(_gradient, self.parameters)) if mine and one is mine[at]]
+            before = [mine[at].clone() for at in used]
             found = list(self.executable.run([*inputs, *saved], static=True))
+            # What follows is the host's, while the device is busy.
             for at in self.borrowed:
                 found[at] = found[at].clone()
-            if held:
-                torch._foreach_add_(held, before)
-            self._accumulate(found, taken)
-        count = len(self.parameters)
+            wanted = frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
+            taken = self._taken(wanted) if accumulate else frozenset[int]()
+            self._keep(dict(zip(used, before, strict=True)), found, taken)
+            self._accumulate(found, taken.difference(used))
         return [
-            None if ours or at not in wanted else self._handed(gradient)
-            for at, (ours, gradient) in enumerate(zip([*taken, *[False] * (len(found) - count)], found, strict=True))
+            None if at in taken or at not in wanted else self._handed(gradient) for at, gradient in enumerate(found)
         ]
 
-    def _accumulate(self, found: Sequence[torch.Tensor], taken: Sequence[bool]) -> None:
+    def _taken(self, wanted: frozenset[int]) -> frozenset[int]:
+        """Parameters whose gradients go into ``.grad`` without autograd: those that no hook waits for."""
+        waiting = zip(map(_hooks, self.parameters), map(_late_hooks, self.parameters), strict=True)
+        hooked = {at for at, (early, late) in enumerate(waiting) if early or late}
+        trained = {at for at, one in enumerate(map(_trained, self.parameters)) if one}
+        return (wanted & trained) - hooked
+
+    def _keep(self, before: Mapping[int, torch.Tensor], found: Sequence[torch.Tensor], taken: frozenset[int]) -> None:
+        """Where ``.grad`` was the memory that the replay has written anew: add what was there, or put it elsewhere."""
+        sums = [at for at in before if at in taken]
+        if sums:
+            torch._foreach_add_([found[at] for at in sums], [before[at] for at in sums])
+        for at in before.keys() - taken:
+            self.parameters[at].grad = before[at]
+
+    def _accumulate(self, found: Sequence[torch.Tensor], taken: Iterable[int]) -> None:
         sums, new = [], []
-        for parameter, gradient, ours in zip(self.parameters, found, taken, strict=False):
-            if not ours or parameter.grad is gradient:
-                continue
+        for at in taken:
+            parameter = self.parameters[at]
             if parameter.grad is None:
-                parameter.grad = gradient
+                parameter.grad = found[at]
             else:
                 sums.append(parameter.grad)
-                new.append(gradient)
+                new.append(found[at])
         if sums:
             torch._foreach_add_(sums, new)
 
     def _handed(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.clone() if self.fixed else gradient
-
-    def _fixed_gradients(self) -> Sequence[torch.Tensor]:
-        return self.executable.outputs if isinstance(self.executable, _Fixed) else ()
 
     def _zero(self, at: int) -> torch.Tensor:
         if at not in self._zeros:
@@ -334,8 +339,9 @@ class Backward:
 
     def everything_is_wanted(self) -> bool:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
-        node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        return bool(torch._C._will_engine_execute_node(node))
+        if self._node is None:
+            self._node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        return bool(torch._C._will_engine_execute_node(self._node))
 
 
 def _casts(device: str) -> torch.dtype | None:
@@ -345,11 +351,6 @@ def _casts(device: str) -> torch.dtype | None:
 
 def _autocast(casts: torch.dtype | None) -> str:
     return "off" if casts is None else str(casts).removeprefix("torch.")
-
-
-def _hooked(parameter: torch.Tensor) -> bool:
-    """Whether something waits for this parameter's gradient."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 class _Replay(torch.autograd.Function):

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError, InputError
 from nimble_core.operators import makes_memory_only, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
@@ -184,7 +185,7 @@ class _DeviceWork(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._nodes = self._allocations = self._bytes = 0
+        self._nodes = 0
         self._paused = False
 
     @classmethod
@@ -205,9 +206,6 @@ class _DeviceWork(TorchDispatchMode):
             for tensor in flat_tensors(result)
             if tensor.layout is torch.strided and storage_address(tensor) not in given and tensor.device.type != "cpu"
         ]
-        for nbytes in {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in made}.values():
-            self._allocations += bool(nbytes)
-            self._bytes += nbytes
         works = written if written or makes_memory_only(func) else made
         self._nodes += any(tensor.numel() and tensor.device.type != "cpu" for tensor in works)
         return result
@@ -216,9 +214,13 @@ class _DeviceWork(TorchDispatchMode):
         """Calls that reached the device so far."""
         return self._nodes
 
-    def allocations(self) -> tuple[int, int]:
-        """``(allocations, bytes)`` of results so far; workspaces are not known."""
-        return self._allocations, self._bytes
+    def allocations(self) -> int:
+        """None that are known."""
+        return 0
+
+    def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
+        """Not known."""
+        return ()
 
     @contextmanager
     def outside(self) -> Iterator[None]:

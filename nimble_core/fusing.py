@@ -22,7 +22,7 @@ from nimble_core.graph import build_graph
 from nimble_core.inductor import compile_graph, first_line, provenance_in_code
 from nimble_core.launchers import Relaunch
 from nimble_core.lift import calls_of, lift
-from nimble_core.pipeline import Recorded
+from nimble_core.pipeline import Recorded, state_kept
 from nimble_core.plan import Plan
 from nimble_core.program import Fuse, KernelChoice, Origin, Program
 from nimble_core.rewrites.constants import split_constants
@@ -72,6 +72,13 @@ def fuse(
     decisions = Decisions(
         device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
     )
+    with state_kept(recorded):  # compiled kernels write running statistics where no dispatcher sees it
+        return _fused(device, recorded, kind, decisions, thorough=thorough, step=step)
+
+
+def _fused(
+    device: Device, recorded: Recorded, kind: Fuse, decisions: Decisions, *, thorough: bool, step: Step
+) -> Recorded:
     inputs = recorded.signature.tensors
     run: Run
     try:

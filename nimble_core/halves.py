@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nimble_core.allocations import Ask
 from nimble_core.errors import CaptureError
 from nimble_core.program import Access, Call, Program, Storage, TensorRef
 from nimble_core.recording import Recording, Step
@@ -167,9 +168,13 @@ def _part(recording: Recording, steps: Sequence[Step], inputs: Sequence[int], ou
         unseen=recording.unseen,
         unseen_where=recording.unseen_where,
         changed=recording.changed,
-        temporaries=tuple(recording.temporaries[call] for call in old),
+        asks=tuple(_renamed(recording.asks[call], number) for call in old) if recording.asks else (),
         refs=refs,
     )
+
+
+def _renamed(asks: Sequence[Ask], number: Mapping[int, int]) -> tuple[Ask, ...]:
+    return tuple(ask if ask.storage is None else replace(ask, storage=number.get(ask.storage)) for ask in asks)
 
 
 def _renumbered(call: Call, index: int, number: Mapping[int, int]) -> Call:

@@ -6,42 +6,38 @@ while it runs goes to scratch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
-from nimble_core.program import Call, Program
+from nimble_core.allocations import Ask
+from nimble_core.program import Program
 from nimble_core.schedule import Schedule
 
-__all__ = ["SMALL_NBYTES", "Block", "CallKey", "Layout", "call_key", "lay_out"]
+__all__ = ["SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
 
 SMALL_NBYTES = 1 << 20
 """Allocations up to this size are handed out by address (see ``devices.placement``)."""
 
-CallKey = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[object, ...], ...]]
-"""What decides how a call allocates: operator, arguments, and shapes and types of its tensors."""
-
-_STORAGE = re.compile(r"%\d+")
-
-Temporaries = tuple[int, int]
-"""``(allocations, bytes)`` that a call makes and frees again while it runs."""
+_LARGE_CLAIM = 20 << 20
+_CLAIM_STEP = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One allocation of a call.
+    """Memory for allocations of a call, one after the other.
 
     Args:
-        nbytes: size.
-        storage: the storage it holds, None for what the call frees again while it runs.
+        nbytes: the most that any of them asks for.
+        storage: the storage it holds when the call is over, None for what the call frees again.
         home: ``"arena"`` (shared with storages that are dead by then), ``"front"`` and ``"kept"`` (its own for good,
             below and above the arena) or ``"scratch"`` (the call's own while it runs).
+        offset: within front or kept.
     """
 
     nbytes: int
     storage: int | None
     home: str
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,95 +46,91 @@ class Layout:
 
     Args:
         blocks: by call; empty for calls that allocate nothing, or that are not placed.
-        arena: storages for the arena.
-        kept: offset of each storage that keeps its memory above the arena, by storage.
-        kept_nbytes: what these take.
+        arena: storages for the arena, with the bytes that each needs there: more than its own where its call has used
+            the same block for something else before.
         scratch: bytes each call needs while it runs.
-        front: offset of each storage that keeps its memory below the arena, by storage.
-        front_nbytes: what these take.
+        asked: how many allocations each call makes, and of how many bytes together.
+        front_nbytes: what lies below the arena.
+        kept_nbytes: what lies above it.
         beside_nbytes: what an engine holds beside all that: buffers for its inputs, constants.
     """
 
     blocks: tuple[tuple[Block, ...], ...]
-    arena: frozenset[int]
-    kept: dict[int, int]
-    kept_nbytes: int
+    arena: Mapping[int, int]
     scratch: tuple[int, ...]
-    front: dict[int, int] = field(default_factory=dict)
+    asked: tuple[tuple[int, int], ...] = ()
     front_nbytes: int = 0
+    kept_nbytes: int = 0
     beside_nbytes: int = 0
+
+    def sized(self, program: Program) -> Program:
+        """The program with storages as large as their places in the arena: what memory is planned for."""
+        if all(program.storages[storage].nbytes == nbytes for storage, nbytes in self.arena.items()):
+            return program
+        storages = list(program.storages)
+        for storage, nbytes in self.arena.items():
+            storages[storage] = replace(storages[storage], nbytes=nbytes)
+        return replace(program, storages=tuple(storages))
 
 
 def lay_out(
     program: Program,
     schedule: Schedule,
-    temporaries: Sequence[Temporaries],
+    asks: Sequence[Sequence[Ask]] = (),
     *,
-    workspace: int = 0,
-    orders: Mapping[CallKey, tuple[int, ...]] = MappingProxyType({}),
     skip: frozenset[str] = frozenset(),
     alignment: int = 512,
 ) -> Layout:
     """Decide where each allocation of each call may live.
 
-    Equal blocks are handed out by address: of a call's small results only the first that is used later can go to the
+    Small blocks are handed out by address: of a call's small results only the first that is used later can go to the
     arena. What is asked for before it lies below the arena, what comes after it above, and scratch above all.
 
     Args:
         program: the calls and what they touch.
         schedule: gives the issue order: a storage is made by the first call that touches it.
-        temporaries: of each call, as recorded.
-        workspace: bytes of a matrix library's workspace, to tell it from other temporaries.
-        orders: for calls that do not ask for their results one after the other: which they ask for first, as places
-            among the results.
+        asks: what each call asks for, as recorded; empty: for nothing but its results.
         skip: operators whose calls are not placed.
         alignment: of every block.
     """
     made, touched = _made_by(program, schedule)
     outputs = {ref.storage for ref in program.outputs}
     blocks: list[tuple[Block, ...]] = []
-    arena: set[int] = set()
+    arena: dict[int, int] = {}
     front, kept = _Shelf(alignment), _Shelf(alignment)
     scratch: list[int] = []
+    asked: list[tuple[int, int]] = []
     for call in program.calls:
+        all_asks = _asked(program, made[call.index], asks[call.index] if asks else ())
+        asked.append((len(all_asks), sum(ask.nbytes for ask in all_asks)))
         if call.operator in skip:
             blocks.append(())
             scratch.append(0)
             continue
-        storages = made[call.index]
-        order = orders.get(call_key(call)) if orders else None
-        if order is not None:
-            storages = [storages[place] for place in order]
-        sizes = [program.storages[storage].nbytes for storage in storages]
-        alive = [touched[storage] > 1 or storage in outputs for storage in storages]
-        wanted = [place for place, size in enumerate(sizes) if size <= SMALL_NBYTES and alive[place]]
+        slots = _served(all_asks)
+        alive = [slot.storage is not None and (touched[slot.storage] > 1 or slot.storage in outputs) for slot in slots]
+        wanted = [place for place, slot in enumerate(slots) if slot.small and alive[place]]
         first, last = (wanted[0], wanted[-1]) if wanted else (-1, -1)
         own: list[Block] = []
-        for place, (storage, nbytes) in enumerate(zip(storages, sizes, strict=True)):
-            small = nbytes <= SMALL_NBYTES
-            if alive[place] and (not small or place == first):
+        for place, slot in enumerate(slots):
+            home, offset = "scratch", 0
+            if alive[place] and slot.storage is not None and (not slot.small or place == first):
                 home = "arena"
-                arena.add(storage)
-            elif small and place < first:
-                home = "front"
-                front.put(storage, nbytes)
-            elif small and place <= last:
-                home = "kept"
-                kept.put(storage, nbytes)
-            else:
-                home = "scratch"
-            own.append(Block(nbytes, storage, home))
-        own += [Block(nbytes, None, "scratch") for nbytes in _temporary_sizes(*temporaries[call.index], workspace)]
+                arena[slot.storage] = slot.nbytes
+            elif slot.small and place < first:
+                home, offset = "front", front.put(slot.nbytes)
+            elif slot.small and place <= last:
+                home, offset = "kept", kept.put(slot.nbytes)
+            own.append(Block(slot.nbytes, slot.storage, home, offset))
         blocks.append(tuple(own))
         scratch.append(sum(_aligned(block.nbytes, alignment) for block in own if block.home == "scratch"))
     return Layout(
         blocks=tuple(blocks),
-        arena=frozenset(arena),
-        kept=kept.offsets,
-        kept_nbytes=kept.nbytes,
+        arena=arena,
         scratch=tuple(scratch),
-        front=front.offsets,
+        asked=tuple(asked),
         front_nbytes=front.nbytes,
+        kept_nbytes=kept.nbytes,
     )
 
 
@@ -146,20 +138,14 @@ class _Shelf:
     """Blocks side by side."""
 
     def __init__(self, alignment: int) -> None:
-        self.offsets: dict[int, int] = {}
         self.nbytes = 0
         self._alignment = alignment
 
-    def put(self, storage: int, nbytes: int) -> None:
-        self.offsets[storage] = self.nbytes
+    def put(self, nbytes: int) -> int:
+        """Where the next block lies."""
+        offset = self.nbytes
         self.nbytes += _aligned(nbytes, self._alignment)
-
-
-def call_key(call: Call) -> CallKey:
-    """Operator, arguments and tensors of ``call``, whatever memory they are."""
-    arguments = tuple((name, _STORAGE.sub("%", text) if "%" in text else text) for name, text in call.arguments)
-    tensors = tuple((one.ref.sizes, one.ref.strides, one.ref.dtype, one.write) for one in call.accesses)
-    return call.operator, arguments, tensors
+        return offset
 
 
 def _made_by(program: Program, schedule: Schedule) -> tuple[list[list[int]], list[int]]:
@@ -175,15 +161,60 @@ def _made_by(program: Program, schedule: Schedule) -> tuple[list[list[int]], lis
     return made, touched
 
 
-def _temporary_sizes(count: int, nbytes: int, workspace: int) -> list[int]:
-    """Blocks in which ``count`` temporaries of ``nbytes`` together fit, whatever each of them takes."""
-    if count <= 0 or nbytes <= 0:
-        return []
-    if count > 1 and nbytes > workspace > 0:
-        return [workspace, *_temporary_sizes(count - 1, nbytes - workspace, 0)]
-    # Large blocks do not serve small requests: beside a large one there may be small ones.
-    small = [SMALL_NBYTES] * (count - 1) if nbytes > SMALL_NBYTES else []
-    return [nbytes] * count + small
+def _asked(program: Program, made: Sequence[int], asks: Sequence[Ask]) -> list[Ask]:
+    """All that is allocated when a call is issued: what is there before it runs, such as ``empty``'s, comes first."""
+    known = {ask.storage for ask in asks}
+    before = [Ask(program.storages[storage].nbytes, storage) for storage in made if storage not in known]
+    return before + [
+        ask if ask.freed_before is None else replace(ask, freed_before=ask.freed_before + len(before)) for ask in asks
+    ]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A block in the making."""
+
+    small: bool
+    claim: int
+    nbytes: int
+    storage: int | None = None
+    free: bool = False
+
+
+def _served(asks: Sequence[Ask]) -> list[_Slot]:
+    """Blocks from which torch's allocator serves these allocations, in the order in which they are first used.
+
+    What was freed is handed out again before anything new: a result may get the block of a larger workspace.
+    """
+    slots: list[_Slot] = []
+    holder: list[_Slot] = []
+    for number, ask in enumerate(asks):
+        for earlier in range(number):
+            if asks[earlier].freed_before == number:
+                holder[earlier].free = True
+        small = ask.nbytes <= SMALL_NBYTES
+        fits = [slot for slot in slots if slot.free and slot.small is small and (small or slot.claim >= ask.nbytes)]
+        if fits:
+            slot = fits[0]  # the lowest address, the smallest claim
+        else:
+            slot = _Slot(small, 0 if small else next_claim(ask.nbytes, _last_claim(slots)), 0)
+            slots.append(slot)
+        slot.nbytes, slot.storage, slot.free = max(slot.nbytes, ask.nbytes), ask.storage, False
+        holder.append(slot)
+    return slots
+
+
+def _last_claim(slots: Sequence[_Slot]) -> int:
+    return max((slot.claim for slot in slots), default=0)
+
+
+def next_claim(nbytes: int, last: int) -> int:
+    """What a large block has to count as in torch's allocator, to be handed out after one of ``last`` bytes.
+
+    >>> next_claim(11 << 20, 0) >> 20, next_claim(11 << 20, 20 << 20) >> 20, next_claim(31 << 20, 20 << 20) >> 20
+    (20, 22, 32)
+    """
+    return max(_aligned(nbytes, _CLAIM_STEP), last + _CLAIM_STEP if last else _LARGE_CLAIM)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

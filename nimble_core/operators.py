@@ -120,8 +120,13 @@ def copies_to_host(
 
 
 def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``func``, which may draw random numbers, does: not outside training, nor without dropout."""
+    """Whether a call of ``func``, which may draw random numbers, does.
+
+    Not outside training, nor without dropout, nor where it is given the state that its forward drew from.
+    """
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    if not given.keys().isdisjoint(("philox_seed", "rng_state")):
+        return False
     given |= dict(zip(given, args, strict=False)) | dict(kwargs)
     if any(given.get(name) is False for name in ("train", "training")):
         return False

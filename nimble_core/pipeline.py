@@ -191,9 +191,8 @@ def record_static(
             second = device.record(model, again, again_args, again_kwargs)
         check_static(recording.program, second.program)
         recording = _hold_to_seen(device, recording, second)
-        # What other threads allocated meanwhile counts in one of the two at most.
-        temporaries = tuple(map(min, recording.temporaries, second.temporaries))
-        recording = replace(recording, temporaries=temporaries)
+        # The first run may have asked for what libraries keep from then on.
+        recording = replace(recording, asks=second.asks)
     if recording.unseen and strict:
         raise CaptureError(
             f"{recording.unseen} launches belong to no call that was seen",
@@ -339,7 +338,7 @@ def _captured(
         break
     try:
         if executable.raw is not None and executable.raw.owner:
-            reused = reuse_hazards(program, ordered, memory) if memory else ()
+            reused = reuse_hazards(layout.sized(program), ordered, memory) if layout and memory else ()
             check_emitted(ordered, executable.raw, (*recorded.graph.edges, *reused), program)
     except BaseException:
         executable.close()
@@ -368,6 +367,7 @@ def _with_memory(
     layout = device.lay_out(recording, schedule)
     if layout is None or len(program.storages) > _PLANNED_STORAGES:
         return schedule, None, plan_memory(program, schedule, place=())
+    program = layout.sized(program)
     memory = plan_memory(program, schedule, scratch=layout.scratch, place=layout.arena)
     beside = _beside(layout) + unplanned
     if limit is not None and memory.nbytes + memory.scratch_nbytes + beside > limit:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError
 from nimble_core.launchers import Launch, launches_seen, relative_window
 from nimble_core.operators import (
@@ -80,8 +81,11 @@ class NodeCounter(Protocol):
     def nodes(self) -> int:
         """Nodes captured so far."""
 
-    def allocations(self) -> tuple[int, int]:
-        """``(allocations, bytes asked for)`` of the device's allocator so far."""
+    def allocations(self) -> int:
+        """Allocations on the device so far, as ``asks`` counts them."""
+
+    def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
+        """What each of these asked of the allocator; empty if that is not known."""
 
     def outside(self) -> AbstractContextManager[None]:
         """Inside this, work runs for real instead of being captured (copies of host constants)."""
@@ -209,7 +213,7 @@ class _Recorder(TorchDispatchMode):
         self._owners: dict[int, torch.Tensor] = {}
         self._steps: list[Step] = []
         self._calls: list[Call] = []
-        self._temporaries: list[tuple[int, int]] = []
+        self._windows: list[Window] = []
         self._first_values: dict[int, torch.Tensor] = {}  # of those that are written: as they were before
         self._fresh: dict[
             int, torch.Tensor
@@ -279,9 +283,9 @@ class _Recorder(TorchDispatchMode):
         # On the host a call that draws random numbers changes the generator: such calls keep their order. (On CUDA
         # each captured call has its own offset into the stream of numbers.) Attention without dropout draws none.
         state = torch.get_rng_state() if seeded and not (self.counter or self.stand_in) else None
-        before = self.counter.allocations() if self.counter else (0, 0)
+        before = self.counter.allocations() if self.counter else 0
         result = self._run(func, args, kwargs, frame)
-        after = self.counter.allocations() if self.counter else (0, 0)
+        after = self.counter.allocations() if self.counter else 0
         if self.stand_in:
             draws = seeded and not self.counter and draws_numbers(func, args, kwargs)
         else:
@@ -295,8 +299,10 @@ class _Recorder(TorchDispatchMode):
         self._made.update(storage for slot in outputs if slot >= 0 and (storage := self._storage_of[slot]) >= known)
         if self._reaches_device(func, tensors, returned, written, known):
             self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame, draws))
-            new = [storage.nbytes for storage in self._storages[known:] if storage.nbytes]
-            self._temporaries.append((after[0] - before[0] - len(new), after[1] - before[1] - sum(new)))
+            if self.counter and not self.stand_in:
+                made = {tensor.untyped_storage().data_ptr(): self._storage(tensor) for tensor in returned}
+                made = {address: storage for address, storage in made.items() if storage >= known}
+                self._windows.append(Window(before, after, made))
             self._step(func, template, named, outputs, len(self._calls) - 1)
         elif not written and returned and all(self._storage(tensor) >= known for tensor in returned):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
@@ -373,7 +379,7 @@ class _Recorder(TorchDispatchMode):
             written_inputs=written,
             unseen=self._unseen,
             unseen_where=self._unseen_where,
-            temporaries=tuple(self._temporaries),
+            asks=self.counter.asks(self._windows) if self.counter else (),
             refs=tuple(self._ref_of),
         )
 
@@ -433,9 +439,9 @@ class _Recorder(TorchDispatchMode):
                     self._keep_first_value(tensor)
         template = tuple(self._template(arg) for arg in launch.args)
         keywords = tuple((name, self._template(value)) for name, value in launch.kwargs.items())
-        before = self.counter.allocations() if self.counter else (0, 0)
+        before = self.counter.allocations() if self.counter else 0
         result = self._run(launch.launch, launch.args, dict(launch.kwargs), frame)
-        after = self.counter.allocations() if self.counter else (0, 0)
+        after = self.counter.allocations() if self.counter else 0
         if self.counter:
             nodes, self._nodes = self._nodes, self.counter.nodes()
             if self._nodes == nodes:
@@ -451,7 +457,7 @@ class _Recorder(TorchDispatchMode):
         )
         call = len(self._calls)
         self._calls.append(Call(call, launch.name, texts, tuple(dict.fromkeys(accesses)), origins=origins, eager=eager))
-        self._temporaries.append((after[0] - before[0], after[1] - before[1]))
+        self._windows.append(Window(before, after, {}))
         self._step(launch.launch, template, keywords, (), call)
         return result
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nimble_core.allocations import Ask
 from nimble_core.program import Program, TensorRef
 from nimble_core.structure import Structure
 
@@ -67,8 +68,8 @@ class Recording:
         unseen: launches seen in the recording capture that belong to no call: the Program is incomplete.
         unseen_where: where they were, in words.
         refs: the window that each slot's tensor is, by slot.
-        temporaries: ``(allocations, bytes)`` that each call made beyond its results, and freed again: workspaces of
-            libraries. Zero on the host.
+        asks: what each call asks of the device's allocator, its results and what it frees again, such as libraries'
+            workspaces; empty where that is not known.
         changed: attributes of the model that the run changed, and which were put back.
     """
 
@@ -84,7 +85,7 @@ class Recording:
     unseen: int = 0
     unseen_where: str = ""
     changed: tuple[str, ...] = ()
-    temporaries: tuple[tuple[int, int], ...] = ()
+    asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
 
 

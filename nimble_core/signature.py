@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nimble_core.errors import InputError
-from nimble_core.structure import Constant, Leaf, Node, Structure, flatten, leaf_paths, same_structure
+from nimble_core.structure import Constant, Leaf, Node, Structure, flatten, leaf_paths, reader, same_structure
 
 __all__ = ["Signature"]
 
@@ -54,7 +54,8 @@ class Signature:
         positional, keyword = self.structure.children
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
-        metas, names, structure, twins = self.metas, self.names, self.structure, self.twins
+        metas, names, twins = self.metas, self.names, self.twins
+        read = reader(self.structure)
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
         count, named = len(positional.children), len(names)
 
@@ -83,11 +84,8 @@ class Signature:
         def bind_nested(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
             if len(args) != count or len(kwargs) != named or any(name not in kwargs for name in names):
                 return None
-            try:
-                tensors, given = flatten((tuple(args), {name: kwargs[name] for name in names}))
-            except InputError:
-                return None
-            return tensors if same_structure(structure, given) and fits(tensors) else None
+            tensors = read((tuple(args), {name: kwargs[name] for name in names}))
+            return tensors if tensors is not None and fits(tensors) else None
 
         return bind_flat if flat else bind_nested
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree
 
 from nimble_core.errors import InputError
 
-__all__ = ["Constant", "Leaf", "Node", "Structure", "builder", "flatten", "leaf_paths", "same_structure"]
+__all__ = ["Constant", "Leaf", "Node", "Structure", "builder", "flatten", "leaf_paths", "reader", "same_structure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,78 @@ def _equal(a: object, b: object) -> bool:
         return type(a) is type(b) and bool(a == b)
     except Exception:  # an object whose comparison fails is only equal to itself
         return False
+
+
+def reader(structure: Structure) -> Callable[[Any], list[torch.Tensor] | None]:
+    """Compile ``structure`` into a function from a value to its tensors; None for a value of another structure."""
+    read = _reader(structure)
+
+    def tensors(value: Any) -> list[torch.Tensor] | None:
+        found: list[torch.Tensor] = []
+        return found if read(value, found) else None
+
+    return tensors
+
+
+def _reader(structure: Structure) -> Callable[[Any, list[torch.Tensor]], bool]:
+    """Appends the tensors of a value, and tells whether it has the structure."""
+    if isinstance(structure, Leaf):
+
+        def read_leaf(value: Any, found: list[torch.Tensor]) -> bool:
+            found.append(value)
+            return isinstance(value, torch.Tensor)
+
+        return read_leaf
+    if isinstance(structure, Constant):
+        return lambda value, found: _equal(structure.value, value)
+    cls: Any = structure.type
+    keys = structure.keys
+    parts = [_reader(child) for child in structure.children]
+    if structure.kind in ("list", "tuple"):
+        count = len(parts)
+
+        def read_sequence(value: Any, found: list[torch.Tensor]) -> bool:
+            return type(value) is cls and len(value) == count and all(map(_apply, parts, value, repeat(found)))
+
+        return read_sequence
+    if structure.kind == "dict":
+
+        def read_dict(value: Any, found: list[torch.Tensor]) -> bool:
+            return (
+                type(value) is cls and tuple(value) == keys and all(map(_apply, parts, value.values(), repeat(found)))
+            )
+
+        return read_dict
+
+    alone = _counted_from_zero(structure)
+
+    def read_other(value: Any, found: list[torch.Tensor]) -> bool:
+        try:
+            tensors, given = flatten(value)
+        except InputError:
+            return False
+        found += tensors
+        return same_structure(given, alone)
+
+    return read_other
+
+
+def _apply(function: Callable[[Any, Any], bool], value: Any, found: Any) -> bool:
+    return function(value, found)
+
+
+def _counted_from_zero(structure: Structure) -> Structure:
+    """The structure with its tensors counted anew."""
+    numbers = {index: number for number, (index, _) in enumerate(sorted(_walk(structure, "")))}
+
+    def counted(part: Structure) -> Structure:
+        if isinstance(part, Leaf):
+            return Leaf(numbers[part.index])
+        if isinstance(part, Constant):
+            return part
+        return dataclasses.replace(part, children=tuple(map(counted, part.children)))
+
+    return counted(structure)
 
 
 def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:

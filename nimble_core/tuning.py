@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from nimble_core.equality import check_equality, lowest_precision
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.fusing import follow, fuse
 from nimble_core.gradients import Update, check_updates, perturbed
-from nimble_core.measurement import TIE, Measurement, interleave
+from nimble_core.measurement import TIE, interleave
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
 from nimble_core.plan import fingerprint, make_plan, schedule_of
@@ -47,6 +47,8 @@ the others; only the most promising one where not listed."""
 _ROUNDS = {"fast": 15, "full": 101}
 _HOPELESS = 1.25
 """Kernels whose best simulated plan takes this much longer than that of others are tried on one stream only."""
+_HEAVY, _HEAVY_NBYTES, _WORTH = 1.25, 32 << 20, 1.02
+"""What holds this many times as much as one stream, and this much more, has to be this much faster than another."""
 _NEGLIGIBLE = 0.02
 """What costs less than this share of the budget is done even when it is gone."""
 _COMPILE_S = (2.0, 0.03)
@@ -398,8 +400,41 @@ class _Tuning:
                 checks += self._check()
         if measured and several and (auto or len(kinds) > 1):
             with self.step("choose"), state_kept(self.recorded):
-                self._time()
+                self._time(self.executables)
+            if search and options.memory_limit is None:
+                checks += self._with_less_memory(self._best(kinds))
         return checks
+
+    def _with_less_memory(self, best: str) -> tuple[EqualityCheck, ...]:
+        """Memory has to be worth it: where the best takes much more than one stream, the same with less of it."""
+        kind = self.candidates[best].fuse
+        if not self._heavy(best):
+            return ()
+        limit = int(_HEAVY * self.candidates[_named(kind, "single")].nbytes)
+        name = f"{best}, less memory"
+        start = time.perf_counter()
+        try:
+            with self.step(f"capture {name}"):
+                plan = replace(self.executables[best].schedule, policy=name)
+                costs = _known_costs(self.observed.get(kind))
+                executable = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
+        except NimbleError as error:
+            self._note(name, kind, plan)
+            self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
+            return ()
+        self._add(name, kind, executable, start)
+        with self.step("check equality"):
+            checks = self._check()
+        if name in self.executables:
+            with self.step("choose"), state_kept(self.recorded):
+                self._time({one: self.executables[one] for one in (best, name)})
+        return checks
+
+    def _heavy(self, name: str) -> bool:
+        """Whether it holds much more than one stream of the same kernels."""
+        single = self.candidates.get(_named(self.candidates[name].fuse, "single"))
+        nbytes = self.candidates[name].nbytes
+        return single is not None and nbytes - _HEAVY * single.nbytes > _HEAVY_NBYTES
 
     def _made(self, kind: Fuse) -> bool:
         """Whether there are kernels of this kind: made now, if they can be and the budget allows."""
@@ -518,6 +553,9 @@ class _Tuning:
                 self._note(name, kind, schedule)
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
             return
+        self._add(name, kind, executable, start)
+
+    def _add(self, name: str, kind: str, executable: Executable, start: float) -> None:
         self.executables[name] = executable
         simulated = self.candidates[name].simulated_ns if name in self.candidates else 0.0
         self._note(name, kind, executable.schedule, simulated)
@@ -556,9 +594,9 @@ class _Tuning:
             self.candidates[name] = replace(self.candidates[name], check=check, note=check.reason)
         return tuple(checks)
 
-    def _time(self) -> None:
+    def _time(self, executables: Mapping[str, Executable]) -> None:
         taken = interleave(
-            {name: executable.replay for name, executable in self.executables.items()},
+            {name: executable.replay for name, executable in executables.items()},
             clock_ns=self.device.clock_ns,
             synchronize=self.device.synchronize,
             rounds=_ROUNDS[self.options.tune],
@@ -569,25 +607,27 @@ class _Tuning:
         for name, measurement in taken.items():
             self.candidates[name] = replace(self.candidates[name], measurement=measurement)
 
-    def _choose(self, wanted: Sequence[Fuse]) -> str:
+    def _best(self, wanted: Sequence[Fuse]) -> str:
         """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured."""
-        if self._wrong("single"):
-            self._object(self.candidates["single"].note)
-        taken: dict[str, Measurement] = {}
+        taken: dict[str, float] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
             if measurement is not None and not self._wrong(name):
-                taken[name] = measurement
-        asked = {name: one for name, one in taken.items() if self._asked(name, wanted)}
-        taken = asked or taken
+                taken[name] = measurement.median_ns * (_WORTH if self._heavy(name) else 1.0)
+        taken = {name: one for name, one in taken.items() if self._asked(name, wanted)} or taken
         if taken:
-            fastest = min(one.median_ns for one in taken.values())
-            close = [name for name, one in taken.items() if one.median_ns <= fastest * TIE]
-            best = min(close, key=lambda name: (self.candidates[name].streams, taken[name].median_ns))
-        else:
-            right = [name for name in self.executables if not self._wrong(name)]
-            asked_right = [name for name in right if self.candidates[name].fuse in wanted]
-            best = (asked_right or right or [next(iter(self.executables))])[-1]
+            fastest = min(taken.values())
+            close = [name for name, one in taken.items() if one <= fastest * TIE]
+            return min(close, key=lambda name: (self.candidates[name].streams, taken[name]))
+        right = [name for name in self.executables if not self._wrong(name)]
+        asked_right = [name for name in right if self.candidates[name].fuse in wanted]
+        return (asked_right or right or [next(iter(self.executables))])[-1]
+
+    def _choose(self, wanted: Sequence[Fuse]) -> str:
+        """Mark the best."""
+        if self._wrong("single"):
+            self._object(self.candidates["single"].note)
+        best = self._best(wanted)
         if self._wrong(best):
             self._object(self.candidates[best].note)
         self.candidates[best] = replace(self.candidates[best], chosen=True)

@@ -509,7 +509,9 @@ class _CudaGraph:
             raise InputError(f"CUDA graphs run on CUDA only, the inputs are on {signature.device}")
         flat = _Flat(model, signature.structure, outputs)
         samples = tuple(tensor.detach().clone() for tensor in signature.tensors)
-        with torch.cuda.device(signature.device):
+        with torch.cuda.device(signature.device), warnings.catch_warnings():
+            # torch's, about streams of its own.
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
             graphed: Any = torch.cuda.make_graphed_callables(
                 flat, samples, num_warmup_iters=_CAPTURE_WARM_UPS, allow_unused_input=True
             )

@@ -306,12 +306,12 @@ def test_the_arena_holds_what_calls_fill_and_neither_constants_nor_outputs() -> 
     storages, program = made.recording.program.storages, made.recording.program
     layout = made.layout(single(made.graph, made.costs))
     assert sorted(storages[one].nbytes for one in layout.arena) == [512, 512, 512, 1024]
-    assert not layout.arena & {ref.storage for ref in program.outputs}
+    assert not layout.arena.keys() & {ref.storage for ref in program.outputs}
     assert layout.kept_nbytes == 0
     assert layout.beside_nbytes == 512
     executable = made.capture()
     assert executable.memory is not None
-    assert {s for s, offset in enumerate(executable.memory.offsets) if offset >= 0} == layout.arena
+    assert {s for s, offset in enumerate(executable.memory.offsets) if offset >= 0} == layout.arena.keys()
     assert executable.nbytes == executable.memory.nbytes + 512
     assert executable.memory.nbytes < 512 * 3 + 1024
 

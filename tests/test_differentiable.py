@@ -32,6 +32,7 @@ from test_training import (
     one_thread,
     perceptron,
     state_of,
+    twin,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -48,7 +49,7 @@ QUICK = Options(tune="off", policy="single")
 
 def pair(model: nn.Module, *args: Any, options: Options = QUICK, **kwargs: Any) -> tuple[Nimble, nn.Module]:
     """The model prepared for training, and a copy that stays eager."""
-    eager = copy.deepcopy(model)
+    eager = twin(model)
     return Nimble(model, options).prepare(*args, training=True, **kwargs), eager
 
 
@@ -401,7 +402,7 @@ class SameGradient(nn.Module):
         self.e = nn.Parameter(torch.ones(3, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + self.a + self.b + self.c + self.d.sum() + (self.e.t() @ torch.ones(3, 4))
+        return x * 2 + self.a + self.b + self.c + self.d.sum() + (self.e.t() @ x.new_ones(3, 4))
 
 
 def test_each_gradient_has_memory_of_its_own() -> None:

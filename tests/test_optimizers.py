@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -787,6 +788,18 @@ def test_state_of_old_checkpoints_with_counters_that_are_numbers() -> None:
 # -- captured in CUDA graphs -------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Inside, waiting for the device raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 class Graphed:
     """An update captured once, replayed at each step."""
 
@@ -801,11 +814,8 @@ class Graphed:
         if self.captured.fresh:
             eager(self.captured.optimizer, gradients)
             return
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_wait():
             self.captured.sync()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for buffer, gradient in zip(self.buffers, gradients, strict=True):
             buffer.copy_(gradient)
         self.graph.replay()
@@ -858,9 +868,6 @@ def test_rates_on_the_device_are_followed_without_waiting() -> None:
     rate = torch.tensor(0.1, device="cuda")
     captured = CapturedOptimizer(optim.Adam(parameters(device="cuda"), lr=rate, fused=True), "cuda")
     rate.data.fill_(0.5)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         captured.sync()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert captured.rates[0].item() == 0.5

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPOutput
 
 from nimble_core.errors import InputError
-from nimble_core.structure import Constant, Leaf, Node, builder, flatten, leaf_paths, same_structure
+from nimble_core.structure import Constant, Leaf, Node, builder, flatten, leaf_paths, reader, same_structure
 
 
 class Pair(NamedTuple):
@@ -106,6 +106,27 @@ def test_what_was_taken_apart_is_put_together_again(value: Any) -> None:
     assert all(x is y for x, y in zip(tensors, again, strict=True))
     assert same_structure(structure, second)
     assert len(leaf_paths(structure)) == len(tensors)
+
+
+@given(values, values)
+def test_a_reader_finds_the_tensors_of_its_own_structure_only(a: Any, b: Any) -> None:
+    read = reader(flatten(a)[1])
+    for value in (a, b):
+        tensors, structure = flatten(value)
+        found = read(value)
+        assert (found is not None) == same_structure(structure, flatten(a)[1])
+        if found is not None:
+            assert len(found) == len(tensors)
+            assert all(one is other for one, other in zip(found, tensors, strict=True))
+
+
+def test_a_reader_of_another_type_than_it_knows() -> None:
+    x = torch.ones(1)
+    read = reader(flatten(([x, 1], {"a": x, "b": Plain(x)}))[1])
+    assert read(([x, 1], {"a": x, "b": Plain(x)})) is not None
+    others: list[Any] = [None, x, ([x, 1], {"b": Plain(x), "a": x}), ((x, 1), {"a": x, "b": Plain(x)}), ([x, 2], {})]
+    others += [([x, True], {"a": x, "b": Plain(x)}), ([1, 1], {"a": x, "b": Plain(x)}), ([x, 1], {"a": x, "b": x})]
+    assert [read(other) for other in others] == [None] * len(others)
 
 
 @given(values)

@@ -332,6 +332,15 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.requires_grad]
 
 
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of its own memory; that of cuDNN's recurrent layers in one piece, as in the original."""
+    found = copy.deepcopy(model)
+    for module in found.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return found
+
+
 class Eager:
     """Eager training of a copy of ``model``, step by step as a user writes it."""
 
@@ -345,7 +354,7 @@ class Eager:
         clip: float | None = None,
         accumulate: int = 1,
     ) -> None:
-        self.model, self.loss_fn = copy.deepcopy(given.model), given.loss_fn
+        self.model, self.loss_fn = twin(given.model), given.loss_fn
         self.optimizer = optimizer(self.model.parameters())
         self.autocast, self.scaler, self.clip, self.accumulate = autocast, scaler, clip, accumulate
         self.done = 0

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nimble_core import cupti
+from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
 from nimble_core.costs import Costs, Kernel
 from nimble_core.devices.base import Executable, Observation, PlacementError
@@ -26,12 +27,12 @@ from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.kernel_names import short_kernel_name
-from nimble_core.layout import CallKey, Layout, call_key, lay_out
+from nimble_core.layout import Layout, lay_out
 from nimble_core.measurement import quantile
 from nimble_core.memory import release_plan
 from nimble_core.occupancy import Multiprocessors, call_demands
 from nimble_core.preserve import random_state_kept, run_preserved
-from nimble_core.program import Call, Program
+from nimble_core.program import Program
 from nimble_core.rawgraph import CaptureProbe, read_graph
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, collector_paused, issuing
@@ -96,7 +97,6 @@ class CudaDevice:
             raise DeviceError("torch sees no CUDA GPU", fix="run on the host: move model and inputs to the CPU")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.name = torch.cuda.get_device_name(self.device)
-        self._orders: dict[CallKey, tuple[int, ...]] = {}
         self._unplaced: frozenset[str] = frozenset()
 
     def stream_cap(self, asked: int | None) -> int | None:
@@ -127,24 +127,19 @@ class CudaDevice:
         rewritten: Rewritten | None = None,
     ) -> Recording:
         """Record under a throwaway capture."""
-        with self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (_, probe):
-            counter = _Counter(probe, self.device)
+        with (
+            self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (streams, probe),
+            _allocations_traced(streams[0]) as trace,
+        ):
+            counter = _Counter(probe, self.device, trace)
             return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
         """Everything that calls allocate, but for calls that were seen to allocate in another way."""
-        if not _places_memory():
-            return None
-        workspace = _workspace_nbytes(self.device.index)
         program = recording.program
-        layout = lay_out(
-            program,
-            schedule,
-            recording.temporaries,
-            workspace=workspace,
-            orders=self._orders,
-            skip=self._unplaced,
-        )
+        if not _places_memory() or len(recording.asks) < len(program.calls):
+            return None
+        layout = lay_out(program, schedule, recording.asks, skip=self._unplaced)
         return replace(layout, beside_nbytes=sum(ref.nbytes for ref in program.inputs))
 
     def capture(
@@ -190,10 +185,10 @@ class CudaDevice:
                                 where=str(recording.program.calls[call]),
                                 fix="report this model; until then, leave that part out of the prepared module",
                             ) from error
-                        misplaced = arena.misplaced(call, issuer)
-                        if misplaced is not None:
+                        if not arena.placed(call, issuer):
                             # At once: what comes next may be meant for the memory in which these results are now.
-                            self._learn(recording.program.calls[call], misplaced)
+                            self._unplaced |= {recording.program.calls[call].operator}
+                            raise PlacementError(f"not placed as planned: {recording.program.calls[call]}")
                         first, nodes = nodes, probe.nodes()
                         bounds[call] = (first, nodes)
                         if call in producers:
@@ -221,15 +216,6 @@ class CudaDevice:
         return CudaExecutable(
             self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
         )
-
-    def _learn(self, call: Call, order: tuple[int, ...]) -> None:
-        """Remember how ``call`` allocates, or, if that is not known, to leave such calls alone; plan again."""
-        key = call_key(call)
-        if order and key not in self._orders:
-            self._orders[key] = order
-        else:
-            self._unplaced |= {call.operator}
-        raise PlacementError(f"not placed as planned: {call}")
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
@@ -486,6 +472,9 @@ class _Arena:
         memory: MemoryPlan | None,
     ) -> None:
         self.memory = memory
+        self._device = device.index
+        self._asked = {} if layout is None else dict(enumerate(layout.asked))
+        self._as_asked = True
         self._surprises = 0
         self.nbytes = 0
         self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
@@ -512,10 +501,10 @@ class _Arena:
             for block in blocks:
                 if block.home == "arena" and block.storage is not None:
                     address = start + shared + memory.offsets[block.storage]
-                elif block.home == "front" and block.storage is not None:
-                    address = start + layout.front[block.storage]
-                elif block.home == "kept" and block.storage is not None:
-                    address = start + kept + layout.kept[block.storage]
+                elif block.home == "front":
+                    address = start + block.offset
+                elif block.home == "kept":
+                    address = start + kept + block.offset
                 else:
                     address = next_scratch
                     next_scratch += -(-block.nbytes // memory.alignment) * memory.alignment
@@ -539,33 +528,29 @@ class _Arena:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with self._placer.placing(self._planned[call]):
+                before = _allocations(self._device)
                 yield
+                after = _allocations(self._device)
+            self._as_asked = self._asked[call] == (after[0] - before[0], after[1] - before[1])
         finally:
             torch._C._cuda_clearCublasWorkspaces()
 
-    def misplaced(self, call: int, issuer: Issuer) -> tuple[int, ...] | None:
-        """None if all results of ``call`` are where they should be, and it asked for no more than was planned.
-
-        Else the order in which it asked for its results, empty if that is not known.
-        """
+    def placed(self, call: int, issuer: Issuer) -> bool:
+        """Whether all results of ``call`` are where they should be, and it asked for what was planned."""
         if self._placer is None:
-            return None
+            return True
         surprised = len(self._placer.surprises) > self._surprises
         self._surprises = len(self._placer.surprises)
-        made = self._made[call]
-        found = [
-            self._address[storage]
-            if (tensor := issuer.tensor_on(storage)) is None
-            else tensor.untyped_storage().data_ptr()
-            for storage in made
-        ]
-        wanted = [self._address[storage] for storage in made]
-        if not surprised and found == wanted:
-            return None
-        if not surprised and sorted(found) == sorted(wanted):
-            # What took the block of the first result was asked for first.
-            return tuple(found.index(address) for address in wanted)
-        return ()
+        # Also what is freed again counts: a workspace larger than in the recording may have run over its block.
+        return (
+            not surprised
+            and (self._as_asked or not self._planned[call])
+            and all(
+                (tensor := issuer.tensor_on(storage)) is None
+                or tensor.untyped_storage().data_ptr() == self._address[storage]
+                for storage in self._made[call]
+            )
+        )
 
     def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs as views of the block itself, so that the allocator's pools can go."""
@@ -660,14 +645,19 @@ class _Lanes:
 class _Counter:
     """Nodes of the throwaway capture, and a way out of it for host constants."""
 
-    def __init__(self, probe: CaptureProbe, device: torch.device) -> None:
+    def __init__(self, probe: CaptureProbe, device: torch.device, trace: Callable[[], Sequence[Event]] | None) -> None:
         self.nodes = probe.nodes
         self._device = device
+        self._trace = trace
+        self._before = _allocations(device.index)[0]
 
-    def allocations(self) -> tuple[int, int]:
+    def allocations(self) -> int:
         # A workspace that a library kept from the call before would not show.
         torch._C._cuda_clearCublasWorkspaces()
-        return _allocations(self._device.index)
+        return _allocations(self._device.index)[0]
+
+    def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
+        return asks_of(self._trace(), windows, self._before) if self._trace else ()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -743,17 +733,26 @@ def _allocations(device: int) -> tuple[int, int]:
     return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
 
-@cache
-def _workspace_nbytes(device: int) -> int:
-    """What a matrix library takes as its workspace for each stream that it runs on."""
-    with _CAPTURE_LOCK, torch.cuda.device(device), torch.no_grad():
-        one = torch.ones(8, 8, device=f"cuda:{device}")
-        torch._C._cuda_clearCublasWorkspaces()
-        before = _allocations(device)
-        out = one @ one
-        after = _allocations(device)
-        torch._C._cuda_clearCublasWorkspaces()
-    return max(after[1] - before[1] - out.nbytes, 0)
+@contextmanager
+def _allocations_traced(stream: torch.cuda.Stream) -> Iterator[Callable[[], Sequence[Event]] | None]:
+    """Yields what tells the allocations inside on the stream's device; None where someone else traces them."""
+    if torch._C._cuda_isHistoryEnabled():
+        yield None
+        return
+
+    def trace() -> list[Event]:
+        events = torch.cuda.memory._snapshot()["device_traces"][stream.device.index]
+        return [
+            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["stream"] == stream.cuda_stream)
+            for one in events
+            if one["action"] in ("alloc", "free_requested")
+        ]
+
+    torch.cuda.memory._record_memory_history(enabled="all", context=None)
+    try:
+        yield trace
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 @cache

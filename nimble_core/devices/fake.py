@@ -113,8 +113,7 @@ class FakeDevice:
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
         """All results of all calls; nothing is needed only while a call runs."""
-        program = recording.program
-        return lay_out(program, schedule, [(0, 0)] * len(program.calls))
+        return lay_out(recording.program, schedule)
 
     def capture(
         self,

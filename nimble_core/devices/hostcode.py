@@ -116,9 +116,7 @@ def lay_out_buffers(recording: Recording) -> Layout:
     calls = len(program.calls)
     return Layout(
         blocks=((),) * calls,
-        arena=_buffers(recording, visible | constant),
-        kept={},
-        kept_nbytes=0,
+        arena={storage: program.storages[storage].nbytes for storage in _buffers(recording, visible | constant)},
         scratch=(0,) * calls,
         beside_nbytes=_constant_nbytes(recording, constant)
         + sum(program.inputs[position].nbytes for position in recording.written_inputs),

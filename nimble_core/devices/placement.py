@@ -17,12 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
-from nimble_core.layout import SMALL_NBYTES
+from nimble_core.layout import SMALL_NBYTES, next_claim
 
 __all__ = ["Placer"]
-
-_LARGE_CLAIM = 20 << 20
-_CLAIM_STEP = 2 << 20
 
 
 class Placer:
@@ -65,21 +62,19 @@ class Placer:
 
     @contextmanager
     def placing(self, blocks: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Inside, this thread's allocations are served from ``blocks``: ``(address, bytes)``, in the order asked."""
+        """Inside, this thread's allocations are served from ``blocks``: ``(address, bytes)``, in order of first use."""
         allocator = torch._C._cuda_customAllocator(*self._functions)
         pool = torch.cuda.MemPool(allocator, no_split=True)
         self._pools.append((pool, allocator))
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, pool.id)
         try:
             made = []
-            claim = _LARGE_CLAIM - _CLAIM_STEP
+            claim = 0
             for address, nbytes in blocks:
                 self._next = address
                 if nbytes > SMALL_NBYTES:
-                    claim = max(-(-nbytes // _CLAIM_STEP) * _CLAIM_STEP, claim + _CLAIM_STEP)
-                made.append(
-                    torch.UntypedStorage(nbytes if nbytes <= SMALL_NBYTES else claim, device=f"cuda:{self._device}")
-                )
+                    nbytes = claim = next_claim(nbytes, claim)
+                made.append(torch.UntypedStorage(nbytes, device=f"cuda:{self._device}"))
             del made
             yield
         finally:

@@ -1,0 +1,93 @@
+"""What each call asks of the device's allocator, in which order, and what it gives back: read from its history.
+
+The order matters. A library that frees one workspace before its result is allocated gets the result where the workspace
+was, so that the block has to hold either; counts and sums of bytes do not show that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Ask", "Event", "Window", "asks_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One allocation that a call asks for.
+
+    Args:
+        nbytes: how much.
+        storage: the storage it holds when the call is over, None for what the call frees again.
+        freed_before: how many allocations the call had made when this one was freed; None: it held on to it.
+    """
+
+    nbytes: int
+    storage: int | None = None
+    freed_before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An allocation, or the end of one.
+
+    Args:
+        address: of the memory.
+        nbytes: asked for; 0 for an end.
+        own: whether it belongs to the stream that is looked at; others' are in between.
+    """
+
+    address: int
+    nbytes: int
+    own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One call's part of a history.
+
+    Args:
+        first: allocations before the call.
+        last: allocations before and in the call.
+        storages: what the call made: storage by address.
+    """
+
+    first: int
+    last: int
+    storages: Mapping[int, int]
+
+
+def asks_of(events: Sequence[Event], windows: Sequence[Window], before: int = 0) -> tuple[tuple[Ask, ...], ...]:
+    """What each window asks for.
+
+    Args:
+        events: in the order in which they happened.
+        windows: of the calls, in the same order.
+        before: allocations before the first event.
+
+    >>> history = [Event(7, 12), Event(7, 0), Event(7, 9), Event(8, 4)]
+    >>> asks_of(history, [Window(0, 3, {7: 5, 8: 6})])[0]
+    (Ask(nbytes=12, storage=None, freed_before=1), Ask(nbytes=9, storage=5, freed_before=None), Ask(nbytes=4, storage=6, freed_before=None))
+    """  # noqa: E501  # one line of output
+    places = [place for place, event in enumerate(events) if event.nbytes]
+    found = []
+    for window in windows:
+        asks: list[Ask] = []
+        held: dict[int, int] = {}
+        # Up to the last allocation: what is freed after it matters to nobody.
+        for place in places[window.first - before : window.last - before][-1:]:
+            start = places[window.first - before]
+            for event in events[start : place + 1]:
+                if not event.own:
+                    continue
+                if event.nbytes:
+                    held[event.address] = len(asks)
+                    asks.append(Ask(event.nbytes))
+                elif event.address in held:
+                    number = held.pop(event.address)
+                    asks[number] = Ask(asks[number].nbytes, None, len(asks))
+        for address, number in held.items():
+            if address in window.storages:
+                asks[number] = Ask(asks[number].nbytes, window.storages[address])
+        found.append(tuple(asks))
+    return tuple(found)
