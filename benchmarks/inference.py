@@ -60,13 +60,13 @@ from nimble_core.attribution import unmapped
 from nimble_core.devices.base import Device
 from nimble_core.equality import check_equality
 from nimble_core.host_info import environment, finish
+from nimble_core.judging import Cases, eager_cases
 from nimble_core.measurement import Measurement, interleave, ratio
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, device_for, record_static, state_kept
 from nimble_core.preserve import preserved
 from nimble_core.structure import builder, flatten
-from nimble_core.tuning import Cases, eager_cases
 from nimble_viz.peers import PeerRuns, close, peer, peer_names
 from nimble_viz.views.limit import EXPLAINED_ABOVE
 

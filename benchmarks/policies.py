@@ -38,6 +38,7 @@ from nimble_core.equality import check_equality
 from nimble_core.errors import DeviceError
 from nimble_core.graph import predecessors
 from nimble_core.host_info import environment
+from nimble_core.judging import eager_cases, from_same_state
 from nimble_core.measurement import Measurement, interleave, quantile, ratio, summarize
 from nimble_core.memory_bound import memory_lower_bound
 from nimble_core.nimble import Engine, Nimble
@@ -57,7 +58,6 @@ from nimble_core.program import Program
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
 from nimble_core.timeline import Timeline
-from nimble_core.tuning import eager_cases, from_same_state
 
 OURS = ("nimble", "contention")
 """Policies that are also measured on fewer streams and under a memory limit, and watched while they run."""
@@ -186,7 +186,7 @@ def measured(
                 "simulated us": simulated_ns / 1e3,
                 "simulation error": simulated_ns / in_a_row.median_ns - 1 if in_a_row.median_ns else None,
                 "memory": memory_figures(program, executable, single),
-                "equality": asdict(check_equality(name, from_same_state(recorded, executable), cases)),
+                "equality": asdict(check_equality(name, from_same_state(recorded, executable.run), cases)),
             }
             if name in seen:
                 entries[name]["kernels in flight"] = in_flight(seen[name].timeline)

@@ -261,7 +261,7 @@ def _cyclegan(batch: int, device: torch.device, size: int = 256, **sizes: int) -
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 TASKS: dict[str, Factory] = {
-    "ResNet-18 CIFAR": _images("resnet18", 32, 10, 0.01),
+    "ResNet-18 CIFAR": _images("resnet18", 32, 10, 0.004),
     "ResNet-50 CIFAR": _images("resnet50", 32, 10, 0.004),
     "MobileNetV2 CIFAR": _images("mobilenet_v2", 32, 10, 0.01),
     "EfficientNet-B0 CIFAR": _images("efficientnet_b0", 32, 10, 0.02),

@@ -26,6 +26,7 @@ from nimble_core.equality import check_equality
 from nimble_core.errors import CaptureError, InputError
 from nimble_core.graph import build_graph
 from nimble_core.halves import halve
+from nimble_core.judging import eager_cases
 from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.optimizers import with_strides_of
 from nimble_core.options import Options
@@ -34,7 +35,7 @@ from nimble_core.pipeline import Recorded, record_static, state_kept
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
 from nimble_core.structure import Structure, builder, flatten
-from nimble_core.tuning import Tuned, eager_cases, tune
+from nimble_core.tuning import Tuned, tune
 
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
 

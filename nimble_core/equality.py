@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nimble_core.program import Program
 
 __all__ = [
+    "DROWNED",
     "TOLERANCE",
     "check_equality",
     "doubt",
@@ -50,6 +51,9 @@ TOLERANCE = {
     "float8_e5m2": 2e-1,
 }
 """Bound on ``‖replay - eager‖ / ‖eager‖``, where there is no float64 reference, by the lowest precision at work."""
+
+DROWNED = "void: eager's outputs move by only"
+"""How the reason of a check begins that says that inputs matter too little for its tolerance."""
 
 _FLOOR = {
     "float64": 1e-12,
@@ -387,8 +391,7 @@ def _reason(verdicts: Sequence[_Verdict]) -> str:
     if any(one.telling for one in verdicts):
         return ""
     most = max(verdicts, key=lambda one: one.effect)
-    moved = f"eager's outputs move by only {most.effect:.1e} between inputs"
-    return f"void: {moved}, too little for tolerance {most.bound:.0e}"
+    return f"{DROWNED} {most.effect:.1e} between inputs, too little for tolerance {most.bound:.0e}"
 
 
 def _written(error: float) -> float:

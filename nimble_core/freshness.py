@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from nimble_core.around import Around
+from nimble_core.preserve import installed_by_runs
 
 __all__ = ["Watch", "announce", "same_objects"]
 
 _version = attrgetter("_version")
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
+_BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
 
 
 class _TensorsDiffer(TorchFunctionMode):
@@ -51,14 +59,17 @@ def same_objects(now: object, before: object) -> bool:
 
 
 class Watch:
-    """Remembers a model's parameters, buffers, submodules and their modes, and the values of what was folded.
+    """Remembers a model's parameters, buffers, submodules, their modes and hooks, and the values of what was folded.
 
     Values may change. What a replay cannot follow is another tensor, other memory behind the same tensor, another
-    submodule, or a submodule in another mode. Entries that a table of a module's gains do not count.
+    submodule, a submodule in another mode, or a hook more or less. Other entries that a table of a module's gains do
+    not count; nor do hooks that the model's own runs install (``installed_by_runs``), nor hooks of the backward where
+    a replay has none: of a plain model in evaluation mode.
 
     Asked often, and polled each time: nothing tells of every change, since modules keep plain dicts, and memory is
     replaced (``.data = …``, ``share_memory_``) without a count. So the answer "unchanged" is looked up by loops in C,
-    and only another one in words. Any thread may ask.
+    and only another one in words. Hooks alone are numbered as they are registered, in modules and tensors alike: where
+    none has come, only the tables that hold some are looked at. Any thread may ask.
 
     Args:
         model: module, or a function, of which there is nothing to remember.
@@ -71,17 +82,27 @@ class Watch:
         slots = [
             (module, attribute, path)
             for path, module in modules.items()
-            for attribute in ("training", "_parameters", "_buffers", "_modules")
+            for attribute in ("training", *_TABLES)
             if attribute == "training" or _held(module, attribute)
         ]
-        self._slots = [(module, attribute) for module, attribute, _ in slots]
+        self._registered = RemovableHandle.next_id  # read before tables are: who registers meanwhile is noticed
+        self._hooks = list(_hook_tables(model, modules))
+        self._hook_owners = [vars(owner) for owner, *_ in self._hooks]
+        self._hook_attributes = [attribute for _, attribute, *_ in self._hooks]
+        self._hooked = [_held(owner, attribute) for owner, attribute, *_ in self._hooks]
+        hooked = [
+            (owner, attribute)
+            for (owner, attribute, path, _), table in zip(self._hooks, self._hooked, strict=True)
+            if table or path is None
+        ]
+        self._slots: list[tuple[Any, str]] = [*((module, attribute) for module, attribute, _ in slots), *hooked]
         self._owners = [vars(module) for module, _ in self._slots]
         self._attributes = [attribute for _, attribute in self._slots]
         self._remembered = self._now()
         modes = {id(module): slot for slot, (module, attribute) in enumerate(self._slots) if attribute == "training"}
         entries = [
             (slot, key, entry, f"{path}.{key}".lstrip("."))
-            for slot, (table, (_, attribute, path)) in enumerate(zip(self._remembered, slots, strict=True))
+            for slot, (table, (_, attribute, path)) in enumerate(zip(self._remembered, slots, strict=False))
             if attribute != "training"
             for key, entry in table.items()
             if entry is not None
@@ -113,16 +134,17 @@ class Watch:
         """The first change that a replay cannot follow, in words; empty if there is none.
 
         About 0.05 µs for each tensor's memory, 0.03 µs for each submodule's mode and for each table that is not empty,
-        and 0.01 µs for each entry; some ten times that once, after an entry was added, and always where a module keeps
-        its mode or tables elsewhere than modules do (``training`` as a property, TorchScript).
+        and 0.01 µs for each entry; 0.2 µs for each submodule once after a hook was registered anywhere; some ten times
+        all that once after an entry was added, and always where a module keeps its mode or tables elsewhere than
+        modules do (``training`` as a property, TorchScript).
         """
         with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
             moved = list(map(torch.Tensor.data_ptr, self._watched)) != self._memory
-        if not moved and self._comparable and self._as_remembered():
+        if not moved and self._comparable and self._as_remembered() and self._hooked_as_remembered():
             return ""
         now = self._now()
         with torch._C.DisableTorchFunction():
-            change = self._difference(now)
+            change = self._difference(now) or self._hook_difference()
         if not change:
             self._remembered = now  # entries were added, which is nothing to look into again
         return change
@@ -140,6 +162,20 @@ class Watch:
             return False
         return same_objects(now, self._remembered)
 
+    def _hooked_as_remembered(self) -> bool:
+        """Whether there are the same hooks, as far as numbers tell. False is not certain."""
+        registered = RemovableHandle.next_id
+        if registered == self._registered:
+            return True
+        try:
+            now = list(map(getitem, self._hook_owners, self._hook_attributes))
+        except KeyError:
+            return False
+        if not same_objects(now, self._hooked):
+            return False
+        self._registered = registered
+        return True
+
     def _now(self) -> list[Any]:
         """Modes, and copies of the tables, as they are."""
         return [_held(module, attribute) for module, attribute in self._slots]
@@ -156,6 +192,20 @@ class Watch:
                 return f"{name} is another module than it was"
             if now[mode] != training:
                 return f"{name} is in {'training' if now[mode] else 'evaluation'} mode now"
+        return ""
+
+    def _hook_difference(self) -> str:
+        """The first hook that came or went, in words."""
+        registered = RemovableHandle.next_id
+        found = [_held(owner, attribute) for owner, attribute, *_ in self._hooks]
+        for (_, _, path, kind), *tables in zip(self._hooks, found, self._hooked, strict=True):
+            now, before = ([hook for hook in table.values() if not installed_by_runs(hook)] for table in tables)
+            if not same_objects(now, before):  # registered again, a hook has another number
+                name = "torch.nn.Module" if path is None else path or "the model"
+                if len(now) == len(before):
+                    return f"{name} has another {kind} than it had"
+                return f"{name} has a {kind} that it had not" if len(now) > len(before) else f"{name} has lost a {kind}"
+        self._hooked, self._registered = found, registered
         return ""
 
     def doubt(self) -> None:
@@ -185,13 +235,29 @@ def announce(memory: Set[int], *, by: Watch | None = None) -> None:
                 watch.written(memory)
 
 
-def _held(module: torch.nn.Module, attribute: str) -> Any:
+def _hook_tables(
+    model: Callable[..., Any], modules: Mapping[str, torch.nn.Module]
+) -> Iterator[tuple[Any, str, str | None, str]]:
+    """Tables of hooks that a replay passes by: owner, attribute, the owner's path (None: of all modules), and kind."""
+    backward = isinstance(model, Around) or getattr(model, "training", False)
+    kinds = _FORWARD_HOOKS | _BACKWARD_HOOKS if backward else _FORWARD_HOOKS
+    for attribute, kind in kinds.items():
+        if modules:
+            yield torch.nn.modules.module, f"_global{attribute}", None, kind
+        yield from (
+            (module, attribute, path, kind)
+            for path, module in modules.items()
+            if isinstance(vars(module).get(attribute), dict)
+        )
+
+
+def _held(module: Any, attribute: str) -> Any:
     """A module's mode, or a copy of one of its tables; an empty one where it has none."""
     held = getattr(module, attribute, {})
     return held if attribute == "training" else dict(held.items())
 
 
-def _is_plain(module: torch.nn.Module, attribute: str) -> bool:
+def _is_plain(module: Any, attribute: str) -> bool:
     """Whether the attribute is an entry of the instance, and if it is a table, a dict."""
     held = vars(module).get(attribute)
     return not hasattr(type(module), attribute) and isinstance(held, bool if attribute == "training" else dict)

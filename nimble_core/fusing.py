@@ -29,7 +29,7 @@ from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.cut import cut_before
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms, fold_affine
-from nimble_core.rewrites.layout import speaks_of_strides, to_channels_last
+from nimble_core.rewrites.layout import speaks_of_strides, to_channels_last, train_channels_last
 from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
@@ -79,6 +79,8 @@ def fuse(
 def _fused(
     device: Device, recorded: Recorded, kind: Fuse, decisions: Decisions, *, thorough: bool, step: Step
 ) -> Recorded:
+    if device.kind == "cuda":
+        _refuse_seeds(recorded.recording.program)
     inputs = recorded.signature.tensors
     run: Run
     try:
@@ -136,7 +138,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
         _refuse_opaque(module)
     if recorded.trained:
         split_backward(module)
-        return module
+        return _in_better_layout(module, device, recorded, decisions)
     affine_norms(module)
     share_equal(module)
     channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
@@ -154,6 +156,25 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     else:
         fold_affine(module)
     return module
+
+
+def _in_better_layout(
+    module: fx.GraphModule, device: Device, recorded: Recorded, decisions: Decisions
+) -> fx.GraphModule:
+    """A training step as it is or with its convolutions channels last, whichever takes less time."""
+    other = lift(recorded.recording)
+    split_backward(other)
+    if not train_channels_last(other):
+        return module
+    wanted = False
+    if decisions.timer is not None:
+        inputs = recorded.signature.tensors
+        for one in (module, other):
+            one.recompile()
+        plain, turned = decisions.timer([lambda: module(*inputs), lambda: other(*inputs)])
+        wanted = plain is not None and turned is not None and turned < plain
+    first = next(node for node in module.graph.nodes if node.target is torch.ops.aten.convolution.default)
+    return other if decisions.take(first, "channels last", wanted=wanted) else module
 
 
 def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> tuple[Run, Provenance]:
@@ -193,6 +214,25 @@ def _given_names(recorded: Recorded) -> dict[str, str]:
     return {
         f"given_{slot}": storages[recording.storage_of[slot]].name or f"constant {slot}" for slot in recording.given
     }
+
+
+def _refuse_seeds(program: Program) -> None:
+    """Raise CaptureError for a backward alone whose attention drops what its forward dropped.
+
+    The seeds lie on the device, where the captured forward left them; outside of a capture its kernels look for them on
+    the host, and crash.
+    """
+    for call in program.calls:
+        given = dict(call.arguments)
+        seed = given.get("philox_seed", given.get("rng_state", ""))
+        if not seed.startswith("%") or given.get("dropout_p") == "0.0":
+            continue
+        if program.storages[int(seed[1:])].role != "intermediate":
+            raise CaptureError(
+                "attention with dropout keeps its seeds where other kernels cannot be tried out",
+                where=str(call),
+                fix='Options(fuse="none"), or TrainStep, which runs forward and backward together',
+            )
 
 
 def _refuse_opaque(module: fx.GraphModule) -> None:

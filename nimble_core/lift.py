@@ -214,7 +214,8 @@ class _Lift:
         places = list(range(len(step.outputs)))
         if returns != ["List[Tensor]"]:
             places = [place for place, kind in enumerate(returns) if kind == "Tensor"]
-            mask = arguments_of(node).get("output_mask")
+            given = arguments_of(node)
+            mask = given.get("output_mask", given.get("grad_input_mask"))
             if mask is not None:
                 # oneDNN computes a convolution's weight gradient beside that of its bias, asked for or not.
                 more = len(step.outputs) > sum(mask)

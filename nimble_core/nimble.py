@@ -20,6 +20,7 @@ from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleWarn
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce
 from nimble_core.fusing import follow
+from nimble_core.judging import eager_cases
 from nimble_core.options import Options, require_options
 from nimble_core.pipeline import (
     Recorded,
@@ -38,7 +39,7 @@ from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
-from nimble_core.tuning import eager_cases, tune
+from nimble_core.tuning import tune
 
 __all__ = ["Engine", "Nimble"]
 
@@ -192,7 +193,10 @@ class Nimble(torch.nn.Module):
             DeviceError: out of memory.
         """
         if training and plan is not None:
-            raise InputError("a plan is of inference, or of a whole step", fix="prepare without a plan")
+            raise InputError(
+                "a plan is one schedule; prepare(training=True) makes two, of forward and of backward",
+                fix="prepare without a plan; a whole step can follow one: TrainStep(...).prepare(x, y, plan=plan)",
+            )
         with preparing():
             if training:
                 engine = _prepare_training(self._model, args, kwargs, self._options)
@@ -378,7 +382,7 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
     """How a replay of other kernels than eager's differs from eager; empty if it does not."""
     if recorded.eager is None:
         return ""
-    check = eager_cases(recorded, truth=True).judged("plan", recorded, executable)
+    check = eager_cases(recorded, truth=True).judged("plan", recorded, executable.run)
     return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
 
 

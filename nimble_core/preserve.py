@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 
 from nimble_core.errors import CaptureError
 from nimble_core.operators import has_memory, storage_address, written_tensors
+from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
 
-__all__ = ["Guard", "Saved", "preserved", "random_state_kept", "run_preserved"]
+__all__ = ["Guard", "Saved", "installed_by_runs", "preserved", "random_state_kept", "run_preserved"]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
+
+
+def installed_by_runs(hook: object) -> bool:
+    """Whether ``hook`` is of the same code as one that a run inside ``preserved`` has registered and left behind.
+
+    Such hooks belong to the forward, and with it to what was recorded: libraries install theirs when first run.
+    """
+    return _code(hook) in _installed
+
+
+def _code(hook: Any) -> Any:
+    hook = _function(hook)
+    return getattr(hook, "__code__", type(hook))
+
+
+def _function(called: Any) -> Any:
+    while isinstance(called, partial):
+        called = called.func
+    return called
 
 
 @contextmanager
@@ -51,8 +76,10 @@ def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[st
         yield changed
     finally:
         for containers in before.values():
-            for held, copy in containers.values():
+            for name, (held, copy) in containers.items():
                 if not _same_items(held, copy):
+                    if name in _HOOKS:
+                        _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
                     _put_back(held, copy)
 
 
@@ -139,7 +166,7 @@ class Guard:
 def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[Guard]:
     """Put back, at the end or after an error, what runs of ``model`` inside change.
 
-    Attributes, random state, and the tensors reported to the guard's ``before_write``.
+    Attributes, random state, the tensors reported to the guard's ``before_write``, and the dispatch modes in force.
 
     Args:
         model: module or function.
@@ -150,7 +177,23 @@ def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[Guard
         changed = stack.enter_context(_attribute_guard(model))
         guard = Guard(live, changed)
         stack.callback(guard.restore)
+        stack.enter_context(_modes_kept())
         yield guard
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Leave the dispatch modes that runs inside have left in force, as one interrupted at a mode's end does."""
+    before = _get_current_dispatch_mode_stack()
+    try:
+        yield
+    finally:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if not any(mode is one for one in before):
+                try:
+                    mode.__exit__(None, None, None)
+                except IndexError:  # it was interrupted in its exit, with torch's flags put back already
+                    _pop_mode()
 
 
 @contextmanager
@@ -212,7 +255,45 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were.
 
     Raises:
-        CaptureError: it calls an operator that takes functions.
+        CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
+            that runs another one inside.
     """
     with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard):
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except RuntimeError as error:
+            refusal = _refusal(error, module_paths(model))
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
+def _refusal(error: RuntimeError, modules: Mapping[int, str]) -> CaptureError | None:
+    """Ours, for what autograd refuses without saying where; None for other errors."""
+    text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+    if "leaf Variable that requires grad" in text:
+        return CaptureError(
+            "an input or parameter that requires a gradient is written in place",
+            where=_place(*place_of(frame, modules)),
+            fix="inplace=False in that layer, or prepare with an input that requires no gradient",
+        )
+    if "use_reentrant=True" in text:
+        return CaptureError(
+            "torch.utils.checkpoint with use_reentrant=True runs a backward inside the backward",
+            where=_checkpointed(getattr(frame.f_locals.get("ctx"), "run_function", None), modules),
+            fix="checkpoint(..., use_reentrant=False); Hugging Face: gradient_checkpointing_enable("
+            "gradient_checkpointing_kwargs={'use_reentrant': False})",
+        )
+    return None
+
+
+def _checkpointed(computed: Any, modules: Mapping[int, str]) -> str:
+    computed = _function(computed)
+    module, code = modules.get(id(getattr(computed, "__self__", computed))), getattr(computed, "__code__", None)
+    if module is None and code is not None:
+        return f"checkpoint of {code.co_name}, {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+    return f"checkpoint of {module or 'the model'}"
+
+
+def _place(module: str, file: str, line: int) -> str:
+    return f"{module or 'the model'} at {file}:{line}" if file else module or "the model"

@@ -22,6 +22,7 @@ from nimble_core.optimizers import CapturedOptimizer, with_strides_of
 from nimble_core.options import Options, require_options
 from nimble_core.phases import phase
 from nimble_core.pipeline import require_local
+from nimble_core.plan import Plan
 from nimble_core.structure import builder, flatten
 
 __all__ = ["TrainStep", "WholeStep"]
@@ -45,7 +46,8 @@ class WholeStep(Around):
         loss_fn: of the model's output and the targets; of the output alone where the targets are None.
         optimizer: takes gradients and updates parameters; None: nothing is updated.
         autocast: type that matrix products and convolutions of forward and loss are computed in; None: as they come.
-        scaler: scales the loss of half-precision forwards; its scale is adapted on the device.
+        scaler: scales the loss of half-precision forwards; its scale is adapted on the device. One that is disabled
+            counts as None.
         clip_grad_norm: largest norm of all gradients together; None: as they come.
         share: of the loss that counts, where several steps make one update.
         kept: gradients summed up over these steps, by parameter name; empty where each makes an update.
@@ -71,7 +73,12 @@ class WholeStep(Around):
         object.__setattr__(self, "loss_fn", loss_fn)  # beside the module system, like the model
         self.optimizer = optimizer
         self.autocast = autocast
-        self.scaler = scaler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self.scaler is not None:
+            if optimizer is not None:
+                optimizer.require_scaling()
+            # Made now: a run that is undone would leave it a step ahead.
+            _scale_of(self.scaler, next(model.parameters()).device)
         self.clip_grad_norm = clip_grad_norm
         self.share = share
         self.kept = dict(kept or {})
@@ -127,7 +134,7 @@ class WholeStep(Around):
                 loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
                 _require_loss(loss)
                 scaled = loss if self.share == 1.0 else loss * self.share
-                if self.scaler is not None and self.scaler.is_enabled():
+                if self.scaler is not None:
                     scaled = scaled * _scale_of(self.scaler, loss.device)[0]
             with phase("backward"):
                 found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
@@ -145,7 +152,7 @@ class WholeStep(Around):
     def _update(self, update: Callable[..., None], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Never in place: a gradient may be the memory of another, or of an input.
         scaler, present, found_inf = self.scaler, list(gradients.values()), None
-        if scaler is not None and scaler.is_enabled():
+        if scaler is not None:
             device = present[0].device
             scale, growth = _scale_of(scaler, device)
             found_inf = torch.zeros((), device=device)
@@ -232,8 +239,8 @@ class WholeStep(Around):
             for position, key, tensor in self.optimizer.named_state():
                 yield f"{names[position]} {key}", tensor
             yield from ((f"learning rate {group}", rate) for group, rate in enumerate(self.optimizer.rates))
-        if self.scaler is not None and self.scaler.is_enabled() and self.scaler._scale is not None:
-            scale, growth = _scale_of(self.scaler, self.scaler._scale.device)
+        if self.scaler is not None:
+            scale, growth = _scale_of(self.scaler, next(self.model.parameters()).device)
             yield "loss scale", scale
             yield "loss scale growth", growth
 
@@ -265,7 +272,8 @@ class TrainStep:
         options: how to prepare. Calls with other shapes follow ``on_new_shape``.
         autocast: type for ``torch.autocast`` around forward and loss, e.g. ``torch.bfloat16``.
         scaler: for float16: the loss is scaled, steps with gradients that are not finite are left out, and the scale is
-            adapted, all on the device. Needs an optimizer with a fused form (SGD, Adam, AdamW, Adagrad).
+            adapted, all on the device. Needs an optimizer with a fused form (SGD, Adam, AdamW, Adagrad). One that is
+            disabled counts as None.
         clip_grad_norm: largest norm of all gradients together.
         accumulate: how many steps make one update; each counts for its share of the loss.
 
@@ -301,10 +309,8 @@ class TrainStep:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.scaler, self.accumulate, self.options = scaler, accumulate, options
         self._captured = CapturedOptimizer(optimizer, device)
-        if scaler is not None and scaler.is_enabled():
-            self._captured.require_scaling()
-            _scale_of(scaler, device)  # made now: a run that is undone would leave it a step ahead
         self._done = 0
+        self._scaling: tuple[float, ...] = ()
         self._last: Result | partial[Result] | None = None
 
         kept = {}
@@ -354,7 +360,7 @@ class TrainStep:
             self._last = self._last()
         return self._last
 
-    def prepare(self, inputs: Any, targets: Any = None) -> TrainStep:
+    def prepare(self, inputs: Any, targets: Any = None, *, plan: Plan | None = None) -> TrainStep:
         """Record, schedule and capture the step for data like these; returns self.
 
         Nothing is trained: parameters, buffers, optimizer and scaler state, ``.grad`` and random state stay as they
@@ -363,13 +369,21 @@ class TrainStep:
         Args:
             inputs: a tensor, a tuple of positional or a dict of keyword arguments of the model.
             targets: what the loss is told; None: nothing.
+            plan: of a step with this model, loss and optimizer, made before (``engine.plan``, or ``plan`` of the report
+                of ``compare(..., training=True)``): the same schedule, without tuning. With ``accumulate`` it is of the
+                step that updates; the others are prepared as without a plan.
 
         Raises:
-            InputError, NotStaticError, CaptureError, DeviceError: as ``Nimble.prepare``.
+            InputError, NotStaticError, CaptureError, DeviceError: as ``Nimble.prepare``. After a plan of another step,
+                whose first difference is named, what was prepared before still holds.
         """
         self._captured.sync()
-        for net in self._nets.values():
-            net.prepare(inputs, targets)
+        self._scaling = _settings(self.scaler)
+        updating = self._turns[-1]
+        self._nets[updating].prepare(inputs, targets, plan=plan)  # first: a plan that does not fit replaces nothing
+        for turn, net in self._nets.items():
+            if turn != updating:
+                net.prepare(inputs, targets)
         return self
 
     def __call__(self, inputs: Any, targets: Any = None) -> torch.Tensor:
@@ -383,6 +397,10 @@ class TrainStep:
         net, step = self._nets[turn], self._steps[turn]
         if not net.engines:
             raise InputError("the step is not prepared", fix="step.prepare(inputs, targets)")
+        if self._scaling and _settings(self.scaler) != self._scaling:
+            raise InputError(
+                "the scaler grows or backs off otherwise than when the step was prepared", fix="step.prepare(...) again"
+            )
         self._captured.sync()
         engine, tensors = net.bind((inputs, targets), {})
         answered = engine is not None or self.options.on_new_shape != "error"
@@ -406,6 +424,13 @@ class TrainStep:
         for net in self._nets.values():
             net.close()
         self._last = None
+
+
+def _settings(scaler: torch.amp.GradScaler | None) -> tuple[float, ...]:
+    """How the scale changes: written into what was captured; empty without a scaler."""
+    if scaler is None or not scaler.is_enabled():
+        return ()
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
 
 def _called(model: torch.nn.Module, inputs: Any) -> Any:

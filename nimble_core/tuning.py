@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,23 +16,18 @@ from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.choices import cache_directory, choice_key, recall, remember
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Device, Executable, Observation
-from nimble_core.equality import check_equality, lowest_precision
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.fusing import follow, fuse
-from nimble_core.gradients import Update, check_updates, perturbed
+from nimble_core.judging import Judge
 from nimble_core.measurement import TIE, interleave
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
 from nimble_core.plan import fingerprint, make_plan, schedule_of
-from nimble_core.preserve import preserved
 from nimble_core.program import Fuse
-from nimble_core.reference import reference_outputs
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
-from nimble_core.static import other_values
-from nimble_core.structure import Structure, builder, flatten, leaf_paths
 
-__all__ = ["Cases", "Tuned", "eager_cases", "from_same_state", "tune"]
+__all__ = ["Tuned", "tune"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 
@@ -53,49 +48,6 @@ _NEGLIGIBLE = 0.02
 """What costs less than this share of the budget is done even when it is gone."""
 _COMPILE_S = (2.0, 0.03)
 """What compiling is expected to take on eight cores: at least, and for each call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cases:
-    """What outputs are compared on.
-
-    Args:
-        eager: pairs of fresh inputs and what eager makes of them.
-        truth: what the model computes in float64 for each, where it can; None where nobody asked.
-        lowest: the least precise type that eager computes in.
-        why: why there is no truth; empty otherwise.
-        moved: of a training step: what eager makes of each with its results moved by their last place.
-        names: what the outputs are called; empty where nobody said.
-        written: of a training step: what it writes, before and after the first case.
-    """
-
-    eager: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
-    truth: Sequence[Sequence[torch.Tensor] | None] | None
-    lowest: str
-    why: str = ""
-    moved: Sequence[Sequence[torch.Tensor]] | None = None
-    names: tuple[str, ...] = ()
-    written: Sequence[Update] = ()
-
-    def judged(self, name: str, recorded: Recorded, executable: Executable, *, by_truth: bool = True) -> EqualityCheck:
-        """Whether replays, each from the state that eager started from, do what eager does.
-
-        Raises:
-            DeviceError: a replay failed.
-        """
-        run = from_same_state(recorded, executable)
-        truth = self.truth if by_truth else None
-        check = check_equality(
-            name, run, self.eager, references=truth, lowest=self.lowest, perturbed=self.moved, names=self.names
-        )
-        if not check.passed or not self.written:
-            return check
-        with state_kept(recorded):
-            executable.run(self.eager[0][0], static=True)
-            after = [one.tensor.clone() for one in _state_of(recorded)]
-        updates = [replace(one, after=tensor) for one, tensor in zip(self.written, after, strict=True)]
-        written = check_updates(name, updates, lowest=self.lowest)
-        return check if written.passed or written.reason.startswith("void") else written
 
 
 @dataclass(slots=True)
@@ -159,7 +111,7 @@ def tune(device: Device, recorded: Recorded, options: Options, *, step: Step, me
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
         ScheduleError, DeviceError, InputError: as ``capture`` and ``schedule_by``.
     """
-    run = _Tuning(device, recorded, options, step)
+    run = _Tuning(device, recorded, options, step, Judge(device, recorded))
     try:
         return run.tuned(measure_single)
     except BaseException:
@@ -168,109 +120,19 @@ def tune(device: Device, recorded: Recorded, options: Options, *, step: Step, me
         raise
 
 
-def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
-    """Two fresh sets of inputs and eager's outputs; the model and random state are left as they were.
-
-    Args:
-        recorded: the model, or what it was rewritten to.
-        truth: also what the model computes in float64.
-    """
-    build = builder(recorded.signature.structure)
-    state = _state_of(recorded) if recorded.trained else []
-    before = [one.tensor.clone() for one in state]
-    structure: Structure | None = None
-
-    def run(inputs: Sequence[torch.Tensor], seed: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        nonlocal structure
-        # Clones: a model that writes its inputs must not spoil the case for the replays.
-        args, kwargs = build([tensor.clone() for tensor in inputs])
-        with preserved(recorded.model), state_kept(recorded), torch.no_grad():
-            with nullcontext() if seed is None else perturbed(seed):
-                outputs, structure = flatten(recorded.model(*args, **kwargs), what="output")
-            return [one.detach().clone() for one in outputs], [one.tensor.clone() for one in state]
-
-    cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
-    truths: list[Sequence[torch.Tensor] | None] = []
-    moved: list[Sequence[torch.Tensor]] = []
-    written: list[Update] = []
-    why = ""
-    for seed in (1, 2):
-        inputs = other_values(recorded.signature.tensors, seed)
-        outputs, after = run(inputs, None)
-        cases.append((inputs, outputs))
-        if recorded.trained:
-            outputs, after_moved = run(inputs, seed)
-            moved.append(outputs)
-            if not written:
-                known = zip(state, before, after, after_moved, strict=True)
-                written = [Update(one.name, was, now, now, other, one.jumps) for one, was, now, other in known]
-        if truth and not recorded.trained:
-            args, kwargs = build([tensor.clone() for tensor in inputs])
-            found = reference_outputs(recorded.model, args, kwargs)
-            truths.append(found.outputs)
-            why = why or found.reason
-    program = (recorded.eager or recorded).recording.program
-    return Cases(
-        eager=tuple(cases),
-        truth=tuple(truths) if truths else None,
-        lowest=lowest_precision(program),
-        why=why,
-        moved=tuple(moved) or None,
-        names=tuple(f"output {path.lstrip('.')}" for path in leaf_paths(structure)) if structure and moved else (),
-        written=tuple(written),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    name: str
-    tensor: torch.Tensor
-    jumps: bool
-
-
-def _state_of(recorded: Recorded) -> list[_State]:
-    """Floating tensors that live outside of a program and that it writes, each storage once.
-
-    They are those of eager's program: another program of the same model writes the same ones.
-    """
-    recording = (recorded.eager or recorded).recording
-    written = {ref.storage for call in recording.program.calls for ref in call.writes}
-    divides = getattr(recorded.model, "divides", False)
-    found: dict[int, _State] = {}
-    for slot, tensor in recording.given.items():
-        home = recording.storage_of[slot]
-        if home in written and tensor.is_floating_point():
-            storage = recording.program.storages[home]
-            jumps = divides and storage.role == "parameter"
-            found.setdefault(home, _State(storage.name or f"constant {slot}", tensor.detach(), jumps))
-    return list(found.values())
-
-
-def from_same_state(
-    recorded: Recorded, executable: Executable
-) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """Runs of ``executable`` that start from the buffers and random numbers that eager started from."""
-
-    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with state_kept(recorded):
-            return executable.run(inputs)
-
-    return run
-
-
 @dataclass(slots=True)
 class _Tuning:
     device: Device
     recorded: Recorded
     options: Options
     step: Step
+    judge: Judge
     variants: dict[str, Recorded] = field(default_factory=dict)
     fuse_s: dict[str, float] = field(default_factory=dict)
     observed: dict[str, Observation] = field(default_factory=dict)
     executables: dict[str, Executable] = field(default_factory=dict)
     candidates: dict[str, Candidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    cases: Cases | None = None
     wrong: str = ""
     began: float = field(default_factory=time.perf_counter)
 
@@ -299,7 +161,7 @@ class _Tuning:
             tuple(self.candidates.values()),
             checks,
             self.observed.get(kind),
-            tuple(self.notes),
+            (*self.notes, *self.judge.notes),
             self.wrong,
         )
 
@@ -574,15 +436,12 @@ class _Tuning:
         fused = any(self.candidates[name].fuse != "none" for name in unchecked)
         if not unchecked:
             return ()
-        if self.cases is None or (fused and self.cases.truth is None and not self.recorded.trained):
-            self.cases = eager_cases(self.recorded, truth=fused)
-            if self.cases.why:
-                self.notes.append(f"compared with eager, not with float64: {self.cases.why}")
-        cases, checks = self.cases, []
+        self.judge.expect(fused=fused)
+        checks = []
         for name in unchecked:
             kind = self.candidates[name].fuse
             try:
-                check = cases.judged(name, self.variants[kind], self.executables[name], by_truth=kind != "none")
+                check = self.judge.judged(name, self.variants[kind], self.executables[name])
             except DeviceError as error:
                 if kind == "none":
                     raise

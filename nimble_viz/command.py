@@ -31,10 +31,10 @@ __all__ = ["load_factory", "main"]
 _ABOUT = "See what ahead-of-time scheduling changes about a PyTorch model."
 _FACTORY_FIX = "MODULE:FACTORY, where MODULE is importable or a path to a .py file, and FACTORY() gives (model, args)"
 
-_TRAINING = ("target", "loss_fn", "optimizer")
+_TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm", "accumulate")
 _TRAINING_FACTORY = (
-    "a dict of model, args and, if needed, kwargs, loss_fn, target and optimizer (as compare takes them; without an "
-    "optimizer a training step is forward, loss and backward)"
+    "a dict of model, args and, if needed, kwargs, loss_fn, target, optimizer, autocast, scaler and clip_grad_norm (as "
+    "compare takes them; without an optimizer a training step is forward, loss and backward)"
 )
 
 
@@ -114,7 +114,7 @@ def _call(spec: str, training: bool) -> tuple[Any, tuple[Any, ...], dict[str, An
         case {"model": model, **rest} if rest.keys() <= {"args", "kwargs", *_TRAINING}:
             args, kwargs = rest.get("args", ()), rest.get("kwargs") or {}
             if isinstance(args, tuple | list) and isinstance(kwargs, dict):
-                return model, tuple(args), kwargs, {key: rest.get(key) for key in _TRAINING} if training else {}
+                return model, tuple(args), kwargs, {key: rest[key] for key in _TRAINING if key in rest and training}
         case (model, tuple() | list() as args) if not training:
             return model, tuple(args), {}, {}
         case (model, tuple() | list() as args, dict() as kwargs) if not training:

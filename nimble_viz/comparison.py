@@ -46,6 +46,10 @@ def compare(
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
     against: str | Iterable[str | Peer] = (),
     options: Options | None = None,
     training: bool = False,
@@ -56,10 +60,11 @@ def compare(
 
     With ``training`` all of them run whole training steps: zeroed gradients, forward, loss, backward and
     ``optimizer.step()``, eager with the optimizer as it is, replays as ``nimble_core.TrainStep`` does. Each round of
-    measuring starts from the same parameters.
+    measuring starts from the same parameters. ``autocast``, ``scaler`` and ``clip_grad_norm`` hold for eager and peers
+    as for replays, and ``Report.warnings`` says so.
 
     The model, its parameters, buffers and random state are left as they were, bit for bit, and so are gradients,
-    optimizer and its state: steps are made with copies of the optimizer. An interruption (Ctrl-C) once something
+    optimizer, scaler and their state: steps are made with copies of both. An interruption (Ctrl-C) once something
     was recorded returns what there is, marked incomplete.
 
     Args:
@@ -69,10 +74,15 @@ def compare(
         target: what the loss is told besides the model's output; None: nothing.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the target is None; a scalar.
         optimizer: of parameters of the model; None: a step is forward, loss and backward.
+        autocast: type for ``torch.autocast`` around forward and loss, ``torch.bfloat16`` or ``torch.float16``.
+        scaler: scales the loss, and leaves out updates by gradients that are not finite. Needs an optimizer with a
+            fused form (SGD, Adam, AdamW, Adagrad).
+        clip_grad_norm: largest norm of the gradients of all the optimizer's parameters together.
+        accumulate: 1: steps that update are compared, none that only add to gradients.
         against: peers to measure in the same rounds: names (``nimble_viz.peers.peer_names``) and ``Peer`` objects. One
             that fails, that cannot train, or whose outputs are not eager's, is left out, and ``Report.peers`` says why.
         options: how to prepare; defaults to ``Options()``.
-        training: compare training steps; ``target``, ``loss_fn`` and ``optimizer`` are for this alone.
+        training: compare training steps; what else says how to train is for this alone.
         progress: told what is going on; by default a progress line where someone can see it.
         device: what runs it; by default where the inputs are.
 
@@ -85,8 +95,15 @@ def compare(
     from nimble_core.pipeline import check_inputs, device_for, preparing
     from nimble_viz.progress import default_progress
 
-    if not training and any(given is not None for given in (target, loss_fn, optimizer)):
-        raise InputError("target, loss_fn and optimizer are for training", fix="training=True, or leave them out")
+    how = {
+        "target": target,
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "autocast": autocast,
+        "scaler": scaler,
+        "clip_grad_norm": clip_grad_norm,
+    }
+    _require_training(training, how, accumulate)
     peers: tuple[Peer, ...] = ()
     if against:
         from nimble_viz.peers import resolve_peers
@@ -102,7 +119,7 @@ def compare(
         from nimble_viz.training import Training
 
         check_inputs(model, args, named)
-        step = Training(model, args, named, target=target, loss_fn=loss_fn, optimizer=optimizer)
+        step = Training(model, args, named, **how)
         model, args, named = step.whole, step.arguments, {}
     signature = check_inputs(model, args, named)
     run = _Comparison(model, args, named, signature, device or device_for(signature.device), options, peers, step)
@@ -288,7 +305,7 @@ class _Comparison:
         self.interrupted = True
 
     def _prepare_peers(self, progress: Progress) -> None:
-        from nimble_core.tuning import eager_cases
+        from nimble_core.judging import eager_cases
         from nimble_viz.peers import PeerRuns
 
         if not self.against:
@@ -310,7 +327,7 @@ class _Comparison:
 
     def _check(self, progress: Progress) -> None:
         from nimble_core.equality import check_equality
-        from nimble_core.tuning import eager_cases, from_same_state
+        from nimble_core.judging import eager_cases, from_same_state
 
         assert self.recorded is not None
         unchecked = [name for name in self.executables if name not in {check.name for check in self.checks}]
@@ -322,10 +339,11 @@ class _Comparison:
                     moved, names = self.training.rounded(self.recorded, cases)
                     judge = partial(judge, perturbed=moved, names=names)
                 for name in unchecked:  # eager's own kernels: others are checked while they are chosen
-                    replay = from_same_state(self.recorded, self.executables[name])
+                    replay = from_same_state(self.recorded, self.executables[name].run)
                     self.checks.append(judge(name, replay, cases.eager))
         if self.training:
             with progress.step("check updates"):
+                self.warnings += filter(None, [self.training.left_out(self.recorded)])
                 self.checks = [self._with_update(check) for check in self.checks]
         self.warnings += [f"{check.name}: {check.reason}" for check in self.checks if not check.passed]
 
@@ -436,7 +454,7 @@ class _Comparison:
         chosen = self._chosen(medians)
         return Report(
             model=_name(self.training.model if self.training else self.model),
-            dtype=_dtype(self.model, self.signature.tensors),
+            dtype=self._dtype(),
             batch=int(self.signature.tensors[0].shape[0]) if self.signature.tensors[0].dim() else 0,
             environment=finish(self.environment),
             program=program,
@@ -459,6 +477,12 @@ class _Comparison:
             complete=not self.interrupted,
         )
 
+    def _dtype(self) -> str:
+        """Of weights and inputs, and what they are cast to."""
+        held = _dtype(self.model, self.signature.tensors)
+        cast = self.training.autocast if self.training else None
+        return held if cast is None else f"{held} under {str(cast).removeprefix('torch.')} autocast"
+
     def _chosen(self, medians: Mapping[str, float]) -> str:
         """What preparation chose, unless these measurements clearly speak for another plan."""
         close = [name for name, ns in medians.items() if ns <= min(medians.values()) * TIE]
@@ -472,6 +496,18 @@ class _Comparison:
     def _stamped(self, line: Timeline) -> Timeline:
         taken = self.measurements.get(line.run)
         return replace(line, unprofiled_ns=taken.median_ns) if taken and not line.unprofiled_ns else line
+
+
+def _require_training(training: bool, how: Mapping[str, Any], accumulate: Any) -> None:
+    given = [name for name, value in how.items() if value is not None]
+    if accumulate != 1:
+        raise InputError(
+            f"accumulate={accumulate!r}: compare measures steps that update, one by one",
+            fix="leave it out; TrainStep(..., accumulate=...) trains that way",
+        )
+    if given and not training:
+        what = f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} for training"
+        raise InputError(what, fix=f"training=True, or leave {'them' if len(given) > 1 else 'it'} out")
 
 
 def _with_counts(executable: Executable) -> Schedule:

@@ -27,8 +27,8 @@ from nimble_viz.report import PeerResult
 
 if TYPE_CHECKING:
     from nimble_core.candidates import EqualityCheck
+    from nimble_core.judging import Cases
     from nimble_core.pipeline import Recorded
-    from nimble_core.tuning import Cases
     from nimble_viz.training import Training
 
 __all__ = ["Peer", "PeerRuns", "Run", "TrainablePeer", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
@@ -82,8 +82,9 @@ class TrainablePeer(Peer, Protocol):
         """Make ``model`` ready to train on inputs like these.
 
         ``model`` is a copy of the user's modules, for this peer alone, around the same memory, with parameters of its
-        own. Called with autograd, and so is what it returns, whose results autograd differentiates with respect to
-        ``model.parameters()``. Loss and optimizer are the caller's: forward and backward are to be made ready.
+        own. Called with autograd, and under autocast where steps are, and so is what it returns, whose results autograd
+        differentiates with respect to ``model.parameters()``. Loss and optimizer are the caller's: forward and backward
+        are to be made ready.
 
         Raises:
             Exception: this model or machine is not for this peer; the message says why.
@@ -509,12 +510,17 @@ class _CudaGraph:
             raise InputError(f"CUDA graphs run on CUDA only, the inputs are on {signature.device}")
         flat = _Flat(model, signature.structure, outputs)
         samples = tuple(tensor.detach().clone() for tensor in signature.tensors)
+        cached = torch.is_autocast_cache_enabled()
         with torch.cuda.device(signature.device), warnings.catch_warnings():
             # torch's, about streams of its own.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-            graphed: Any = torch.cuda.make_graphed_callables(
-                flat, samples, num_warmup_iters=_CAPTURE_WARM_UPS, allow_unused_input=True
-            )
+            try:
+                torch.set_autocast_cache_enabled(False)  # as torch asks for: casts belong into the graphs
+                graphed: Any = torch.cuda.make_graphed_callables(
+                    flat, samples, num_warmup_iters=_CAPTURE_WARM_UPS, allow_unused_input=True
+                )
+            finally:
+                torch.set_autocast_cache_enabled(cached)
         build = builder(outputs[0])
 
         def run(*args: Any, **kwargs: Any) -> Any:

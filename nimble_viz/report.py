@@ -127,7 +127,7 @@ class OverheadProfile:
         host_syncs: host synchronisations by kind and source line.
         source: how it was measured, in words.
         warnings: what the reader should doubt.
-        phases: of a training step, in the order they begin; empty for inference.
+        phases: of a training step, in its order; empty for inference.
     """
 
     calls: tuple[CallOverhead, ...]
@@ -224,7 +224,8 @@ class Report:
 
     Args:
         model: name of the model.
-        dtype: main floating dtype of the inputs and parameters, e.g. ``"float16"``.
+        dtype: main floating dtype of the inputs and parameters, e.g. ``"float16"``; of a training step also what it is
+            cast to, e.g. ``"float32 under bfloat16 autocast"``.
         batch: leading dimension of the first tensor input, 0 if there is none.
         environment: where it was measured.
         program: what was recorded.

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +26,15 @@ from nimble_core.training import WholeStep
 from nimble_viz.measure.profile import PHASE
 
 if TYPE_CHECKING:
+    from nimble_core.judging import Cases
     from nimble_core.pipeline import Recorded
-    from nimble_core.tuning import Cases
     from nimble_viz.peers import Peer, Run
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
 
 _UPDATE_TOLERANCE = 1e-3
 _UPDATE_ROUNDINGS = 2
+_HALVES = (torch.bfloat16, torch.float16)
 
 Mark = Callable[[Phase], AbstractContextManager[Any]]
 
@@ -56,6 +58,9 @@ class TrainingRun:
         loss_fn: of output and targets, of the output alone where there are none.
         optimizer: its own, of ``trained``; None: nothing is updated.
         trained: parameters that ``forward`` reads, by name.
+        casting: mode around forward and loss.
+        scaler: its own bookkeeping around a scale that runs may share.
+        clip_grad_norm: largest norm of all gradients together; None: as they come.
     """
 
     def __init__(
@@ -64,8 +69,13 @@ class TrainingRun:
         loss_fn: Callable[..., torch.Tensor],
         optimizer: torch.optim.Optimizer | None,
         trained: Mapping[str, torch.Tensor],
+        *,
+        casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
     ) -> None:
         self.forward, self.loss_fn, self.optimizer, self.trained = forward, loss_fn, optimizer, dict(trained)
+        self.casting, self.scaler, self.clip_grad_norm = casting, scaler, clip_grad_norm
 
     @property
     def note(self) -> str:
@@ -74,6 +84,9 @@ class TrainingRun:
 
     def step(self, inputs: Any, targets: Any = None, mark: Mark = _unmarked) -> tuple[torch.Tensor, Any]:
         """Train one step; loss and output, which may be under way on the device."""
+        return self._step(inputs, targets, mark, unscaled=False)
+
+    def _step(self, inputs: Any, targets: Any, mark: Mark, *, unscaled: bool) -> tuple[torch.Tensor, Any]:
         with torch.enable_grad():
             with mark("optimizer"):
                 if self.optimizer is None:
@@ -81,20 +94,33 @@ class TrainingRun:
                         parameter.grad = None
                 else:
                     self.optimizer.zero_grad()
-            with mark("forward"):
-                output = self.forward(**inputs) if isinstance(inputs, Mapping) else self.forward(*inputs)
-            with mark("loss"):
-                loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+            with self.casting():
+                with mark("forward"):
+                    output = self.forward(**inputs) if isinstance(inputs, Mapping) else self.forward(*inputs)
+                with mark("loss"):
+                    loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+                    scaled = loss if self.scaler is None else self.scaler.scale(loss)
             with mark("backward"):
-                loss.backward()
+                scaled.backward()
             if self.optimizer is not None:
                 with mark("optimizer"):
-                    self.optimizer.step()
+                    self._update(self.optimizer, unscaled=unscaled)
         return loss, output
+
+    def _update(self, optimizer: torch.optim.Optimizer, *, unscaled: bool) -> None:
+        if self.scaler is not None and (unscaled or self.clip_grad_norm is not None):
+            self.scaler.unscale_(optimizer)  # fused optimizers do it themselves otherwise
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self.trained.values()), self.clip_grad_norm)
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
 
     def __call__(self, inputs: Any, targets: Any = None) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
         """Train one step; what ``WholeStep`` returns."""
-        loss, output = self.step(inputs, targets)
+        loss, output = self._step(inputs, targets, _unmarked, unscaled=True)
         gradients = {name: one.grad for name, one in self.trained.items() if one.grad is not None}
         tensors, structure = flatten(output, what="output")
         return loss.detach(), builder(structure)([tensor.detach() for tensor in tensors]), gradients
@@ -116,6 +142,9 @@ class Training:
         target: what the loss is told; None: nothing.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the target is None; a scalar.
         optimizer: the user's, never written; None: forward, loss and backward alone.
+        autocast: half-precision type for ``torch.autocast`` around forward and loss; None: as they come.
+        scaler: the user's, never written: every run scales by a copy. One that is disabled counts as None.
+        clip_grad_norm: largest norm of all gradients together; None: as they come.
 
     Attributes:
         whole: the step as one module of ``(inputs, targets)``, with a copy of the optimizer.
@@ -134,6 +163,9 @@ class Training:
         target: Any,
         loss_fn: Any,
         optimizer: Any,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module to train")
@@ -145,19 +177,50 @@ class Training:
             )
         if not any(one.requires_grad for one in model.parameters()):
             raise InputError("no parameter of the model requires a gradient", fix="unfreeze some, or training=False")
+        _require_step_options(model, optimizer, autocast, scaler, clip_grad_norm)
+        device = next(model.parameters()).device
         self.model, self.loss_fn = model, loss_fn
+        self.autocast, self.clip_grad_norm = autocast, clip_grad_norm
+        self.casting: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if autocast is None else partial(torch.autocast, device.type, dtype=autocast)
+        )
         self.arguments: tuple[Any, Any] = _without_gradients((_as_inputs(model, args, kwargs), target))
         self._optimizer = None if optimizer is None else _copied(optimizer)
         captured = None
         if self._optimizer is not None:
-            captured = CapturedOptimizer(self._optimizer, next(model.parameters()).device)
+            captured = CapturedOptimizer(self._optimizer, device)
             for parameter, kept in zip(captured.parameters, captured.state, strict=True):
                 if kept:
                     self._optimizer.state[parameter] = dict(kept)
         self._captured = captured
-        self.whole = WholeStep(model, loss_fn, captured)
-        trained = self.whole.trained()
-        self.eager = TrainingRun(model, loss_fn, None if optimizer is None else _copied(optimizer), trained)
+        self.whole = WholeStep(
+            model,
+            loss_fn,
+            captured,
+            autocast=autocast,
+            scaler=None if scaler is None else _copied_scaler(scaler),
+            clip_grad_norm=clip_grad_norm,
+        )
+        own = None if optimizer is None else _copied(optimizer)
+        self.eager = self._run(model, own, self.whole.trained())
+
+    def _run(
+        self, forward: Run, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, torch.Tensor]
+    ) -> TrainingRun:
+        """A run with the step's settings, whose scale is that of ``whole``: rewound and kept with it."""
+        scaler = None
+        if self.whole.scaler is not None:
+            scaler = _copied_scaler(self.whole.scaler)
+            scaler._scale, scaler._growth_tracker = self.whole.scaler._scale, self.whole.scaler._growth_tracker
+        return TrainingRun(
+            forward,
+            self.loss_fn,
+            optimizer,
+            trained,
+            casting=self.casting,
+            scaler=scaler,
+            clip_grad_norm=self.clip_grad_norm,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -167,7 +230,27 @@ class Training:
             found.append("the model is in eval mode: batch norm and dropout do not train; model.train() changes that")
         if self._captured is None:
             found.append("no optimizer was given: a step is forward, loss and backward")
+        if self.autocast is not None:
+            found.append(f"forward and loss run under autocast to {str(self.autocast).removeprefix('torch.')}")
+        if self.whole.scaler is not None:
+            found.append(f"the loss is scaled by {self.whole.scaler.get_scale():,g}, by a copy of the gradient scaler")
+        if self.clip_grad_norm is not None:
+            found.append(f"gradients are clipped to a norm of {self.clip_grad_norm:g} together")
         return tuple(found)
+
+    def left_out(self, recorded: Recorded) -> str:
+        """That the scaler leaves the step out, as its scale is now, in words; nothing if it does not."""
+        if self.whole.scaler is None:
+            return ""
+        with preserved(self.whole), state_kept(recorded):
+            gradients = self.whole(*self.arguments)[2]
+        infinite = next((name for name, one in gradients.items() if not one.isfinite().all()), "")
+        if not infinite:
+            return ""
+        return (
+            f"at this loss scale the gradient of {infinite} is not finite: eager and replays leave the update out; "
+            "pass a scaler that has made a few steps"
+        )
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
@@ -236,18 +319,19 @@ class Training:
         assert isinstance(twin, torch.nn.Module)
         swap: dict[torch.Tensor, torch.Tensor] = dict(zip(self.model.parameters(), twin.parameters(), strict=True))
         inputs = self.arguments[0]
-        with torch.enable_grad():
+        with torch.enable_grad(), self.casting():
             run = prepare(
                 twin, () if isinstance(inputs, Mapping) else inputs, inputs if isinstance(inputs, Mapping) else {}
             )
         trained = {name: swap.get(parameter, parameter) for name, parameter in self.whole.trained().items()}
         optimizer = self.eager.optimizer
-        return TrainingRun(run, self.loss_fn, None if optimizer is None else _copied(optimizer, swap), trained)
+        return self._run(run, None if optimizer is None else _copied(optimizer, swap), trained)
 
     def wrong_update(self, run: Callable[[], tuple[Any, Any, Mapping[str, torch.Tensor]]]) -> str:
         """Whether a replay's update is what the optimizer makes of the replay's gradients: how it is not, or nothing.
 
-        To be called where state is kept. The difference allowed is a thousandth of the update, and rounding.
+        To be called where state is kept. The difference allowed is a thousandth of the update, and rounding. With a
+        scaler, gradients that are not finite are to change nothing.
         """
         if self._optimizer is None:
             return ""
@@ -260,7 +344,8 @@ class Training:
                 one.copy_(before[name])
             for name, one in trained.items():
                 one.grad = gradients.get(name)
-            own.step()
+            if self.whole.scaler is None or all(bool(one.isfinite().all()) for one in gradients.values()):
+                own.step()
         worst, where = 0.0, ""
         for name, one in trained.items():
             if not one.is_floating_point():
@@ -272,6 +357,27 @@ class Training:
             if not off <= max(worst, 1.0):
                 worst, where = off, name
         return f"the update of {where} is not what the optimizer makes of its gradient" if where else ""
+
+
+def _require_step_options(
+    model: torch.nn.Module, optimizer: Any, autocast: Any, scaler: Any, clip_grad_norm: Any
+) -> None:
+    if autocast is not None and autocast not in _HALVES:
+        raise InputError(f"autocast={autocast!r} is no type to cast to", fix="torch.bfloat16, torch.float16 or None")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"the scaler is a {type(scaler).__name__}", fix="pass a torch.amp.GradScaler, or None")
+    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    half = next((name for name, one in trained if one.dtype == torch.float16), "")
+    if half and scaler is not None and scaler.is_enabled():
+        raise InputError(
+            f"{half} is float16, whose gradients a torch.amp.GradScaler does not unscale",
+            fix="keep weights in float32, with autocast=torch.float16",
+        )
+    number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
+    if clip_grad_norm is not None and not (number and clip_grad_norm > 0):
+        raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="a norm, or None")
+    if optimizer is None and (scaler is not None or clip_grad_norm is not None):
+        raise InputError("scaler and clip_grad_norm are for updates, and there is no optimizer", fix="pass one")
 
 
 def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -316,3 +422,11 @@ def _copied(
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(copy.deepcopy(held, memo))
     return twin
+
+
+def _copied_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """A scaler with the same settings, scale and count of steps, in memory of its own."""
+    try:
+        return copy.deepcopy(scaler)
+    except (AssertionError, RuntimeError) as error:  # torch's refusal in the midst of a step
+        raise InputError(f"the scaler cannot be copied: {error}", fix="call scaler.update() first") from error

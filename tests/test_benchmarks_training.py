@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from benchmarks import training
 from benchmarks.rows import BEST, Row, Settings
 from benchmarks.train_zoo import TASKS, Task
 from benchmarks.training import DROP_IN, OURS, OVERHEAD, Prepared, judged, lessons, main, measure, selected, summary
+from nimble_core.pipeline import device_for
 
 HERE = Path(__file__).parent
 
@@ -90,6 +92,8 @@ def test_a_row_says_who_took_how_long_and_who_learns_what_eager_learns(row: dict
         assert row["losses"][name]["error from float64"] < 1e-3
     assert (row["batch"], row["run"], row["data"]) == (4, "r1", "synthetic")
     assert all(one["prepare s"] > 0 for one in row["ways"].values() if one["measured"])
+    assert {"eager", "lessons", OURS, DROP_IN, "eager-tuned", "samples", "limit"} <= set(row["spent s"])
+    assert sum(row["spent s"].values()) <= row["wall s"]
 
 
 def test_a_row_says_what_ours_runs_and_how_far_that_is_from_its_limit(row: dict[str, Any]) -> None:
@@ -127,7 +131,7 @@ def _tires(task: Task, settings: Settings) -> Prepared:
     def once(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls > 60:
+        if calls > 50:
             raise RuntimeError("tired")
         return step(inputs, targets)
 
@@ -146,9 +150,29 @@ def _forgets(task: Task, settings: Settings) -> Prepared:
     return training._eager(task, settings)
 
 
+def _skips(task: Task, settings: Settings) -> Prepared:
+    """A gradient of zeros for one of the weights."""
+    next(task.model.parameters()).register_hook(torch.zeros_like)
+    return training._eager(task, settings)
+
+
+def _permuted(task: Task, settings: Settings) -> Prepared:
+    """Right: sums of products are taken in another order, forward and backward."""
+    order = torch.randperm(8 * 36)
+    last = task.model[-1]
+    task.model[-1].forward = lambda x: functional.linear(x[:, order], last.weight[:, order], last.bias)
+    return training._eager(task, settings)
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
-    [(_broken, "not today"), (_tires, "tired"), (_idle, "losses differ"), (_forgets, "losses differ")],
+    [
+        (_broken, "not today"),
+        (_tires, "tired"),
+        (_idle, "losses differ"),
+        (_forgets, "losses differ"),
+        (_skips, "losses differ"),
+    ],
 )
 def test_a_way_that_fails_or_learns_otherwise_leaves_the_others(
     way: training.Way, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +182,27 @@ def test_a_way_that_fails_or_learns_otherwise_leaves_the_others(
     assert "compile" not in found["times"]
     assert reason in found["ways"]["compile"]["note"]
     assert set(found["speed"]["step"]) == {"eager"}
+
+
+def test_where_rounding_alone_decides_another_order_of_sums_is_right_and_a_lost_gradient_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(training.TOLERANCE, "float32", 0.0)
+    for name, way in (("permuted", _permuted), ("skips", _skips), ("forgets", _forgets)):
+        monkeypatch.setitem(training.KINDS, name, way)
+    found = measure(Row("test tiny", "float32", 4, ("permuted", "skips", "forgets")), SETTINGS)
+    learned = found["losses"]
+    perturbed = learned["eager"]["perturbed"]
+    assert len(perturbed) == 3
+    assert min(perturbed) > 0
+    assert learned["permuted"]["bound"] == pytest.approx(3 * max(perturbed))
+    assert learned["permuted"]["passed"]
+    assert learned["permuted"]["error"] > 0
+    for name in ("skips", "forgets"):
+        assert learned[name]["differs"]
+        assert not found["ways"][name]["measured"]
+    assert training.equal(found, "step")
+    assert training.equal(found, "drop-in")
 
 
 def _dawdles(task: Task, settings: Settings) -> Prepared:
@@ -192,6 +237,7 @@ def test_dropout_is_compared_over_seeds_and_without_float64() -> None:
     assert found["losses"]["eager"]["seeds"] > 1
     assert found["losses"]["eager"]["float64"] is None
     assert "random" in found["losses"]["eager"]["float64 left out"]
+    assert found["losses"]["eager"]["perturbed"] == []
     assert training.equal(found, "step")
 
 
@@ -241,6 +287,27 @@ def test_as_near_to_float64_as_eager_is_right() -> None:
     assert judged([[one * 0.994 for one in CURVE]], given)["differs"]
 
 
+def test_float64_is_no_way_around_a_bound_that_eagers_losses_do_not_tell_apart() -> None:
+    given = replace(lessons([CURVE, CURVE], "float32", 2), truth=[one * 1.1 for one in CURVE])
+    assert given.telling
+    assert judged([[one * 1.15 for one in CURVE]], given)["differs"]
+
+
+def test_the_bound_follows_what_moved_results_do() -> None:
+    moved = [[one * share for one in CURVE] for share in (1.01, 1.02, 0.99)]
+    given = lessons([CURVE, CURVE], "float32", 2, moved=moved)
+    assert given.perturbed == pytest.approx([0.01, 0.02, 0.01])
+    assert given.bound == pytest.approx(0.06)
+    assert given.telling
+    assert judged([[one * 1.059 for one in CURVE]], given)["passed"]
+    assert judged([[one * 1.061 for one in CURVE]], given)["differs"]
+    assert lessons([CURVE, CURVE], "bf16", 2, moved=moved).bound == 0.1
+    wild = lessons([CURVE, CURVE], "float32", 2, moved=[[one * 1.2 for one in CURVE]])
+    assert judged([CURVE], wild)["reason"].startswith("void")
+    lost = lessons([CURVE, CURVE], "float32", 2, moved=[[float("nan")] * len(CURVE)])
+    assert judged([CURVE], lost)["reason"].startswith("void")
+
+
 def test_losses_that_hardly_move_show_nothing() -> None:
     still = [2.0, 2.1] * 3
     found = judged([still], lessons([still, still], "float32", 2))
@@ -251,11 +318,35 @@ def test_losses_that_hardly_move_show_nothing() -> None:
 
 def test_seeds_widen_the_bound_by_what_their_means_may_differ() -> None:
     low, high = [one - 0.1 for one in CURVE], [one + 0.1 for one in CURVE]
-    few, many = lessons([low, high], "float32", 2), lessons([low, high] * 8, "float32", 2)
-    assert few.random
-    assert many.random
+    few, many = (lessons([low, high] * count, "float32", 2, random=True) for count in (1, 8))
     assert few.bound > 2 * many.bound > 2e-3
     assert judged([CURVE], many)["error"] == pytest.approx(0)
+
+
+def test_drawing_is_seen_by_the_random_state_and_not_by_the_losses() -> None:
+    def run(task: Task) -> training._Run:
+        values = {name: one.clone() for name, one in task.model.state_dict().items()}
+        return training._Run(task, SETTINGS, device_for(task.device), values)
+
+    def jitters(task: Task, settings: Settings) -> Prepared:
+        """Differs from run to run, as sums in no fixed order do, and draws nothing."""
+        eager, count = training._eager(task, settings), 0
+
+        def step(inputs: tuple[Tensor, ...], targets: Tensor | None) -> Tensor:
+            nonlocal count
+            count += 1
+            return eager.step(inputs, targets) * (1 + 1e-2 * math.sin(count))
+
+        return replace(eager, step=step)
+
+    plain, drops = tiny(4, torch.device("cpu")), dropping(4, torch.device("cpu"))
+    for task, way, draws in ((plain, jitters, False), (plain, training._eager, False), (drops, training._eager, True)):
+        one = run(task)
+        one.prepared["eager"] = way(task.copied(), SETTINGS)
+        found = one.lessons("tf32")
+        assert found.random is draws
+        assert (found.truth is None) is draws
+        assert (found.why != "") is draws
 
 
 def test_back_to_the_start_is_where_a_fresh_optimizer_starts() -> None:

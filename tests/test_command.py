@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,7 +16,8 @@ import nimble_viz.comparison
 from nimble_core.errors import CaptureError
 from nimble_core.options import Options
 from nimble_viz import __version__, load
-from nimble_viz.command import load_factory, main
+from nimble_viz.command import _TRAINING, load_factory, main
+from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +32,7 @@ def three():
 def wrong():
     return model
 def step():
-    return {"model": model, "args": [1], "kwargs": {"scale": 2}, "target": 3, "loss_fn": max}
+    return {"model": model, "args": [1], "kwargs": {"scale": 2}, "target": 3, "loss_fn": max, "clip_grad_norm": 0.5}
 def misspelt():
     return {"model": model, "args": [1], "loss": max}
 number = 7
@@ -193,16 +195,17 @@ def test_a_factory_that_gives_something_else(called: Called, factory: str, capsy
 def test_training_takes_a_dict(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", f"{factory}:step", "--training", "--quiet"]) == 0
     assert (called["args"], called["kwargs"], called["training"]) == ((1,), {"scale": 2}, True)
-    assert (called["target"], called["loss_fn"], called["optimizer"]) == (3, max, None)
+    assert (called["target"], called["loss_fn"], called["clip_grad_norm"]) == (3, max, 0.5)
+    assert not {"optimizer", "autocast", "scaler", "accumulate"} & called.keys()  # compare's own defaults
     called.clear()
     assert main(["compare", f"{factory}:step", "--quiet"]) == 0
     assert (called["args"], called["kwargs"]) == ((1,), {"scale": 2})
-    assert not {"training", "loss_fn", "target", "optimizer"} & called.keys()
+    assert not {"training", "loss_fn", "target", "optimizer", "clip_grad_norm"} & called.keys()
     with pytest.raises(SystemExit):
         main(["compare", "-h"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--training" in shown
-    assert "a dict of model, args and, if needed, kwargs, loss_fn, target and optimizer" in shown
+    assert "a dict of model, args and, if needed, kwargs, loss_fn, target, optimizer, autocast, scaler and" in shown
 
 
 def test_a_factory_that_does_not_say_how_to_train(
@@ -213,6 +216,14 @@ def test_a_factory_that_does_not_say_how_to_train(
     assert main(["compare", f"{factory}:misspelt", "--training"]) == 2
     assert "gave dict of model, args, loss" in capsys.readouterr().err
     assert not called
+
+
+def test_every_keyword_of_training_may_be_in_the_dict() -> None:
+    known = set(inspect.signature(compare).parameters)
+    assert known - set(_TRAINING) == {
+        "model", "args", "kwargs", "against", "options", "training", "progress", "device"
+    }  # fmt: skip
+    assert set(_TRAINING) <= known
 
 
 def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,26 @@ def trained(
     return compare(net, *args, training=True, options=options, progress=progress or Progress(), **given)
 
 
+def scaling(used: bool = True, **more: Any) -> torch.amp.GradScaler:
+    """A scaler of the host, in the midst of training if ``used``."""
+    scaler = torch.amp.GradScaler("cpu", **{"init_scale": 256.0, "growth_interval": 3, **more})
+    if used:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
+def scale_of(scaler: torch.amp.GradScaler | None) -> Any:
+    """Its state, and whether its tensors are the ones they were."""
+    if scaler is None:
+        return None
+    held = (scaler._scale, scaler._growth_tracker)
+    return scaler.state_dict(), [None if one is None else (id(one), one._version) for one in held], vars(scaler).keys()
+
+
 def everything(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[list[int], list[torch.Tensor], Any]:
     """Who is who, all values, and the rest of the state."""
     tensors = [*net.parameters(), *net.buffers()]
@@ -273,6 +293,158 @@ def test_a_model_in_eval_mode_is_told() -> None:
     assert not net.training
 
 
+# -- half precision and clipping -------------------------------------------------------------------------------------
+
+
+HOW: dict[str, Callable[[], dict[str, Any]]] = {
+    "autocast": lambda: {"autocast": torch.bfloat16},
+    "clipped": lambda: {"clip_grad_norm": 0.01},
+    "scaled": lambda: {"scaler": scaling()},
+    "scaled anew": lambda: {"scaler": scaling(used=False)},
+    "all": lambda: {"autocast": torch.bfloat16, "clip_grad_norm": 0.01, "scaler": scaling()},
+}
+
+
+def as_users_write_it(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: tuple[torch.Tensor, torch.Tensor],
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    clip_grad_norm: float | None = None,
+) -> torch.Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = nn.functional.cross_entropy(net(data[0]), data[1])
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss).backward()
+    if clip_grad_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], clip_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("make", [sgd, adam, begun])
+def test_eager_casts_scales_and_clips_as_users_write_it(
+    how: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    net, data = Net(), batch()
+    given, optimizer = HOW[how](), make(net)
+    twin, theirs = copy.deepcopy((net, optimizer))
+    own = {**given, "scaler": copy.deepcopy(given.get("scaler"))}
+    before = scale_of(given.get("scaler"))
+    step = Training(net, data[:1], {}, target=data[1], loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, **given)
+    for _ in range(3):
+        with step.gradients_kept():
+            loss, _ = step.eager.step(*step.arguments)
+        assert torch.equal(loss.detach(), as_users_write_it(twin, theirs, data, **own))
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True))
+    assert scale_of(given.get("scaler")) == before
+    if own["scaler"] is not None:
+        assert step.eager.scaler.state_dict() == own["scaler"].state_dict()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("make", [sgd, begun])
+def test_runs_and_the_recorded_step_do_the_same_work(
+    how: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    net, (x, y) = Net(), batch()
+    step = Training(
+        net, (x,), {}, target=y, loss_fn=nn.CrossEntropyLoss(), optimizer=make(net), **HOW[how]()
+    )  # fmt: skip
+    rewind = step.rewinding()
+    expected = step.whole(*step.arguments)
+    after = [one.detach().clone() for one in (*step.whole.parameters(), *net.buffers())]
+    scale = step.whole.scaler.state_dict() if step.whole.scaler else None
+    rewind()
+    with step.gradients_kept():
+        loss, output, gradients = step.eager(*step.arguments)
+        torch.testing.assert_close(loss, expected[0])
+        torch.testing.assert_close(output, expected[1])
+        assert gradients.keys() == expected[2].keys()
+        for name, one in gradients.items():
+            torch.testing.assert_close(one, expected[2][name])
+        norm = torch.stack([one.norm() for one in gradients.values()]).norm()
+        assert (norm <= 0.0101) == (step.clip_grad_norm is not None)
+    for mine, theirs in zip((*step.whole.parameters(), *net.buffers()), after, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs)
+    if step.whole.scaler is not None:  # one scale for all, rewound with the parameters
+        assert step.whole.scaler.state_dict() == scale
+        rewind()
+        assert step.whole.scaler.state_dict() != scale
+        assert step.eager.scaler.get_scale() == step.whole.scaler.get_scale()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_all_stays_as_it_was_and_the_report_says_how_steps_ran(how: str) -> None:
+    net, (x, y) = Net(dropout=0.2), batch()
+    optimizer, given, own = begun(net), HOW[how](), Own()
+    before, scale = everything(net, optimizer), scale_of(given.get("scaler"))
+    found = trained(net, x, target=y, optimizer=optimizer, against=[own], **given)
+    unchanged(before, everything(net, optimizer))
+    assert scale_of(given.get("scaler")) == scale
+    assert all(check.passed for check in found.checks), found.checks
+    assert found.peers[0].check.passed, found.peers
+    assert found.measurement("own") is not None
+    text = " ".join(plain_text(found, 200).split())
+    assert ("under bfloat16 autocast" in text) == ("under autocast to bfloat16" in text) == ("autocast" in given)
+    assert ("clipped to a norm of 0.01" in text) == ("clip_grad_norm" in given)
+    assert ("scaled by 256" in text) == ("scaler" in given)
+    assert not any("not finite" in one for one in found.warnings)
+
+
+@pytest.mark.parametrize("at", ["warm-up", "capture single", "measure", "check updates", "profile eager"])
+def test_a_scaler_stays_as_it_was_after_an_error(at: str) -> None:
+    net, (x, y) = Net(), batch()
+    optimizer, scaler, error = begun(net), scaling(), RuntimeError("boom")
+    before, scale = everything(net, optimizer), scale_of(scaler)
+    spy = Failing(at, error)
+    with pytest.raises(RuntimeError, match="boom"):
+        trained(net, x, target=y, optimizer=optimizer, scaler=scaler, clip_grad_norm=1.0, progress=spy)
+    unchanged(before, everything(net, optimizer))
+    assert scale_of(scaler) == scale
+
+
+def test_a_step_that_the_scaler_leaves_out_is_right_and_said() -> None:
+    net, (x, y) = Net(), batch()
+    optimizer, scaler = sgd(net), scaling(used=False, init_scale=3e38, backoff_factor=0.999)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 100 * nn.functional.cross_entropy(output, target)
+
+    before = everything(net, optimizer)
+    found = trained(net, x, target=y, optimizer=optimizer, scaler=scaler, loss_fn=loss_fn, options=ONE)
+    unchanged(before, everything(net, optimizer))
+    assert any("is not finite: eager and replays leave the update out" in text for text in found.warnings)
+    assert not any(check.reason.startswith("the update") for check in found.checks)
+
+
+def test_an_update_in_spite_of_a_gradient_that_is_not_finite_is_found() -> None:
+    net, (x, y) = Net(), batch()
+    step = Training(
+        net, (x,), {}, target=y, loss_fn=nn.CrossEntropyLoss(), optimizer=begun(net), scaler=scaling()
+    )  # fmt: skip
+
+    def updated() -> Any:
+        loss, output, gradients = step.whole(*step.arguments)
+        return loss, output, {name: one * float("inf") for name, one in gradients.items()}
+
+    assert "is not what the optimizer makes" in step.wrong_update(updated)
+
+
+def test_a_disabled_scaler_is_none() -> None:
+    net, (x, y) = Net(), batch()
+    rms = torch.optim.RMSprop([one for one in net.parameters() if one.requires_grad])
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    found = trained(net, x, target=y, optimizer=rms, scaler=off, options=ONE)
+    assert found.checks[0].passed
+    assert not any("scale" in text for text in found.warnings)
+
+
 # -- peers -----------------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +510,8 @@ def test_a_peer_that_draws_other_random_numbers_is_measured_and_said() -> None:
     assert found.measurement("own") is not None
 
 
-def test_compile_trains() -> None:
+@pytest.mark.parametrize("how", [None, "all"])
+def test_compile_trains(how: str | None) -> None:
     pytest.importorskip("torch._inductor")
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -348,7 +521,8 @@ def test_compile_trains() -> None:
         pytest.skip(f"no C++ compiler: {error}")
     net, (x, y) = Net(), batch()
     before = everything(net, None)
-    found = trained(net, x, target=y, optimizer=sgd(net), against=["compile", "compile+freezing"], options=ONE)
+    peers, given = ["compile", "compile+freezing"], HOW[how]() if how else {}
+    found = trained(net, x, target=y, optimizer=sgd(net), against=peers, options=ONE, **given)
     unchanged(before, everything(net, None))
     results = {one.name: one for one in found.peers}
     assert results["compile"].check.passed, results["compile"]
@@ -357,14 +531,18 @@ def test_compile_trains() -> None:
 
 
 @pytest.mark.gpu
-def test_peers_train_on_a_gpu() -> None:
+@pytest.mark.parametrize("half", [False, True], ids=["as it is", "cast, scaled and clipped"])
+def test_peers_train_on_a_gpu(half: bool) -> None:
     net = Net().cuda()
     x, y = (one.cuda() for one in batch())
     names = ["cuda-graph", "compile:reduce-overhead"]
     optimizer = sgd(net)
-    before = everything(net, optimizer)
-    found = trained(net, x, target=y, optimizer=optimizer, against=names)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0) if half else None
+    how = {"autocast": torch.float16, "scaler": scaler, "clip_grad_norm": 1.0} if half else {}
+    before, scale = everything(net, optimizer), scale_of(scaler)
+    found = trained(net, x, target=y, optimizer=optimizer, against=names, **how)
     unchanged(before, everything(net, optimizer))
+    assert scale_of(scaler) == scale
     assert {taken.name for taken in found.measurements} > {"eager", *names}, found.peers
     assert found.memory.eager_peak > 0
 
@@ -479,7 +657,41 @@ def test_what_cannot_be_trained() -> None:
         trained(Net, x, target=y)
 
 
-@pytest.mark.parametrize("more", [{"target": torch.ones(2)}, {"loss_fn": nn.MSELoss()}, {"optimizer": object()}])
+def test_what_cannot_be_cast_scaled_or_clipped() -> None:
+    net, (x, y) = Net(), batch()
+    optimizer = sgd(net)
+    for given, match in (
+        ({"autocast": torch.float64}, "no type to cast to"),
+        ({"autocast": "bfloat16"}, "no type to cast to"),
+        ({"scaler": 2.0}, "scaler is a float"),
+        ({"clip_grad_norm": 0.0}, "not a positive number"),
+        ({"clip_grad_norm": "1"}, "not a positive number"),
+        ({"accumulate": 4}, "accumulate=4: compare measures steps that update"),
+        ({"clip_grad_norm": 1.0, "optimizer": None}, "there is no optimizer"),
+        ({"scaler": scaling(), "optimizer": torch.optim.RMSprop(net.head.parameters())}, "cannot leave out a step"),
+    ):
+        with pytest.raises(InputError, match=match):
+            trained(net, x, target=y, **{"optimizer": optimizer, **given})
+    half = Net().half()
+    with pytest.raises(InputError, match="is float16"):
+        trained(half, x.half(), target=y, optimizer=sgd(half), scaler=scaling())
+    amid = scaling()
+    amid.scale(net(x).sum()).backward()
+    amid.unscale_(optimizer)
+    with pytest.raises(InputError, match="scaler cannot be copied"):
+        trained(net, x, target=y, optimizer=optimizer, scaler=amid)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target": torch.ones(2)},
+        {"loss_fn": nn.MSELoss()},
+        {"optimizer": object()},
+        {"autocast": torch.bfloat16},
+        {"clip_grad_norm": 1.0},
+    ],
+)
 def test_what_is_for_training_alone(more: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="training=True"):
         compare(nn.Linear(2, 2), torch.ones(2), **more)

@@ -25,6 +25,7 @@ from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice, HostExecutable
 from nimble_core.errors import DeviceError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
+from nimble_core.judging import eager_cases, from_same_state
 from nimble_core.layout import Layout
 from nimble_core.pipeline import Stopwatch, capture, record_static, state_kept
 from nimble_core.policies import nimble, single
@@ -34,7 +35,6 @@ from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import EXACT
 from nimble_core.structure import flatten
-from nimble_core.tuning import eager_cases, from_same_state
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
@@ -235,7 +235,7 @@ def test_nothing_is_read_from_the_arena_that_the_run_did_not_write(name: str) ->
         for lanes in (1, 2, 4):
             executable = capture(device, recorded, drawn_streams(recorded.graph, draw, lanes))
             assert isinstance(executable, HostExecutable)
-            run = from_same_state(recorded, executable)
+            run = from_same_state(recorded, executable.run)
             for inputs, expected in eager_cases(recorded).eager:
                 poison(executable)
                 torch.testing.assert_close(run([one.clone() for one in inputs]), list(expected), equal_nan=True)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
-from nimble_core import InputError, Nimble, Options
+from nimble_core import InputError, Nimble, Options, TrainStep
+from nimble_core.around import Around
 from nimble_core.freshness import Watch, same_objects
 
 
@@ -280,6 +284,152 @@ def test_a_look_passes_through_no_mode() -> None:
         made = mode.calls
         assert "0.weight is another tensor" in watch.change()
         assert mode.calls == made
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def nothing(*args: object) -> None:
+    return None
+
+
+REGISTERED = [
+    (lambda net: net[0].register_forward_hook(double), "0 has a forward hook that it had not"),
+    (lambda net: net[2].register_forward_pre_hook(nothing), "2 has a forward pre-hook that it had not"),
+    (lambda net: net.register_forward_hook(double), "the model has a forward hook that it had not"),
+    (lambda net: nn.modules.module.register_module_forward_hook(nothing), "Module has a forward hook that it had not"),
+    (
+        lambda net: nn.modules.module.register_module_forward_pre_hook(nothing),
+        "Module has a forward pre-hook that it had not",
+    ),
+]
+OF_THE_BACKWARD = [
+    (lambda net: net[0].register_full_backward_hook(nothing), "0 has a backward hook that it had not"),
+    (lambda net: net[0].register_full_backward_pre_hook(nothing), "0 has a backward pre-hook that it had not"),
+    (
+        lambda net: nn.modules.module.register_module_full_backward_hook(nothing),
+        "Module has a backward hook that it had not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("register", "words"), REGISTERED)
+def test_hooks_registered_since(register: Callable[[nn.Sequential], Any], words: str) -> None:
+    net, x = model(), torch.randn(2, 4)
+    replayed = Nimble(net, Options(tune="off")).prepare(x)
+    with register(net), pytest.raises(InputError, match=words):
+        replayed(x)
+    replayed(x)  # it was removed
+
+
+@pytest.mark.parametrize(("register", "words"), REGISTERED + OF_THE_BACKWARD)
+@pytest.mark.parametrize("holds_others", [False, True])
+def test_hooks_removed_since(register: Callable[[nn.Sequential], Any], words: str, holds_others: bool) -> None:
+    net = model().train()
+    with register(net) if holds_others else nullcontext():  # a second one of the same function stays
+        with register(net):
+            watch = Watch(net)
+            assert watch.change() == ""
+        assert watch.change().endswith(words.replace("has a", "has lost a").removesuffix(" that it had not"))
+
+
+@pytest.mark.parametrize(("register", "words"), OF_THE_BACKWARD)
+def test_hooks_of_a_backward_matter_where_there_is_one(register: Callable[[nn.Sequential], Any], words: str) -> None:
+    evaluated, trained = model(), model().train()
+    frozen = Around(model())
+    watches = [Watch(evaluated), Watch(trained), Watch(frozen)]
+    with register(evaluated), register(trained), register(frozen.model):
+        assert watches[0].change() == ""
+        assert words in watches[1].change()
+        assert words in watches[2].change()
+    assert [watch.change() for watch in watches] == [""] * 3
+
+
+def test_a_hook_registered_again_is_the_same() -> None:
+    net, watched_method = model(), Alike().forward
+    handles = [net[0].register_forward_hook(double), net[1].register_forward_hook(watched_method)]
+    watch = Watch(net)
+    for handle in handles:
+        handle.remove()
+    assert "0 has lost a forward hook" in watch.change()
+    net[0].register_forward_hook(double)
+    net[1].register_forward_hook(watched_method)
+    assert watch.change() == watch.change() == ""
+    net[0]._forward_hooks = {0: nothing}
+    assert "0 has another forward hook" in watch.change()
+
+
+def test_hooks_of_tensors_and_of_state_dicts_are_no_hooks_of_the_model() -> None:
+    net = model()
+    watch = Watch(net)
+    net[0].weight.register_hook(nothing)
+    net.register_state_dict_post_hook(nothing)
+    net[1].register_load_state_dict_post_hook(nothing)
+    assert watch.change() == ""
+
+
+def test_a_table_of_hooks_replaced_while_it_was_empty() -> None:
+    net = model()
+    watch = Watch(net)
+    net[0]._forward_hooks = OrderedDict()
+    net[0].register_forward_hook(double)
+    assert "0 has a forward hook" in watch.change()
+    del net[0]._forward_hooks
+    assert watch.change() == ""
+
+
+class Installs(nn.Sequential):
+    """Installs a hook when it first runs, as libraries do that collect hidden states."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self[0]._forward_hooks:
+            self[0].register_forward_hook(partial(lambda factor, module, args, output: output * factor, 2))
+        return super().forward(x)
+
+
+@torch.no_grad()
+def test_hooks_that_the_model_installs_itself() -> None:
+    net, x = Installs(*model()).eval(), torch.randn(2, 4)
+    replayed = Nimble(net, Options(tune="off")).prepare(x)
+    assert not net[0]._forward_hooks
+    assert torch.equal(net(x), replayed(x))
+    assert net[0]._forward_hooks
+    assert torch.equal(net(x), replayed(x))
+    with net[1].register_forward_hook(partial(lambda factor, module, args, output: output, 2)):
+        assert "1 has a forward hook" in replayed.engines[0].watch.change()
+    net[0]._forward_hooks.clear()
+    assert torch.equal(net(x), replayed(x))
+
+
+@pytest.mark.filterwarnings("ignore:the forward changes attributes")
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+        lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 2),
+        lambda: torch.compile(nn.Linear(4, 4), backend="eager"),
+    ],
+)
+@torch.no_grad()
+def test_what_has_hooks_or_makes_some_is_no_alarm(part: Callable[[], nn.Module]) -> None:
+    net, x = nn.Sequential(part(), nn.ReLU()).eval(), torch.randn(2, 4)
+    replayed = Nimble(net, Options(tune="off", strict=False)).prepare(x)
+    for _ in range(2):
+        torch.testing.assert_close(replayed(x), net(x))
+
+
+@torch.no_grad()
+def test_a_whole_step_notices_hooks() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    step = TrainStep(net, torch.Tensor.mean, torch.optim.SGD(net.parameters(), 0.1), options=Options(tune="off"))
+    step.prepare(torch.randn(2, 4))(torch.randn(2, 4))
+    with net[1].register_full_backward_hook(nothing), pytest.raises(InputError, match="1 has a backward hook"):
+        step(torch.randn(2, 4))
 
 
 # -- values of what was folded -------------------------------------------------------------------------------------

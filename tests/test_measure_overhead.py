@@ -82,6 +82,18 @@ def test_each_nanosecond_has_one_cause() -> None:
     assert profile.warnings == ()
 
 
+def test_phases_come_in_the_order_of_a_step() -> None:
+    marks = (("optimizer", 0, 5), ("forward", 5, 62), ("loss", 62, 66), ("backward", 66, 112), ("optimizer", 112, 150))
+    profile = overhead_profile(TWO, replace(CUDA, phases=marks), 100.0)
+    assert [(one.phase, one.spans) for one in profile.phases] == [
+        ("forward", ((5.0, 62.0),)),
+        ("loss", ((62.0, 66.0),)),
+        ("backward", ((66.0, 112.0),)),
+        ("optimizer", ((0.0, 5.0), (112.0, 150.0))),
+    ]
+    assert sum(one.host_ns for one in profile.phases) == 150
+
+
 def test_host_synchronisations_by_kind_and_place() -> None:
     trace = replace(
         CUDA,

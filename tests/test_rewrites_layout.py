@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,12 +21,22 @@ from rewrite_models import (
     strides_that_matter,
     unchanged_by,
 )
+from test_training import both
 from torch import nn
 
+from nimble_core.costs import uniform_costs
+from nimble_core.devices.host import HostDevice
+from nimble_core.fusing import fuse
+from nimble_core.judging import eager_cases
 from nimble_core.lift import lift
+from nimble_core.options import Options
+from nimble_core.pipeline import Recorded, capture
+from nimble_core.policies.single import single
+from nimble_core.program import KernelChoice
 from nimble_core.rewrites.fold import affine_norms
-from nimble_core.rewrites.layout import keep_strides, restrided, to_channels_last
+from nimble_core.rewrites.layout import keep_strides, restrided, to_channels_last, train_channels_last
 from nimble_core.rewrites.library import sites_of
+from nimble_core.training import TrainStep
 
 aten = torch.ops.aten
 
@@ -186,3 +197,93 @@ def test_strides_are_kept_once() -> None:
     before = str(module.graph)
     keep_strides(module)
     assert str(module.graph) == before
+
+
+# -- training steps --------------------------------------------------------------------------------------------------
+
+
+def turned(step: TrainStep) -> Recorded:
+    """The step in library calls, channels last as if that had been measured to be faster."""
+    assert step.engine is not None
+    rec = step.engine.recorded
+    first = next(call.index for call in rec.recording.program.calls if call.operator == "aten.convolution.default")
+    choices = [KernelChoice(first, "channels last")]
+    return fuse(HostDevice(), rec, "library", choices=choices, step=lambda name: nullcontext())
+
+
+def image_strides(rec: Recorded, operator: str) -> set[bool]:
+    """Whether inputs of these calls are channels last."""
+    found = set()
+    for call in rec.recording.program.calls:
+        if call.operator == operator:
+            images = [one.ref for one in call.accesses if not one.write and len(one.ref.sizes) == 4]
+            found |= {ref.strides[1] == 1 for ref in images if min(ref.sizes[1:]) > 1}
+    return found
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet"])
+def test_a_training_step_learns_the_same_channels_last(name: str) -> None:
+    _, step, _ = both(name)
+    assert step.engine is not None
+    before, after = step.engine.recorded, turned(step)
+    for operator in ("aten.convolution.default", "aten.convolution_backward.default"):
+        assert image_strides(before, operator) == {False}
+        assert image_strides(after, operator) == {True}
+    assert {choice.kernel for choice in after.recording.program.choices} == {"channels last"}
+    executable = capture(HostDevice(), after, single(after.graph, uniform_costs(after.graph.size)))
+    check = eager_cases(before).judged("library, single", after, executable.run)
+    assert check.passed, check.reason
+    outputs = [ref.strides for ref in after.recording.program.outputs]
+    assert outputs == [ref.strides for ref in before.recording.program.outputs]
+    executable.close()
+    step.close()
+
+
+def test_a_step_that_is_channels_last_already_converts_nothing() -> None:
+    _, step, _ = both("channels_last")
+    assert step.engine is not None
+    module = lift(step.engine.recorded.recording)
+    assert train_channels_last(module) > 0
+    assert not any(node.target is aten.clone.default for node in module.graph.nodes)
+    step.close()
+
+
+def test_weights_that_change_between_forward_and_backward_are_not_shared() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = nn.Parameter(torch.randn(4, 3, 3, 3))
+            self.register_buffer("changing", torch.randn(4, 3, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = nn.functional.conv2d(x, self.kept) + nn.functional.conv2d(x, self.changing)
+            with torch.no_grad():
+                self.changing.mul_(0.9)
+            return first + nn.functional.conv2d(x, self.changing)
+
+    model, x = Changing(), torch.randn(2, 3, 8, 8)
+    whole = TrainStep(model, torch.sum, torch.optim.SGD([model.kept], lr=0.1), options=Options(tune="off"))
+    step = whole.prepare(x)
+    module = lift(step.engine.recorded.recording)  # type: ignore[union-attr]
+    assert train_channels_last(module) == 3
+    names = [node.args[0].name for node in module.graph.nodes if node.target is aten.clone.default]
+    assert len(names) == 2  # the image and the weight that stays
+    step.close()
+
+
+def test_steps_that_take_images_by_their_strides_stay() -> None:
+    conv = nn.Conv2d(3, 4, 3)
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = self.conv(x)
+            return made.as_strided((2, 4, 3, 3), made.stride()).sum()
+
+    step = TrainStep(Windows(), torch.sum, torch.optim.SGD(conv.parameters(), lr=0.1), options=Options(tune="off"))
+    step.prepare(torch.randn(2, 3, 8, 8))
+    assert train_channels_last(lift(step.engine.recorded.recording)) == 0  # type: ignore[union-attr]
+    step.close()

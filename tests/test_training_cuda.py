@@ -7,6 +7,7 @@ import io
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -318,6 +319,34 @@ def test_preparing_beside_a_thread_that_pins_memory() -> None:
         stop.set()
         thread.join()
     assert not errors
+    step.close()
+
+
+def test_preparing_and_training_beside_a_data_loader_that_pins_memory() -> None:
+    model = perceptron().to(DEVICE)
+    x, y = torch.randn(64, 8), torch.randint(0, 4, (64,))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, y), batch_size=6, num_workers=2, pin_memory=True, prefetch_factor=2
+    )
+    eager = copy.deepcopy(model)
+    mine, theirs = (OPTIMIZERS["momentum"](one.parameters()) for one in (model, eager))
+    step = TrainStep(model, F.cross_entropy, mine, options=replace(STREAMS, on_new_shape="eager"))
+    batches = 0
+    for _epoch in range(2):
+        for inputs, targets in loader:
+            assert inputs.is_pinned()
+            here = inputs.to(DEVICE, non_blocking=True), targets.to(DEVICE, non_blocking=True)
+            if not batches:
+                step.prepare(*here)  # while workers and the thread that pins go on
+            loss = step(*here)
+            theirs.zero_grad()
+            expected = F.cross_entropy(eager(here[0]), here[1])
+            expected.backward()
+            theirs.step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=CLOSE, atol=CLOSE)
+            batches += 1
+    assert batches == 2 * 11  # the last of an epoch is short
+    assert_values(list(model.state_dict().values()), list(eager.state_dict().values()), rtol=CLOSE)
     step.close()
 
 

@@ -15,13 +15,14 @@ from torch import nn
 
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError
+from nimble_core.judging import eager_cases
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.plan import Plan, load_plan
 from nimble_core.policies import POLICIES
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import DeviceModel
-from nimble_core.tuning import Tuned, eager_cases, tune
+from nimble_core.tuning import Tuned, tune
 
 
 class Watched(FakeDevice):
@@ -96,6 +97,55 @@ def test_one_stream_is_chosen_where_they_do_not() -> None:
 def test_a_tie_goes_to_fewer_streams() -> None:
     with tuning(Watched(0.0)) as tuned:
         assert tuned.best.schedule.policy == "single"
+
+
+class Broad(nn.Module):
+    """Branches of 8 KB results that can all run at once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branches = [(x[:, at : at + 1].expand(2, 1 << 10) * at).relu().sum() for at in range(8)]
+        return torch.stack(branches).sum() + x
+
+
+class Fed(nn.Module):
+    """A chain that reads another 8 KB result at each of its steps: these may be made early, but need not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chain = x
+        for at in range(10):
+            fed = x[:, at : at + 1].expand(2, 1 << 10) * at
+            chain = chain.tanh().exp().sin() + (fed * chain[:, :1]).mean()
+        return chain
+
+
+@pytest.mark.parametrize(("model", "lean"), [(Broad(), False), (Fed(), True)])
+def test_memory_has_to_be_worth_it(model: nn.Module, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.tuning._HEAVY_NBYTES", 4 << 10)
+    device = Watched(1000.0)
+    found = recorded(device, model)
+    with state_kept(found):
+        tuned = tune(device, found, Options(policy="auto"), step=Stopwatch())
+    named = {one.name: one for one in tuned.candidates}
+    (other,) = [one for name, one in named.items() if name.endswith("less memory")]
+    heavy, single = named[other.name.removesuffix(", less memory")], named["single"]
+    assert heavy.nbytes > 1.25 * single.nbytes + (4 << 10)
+    assert other.nbytes <= 1.25 * single.nbytes
+    assert other.check is not None
+    assert other.check.passed
+    assert (other if lean else heavy).chosen
+    assert tuned.best.schedule.policy == (other if lean else heavy).name
+    tuned.close()
+    assert not device.open
+
+
+def test_a_limit_of_the_users_is_not_tightened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.tuning._HEAVY_NBYTES", 4 << 10)
+    device = Watched(1000.0)
+    found = recorded(device, Fed())
+    with state_kept(found):
+        tuned = tune(device, found, Options(policy="auto", memory_limit=1 << 30), step=Stopwatch())
+    assert not any("less memory" in one.name for one in tuned.candidates)
+    tuned.close()
 
 
 def test_the_most_promising_are_captured() -> None:

@@ -427,6 +427,19 @@ def test_far_from_the_limit_one_sentence_says_why():
     assert limit(replace(report, critical_path_ns=0.0), report.chosen) is None
 
 
+def test_on_one_stream_nothing_contends():
+    report = sample_report(20)
+    line = report.timeline("single")
+    spans = tuple(replace(one, start_ns=3 * one.start_ns, end_ns=3 * one.end_ns) for one in line.spans)
+    wall = summarize("single", [3.0 * line.length_ns] * 9)
+    slow = replace(report, timelines=(replace(line, spans=spans),), measurements=(wall,))
+    found = limit(slow, "single")
+    assert "slowdown" in [part["name"] for part in found["parts"]]
+    assert "contention" not in [part["name"] for part in found["parts"]]
+    assert "calls one after another take 3" in found["sentence"]
+    assert "side by side" not in found["sentence"]
+
+
 def test_where_resources_bind_contention_below_the_limit_is_no_excess():
     report = sample_report(60)
     full = replace(report, costs=replace(report.costs, demand=(1.0,) * 60))

@@ -1,7 +1,9 @@
 """Channels last: the layout in which GPUs run convolutions fastest.
 
 Inputs of the graph are converted once, weights ahead of time; operators in between keep the layout that they find.
-The tensors that the model returns get the strides that eager gives them.
+The tensors that the model returns get the strides that eager gives them. In a training step weights are converted in
+each run, for forward and backward together, and their gradients are converted back, since optimizers take a gradient's
+layout to be its parameter's.
 """
 
 from __future__ import annotations
@@ -13,16 +15,25 @@ from torch import fx
 
 from nimble_core.lift import add_call, arguments_of, is_view, pinned, reference_of
 
-__all__ = ["keep_strides", "restrided", "speaks_of_strides", "to_channels_last", "writes_through_views"]
+__all__ = [
+    "keep_strides",
+    "restrided",
+    "speaks_of_strides",
+    "to_channels_last",
+    "train_channels_last",
+    "writes_through_views",
+]
 
 _aten = torch.ops.aten
-_CONVOLUTION = _aten.convolution.default
+_CONVOLUTION, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 _STRIDED = {
     _aten.as_strided.default,
     _aten._reshape_alias.default,
     _aten.set_.source_Tensor,
     _aten.view_as_real.default,
 }
+_COPIES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.view.dtype}
+"""Views that are none in another layout."""
 
 
 def to_channels_last(module: fx.GraphModule) -> int:
@@ -49,6 +60,75 @@ def to_channels_last(module: fx.GraphModule) -> int:
         node.args = (converted.get(source, source), converted[weight], *node.args[2:])
     keep_strides(module)
     return len(convolutions)
+
+
+def train_channels_last(module: fx.GraphModule) -> int:
+    """Let two-dimensional convolutions of a training step and their backwards run channels last; how many forwards do.
+
+    Steps that take images by their strides, or write them through views, stay as they are.
+    """
+    graph = module.graph
+    forwards = [node for node in graph.nodes if node.target is _CONVOLUTION and _of_images(node)]
+    backwards = [node for node in graph.nodes if node.target is _BACKWARD and _has_images(arguments_of(node)["weight"])]
+    if not forwards or any(_fixes_images(node) for node in graph.nodes):
+        return 0
+    place = {node: position for position, node in enumerate(graph.nodes)}
+    wanted: dict[fx.Node, list[fx.Node]] = {}
+    for node in (*forwards, *backwards):
+        given = arguments_of(node)
+        sources = [given["weight"], *([given["input"]] if not _comes_channels_last(given["input"]) else [])]
+        for source in sources:
+            if not _is_channels_last(source):
+                wanted.setdefault(source, []).append(node)
+    for source, users in wanted.items():
+        written = (place[user] for user in source.users if _mutates(user))
+        if min(written, default=len(place)) < max(place[user] for user in users):
+            continue  # its value changes in between
+        with graph.inserting_before(min(users, key=place.__getitem__)):
+            converted = graph.call_function(_aten.clone.default, (source,), {"memory_format": torch.channels_last})
+        converted.meta["ref"] = reference_of(source)
+        for user in users:
+            user.replace_input_with(source, converted)
+    for node in backwards:
+        for gradient in [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]:
+            recorded = reference_of(gradient)
+            if recorded is None:
+                continue
+            with graph.inserting_after(gradient):
+                kept = add_call(graph, laid_out, (gradient, recorded.strides), (gradient,))
+            kept.meta["pinned"] = pinned(gradient)
+            gradient.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+    keep_strides(module)
+    return len(forwards)
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _has_images(node: object) -> bool:
+    recorded = reference_of(node) if isinstance(node, fx.Node) else None
+    return recorded is not None and len(recorded.sizes) == 4
+
+
+def _fixes_images(node: fx.Node) -> bool:
+    """Whether an operator depends on the strides of images, or writes them through what may be a copy of them."""
+    through = node.target in _STRIDED or (node.target in _COPIES and pinned(node))
+    return through and any(_has_images(one) for one in (node, *node.all_input_nodes))
+
+
+def _is_channels_last(node: fx.Node) -> bool:
+    """Whether a tensor's memory already is in that order."""
+    recorded = reference_of(node)
+    if recorded is None or len(recorded.sizes) != 4:
+        return False
+    expected = 1
+    for dim in (1, 3, 2, 0):
+        if recorded.sizes[dim] != 1 and recorded.strides[dim] != expected:
+            return False
+        expected *= recorded.sizes[dim]
+    return True
 
 
 def speaks_of_strides(module: fx.GraphModule) -> bool:
@@ -78,6 +158,11 @@ def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
             tensor = tensor.narrow(dim, 0, 1)
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor).expand(sizes)
+
+
+def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``restrided``, with these strides also where they do not matter, which fused optimizers ask for."""
+    return restrided(tensor, strides).as_strided(tensor.shape, strides)
 
 
 def writes_through_views(module: fx.GraphModule) -> bool:

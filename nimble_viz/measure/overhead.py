@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from nimble_core.program import Phase, Program
 from nimble_core.timeline import Lane, Span, Timeline
@@ -396,11 +396,12 @@ def _split(stretches: Iterable[_Stretch], cuts: Sequence[int]) -> list[Counter[s
 
 
 def _phases(trace: Trace, forest: _Forest, busy: Sequence[tuple[int, int]]) -> Iterator[PhaseOverhead]:
-    """Each phase's host time by cause, whatever operator it was spent on."""
+    """Each phase's host time by cause, whatever operator it was spent on; in the order of a step."""
     split = _split(_causes(trace, busy), [at for _, start, end in trace.phases for at in (start, end)])
     roots = [at for at, parent in enumerate(forest.parents) if parent < 0]
     launched_at = {event.correlation: event.start_ns for event in trace.runtime}
-    for phase in dict.fromkeys(name for name, _, _ in trace.phases):
+    named = {name for name, _, _ in trace.phases}
+    for phase in (name for name in get_args(Phase) if name in named):  # gradients are zeroed before all else
         at = [position for position, (name, _, _) in enumerate(trace.phases) if name == phase]
         inside = [trace.phases[position][1:] for position in at]
         parts = sum((split[2 * position + 1] for position in at), Counter[str]())

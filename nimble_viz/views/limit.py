@@ -20,6 +20,7 @@ EXPLAINED_ABOVE = 1.3
 
 _MEANING = {
     "contention": "calls that run beside others take longer than alone",
+    "slowdown": "calls one after another take longer than when each was timed by itself",
     "gaps": "the device idles between calls that follow each other on a stream",
     "waits": "the device idles until a call on another stream has been waited for",
     "order": "calls queue behind independent calls on their stream",
@@ -35,7 +36,7 @@ class Breakdown:
 
     Args:
         alone: isolated time of the calls on the chain.
-        contention: how much longer they took than alone.
+        contention: how much longer they took than alone; on one stream that is due to caches and clocks instead.
         gaps: idle time between neighbours on one stream, and between the kernels of one call.
         waits: idle time until a call of another stream had been waited for.
         launch: the rest of the wall time: before the first call and after the last one.
@@ -70,7 +71,7 @@ def limit(report: Report, run: str) -> dict[str, Any] | None:
     resources = bound > report.critical_path_ns
     line = report.timeline(run)
     found = breakdown(report.graph, plan, report.costs, line, taken.median_ns) if line is not None else None
-    parts = _parts(found, bound) if found else []
+    parts = _parts(found, bound, "slowdown" if plan.streams == 1 else "contention") if found else []
     return {
         "ns": bound,
         "text": format_ns(bound),
@@ -142,14 +143,14 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
     )
 
 
-def _parts(found: Breakdown, bound: float) -> list[tuple[str, float]]:
-    """What the time above the limit is made of, largest first.
+def _parts(found: Breakdown, bound: float, longer: str) -> list[tuple[str, float]]:
+    """What the time above the limit is made of, largest first; ``longer`` names what makes calls take longer.
 
     Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
     """
     order = found.alone - bound
     parts = {
-        "contention": found.contention + min(order, 0.0),
+        longer: found.contention + min(order, 0.0),
         "order": max(order, 0.0),
         "gaps": found.gaps,
         "waits": found.waits,
@@ -167,7 +168,9 @@ def _sentence(far: float, above: float, parts: Sequence[tuple[str, float]], foun
     named = []
     for name, ns in shown:
         note = _MEANING[name]
-        if name == "contention" and found.alone:
-            note = f"calls side by side take {format_ratio(1 + found.contention / found.alone)} of their time alone"
+        if name in ("contention", "slowdown") and found.alone:
+            ratio = format_ratio(1 + found.contention / found.alone)
+            how = "side by side" if name == "contention" else "one after another"
+            note = f"calls {how} take {ratio} of their time alone"
         named.append(f"{name} {format_percent(ns / total)} ({note})")
     return f"{head}: {', '.join(named)}"

@@ -1,0 +1,345 @@
+"""Is a replay right? What eager makes of fresh inputs, and how replays are held against it.
+
+Outputs and gradients are compared by ``equality``, what a step has written by ``gradients``. Some training steps
+amplify rounding until no digit is left: two honest libraries do not agree on the gradients of a fresh ResNet-50 on
+noise in TF32. Nothing can be shown there at once, so it is shown in parts: that the kernels compute what eager's do in
+full precision (in half precision, which is part of the program, at least gradients of the same sizes), and that
+replays do what the same kernels do one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from nimble_core.candidates import EqualityCheck
+from nimble_core.devices.base import Device, Executable
+from nimble_core.equality import DROWNED, check_equality, lowest_precision, working_precision
+from nimble_core.gradients import Update, check_updates, perturbed
+from nimble_core.pipeline import Recorded, state_kept
+from nimble_core.preserve import preserved
+from nimble_core.recording import Issuer, issuing
+from nimble_core.reference import reference_outputs
+from nimble_core.static import other_values
+from nimble_core.structure import Structure, builder, flatten, leaf_paths
+
+__all__ = ["Cases", "Judge", "eager_cases", "from_same_state", "full_precision", "issued"]
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+_SAME_KERNELS = 32.0
+"""How much less than a rounding of each result may differ between two runs of the same kernels: sums in another order
+(atomic additions) are a thousandth of TF32's last place; of half precision's they seldom are one, and then a whole."""
+
+_SIZES_APART = 0.1
+"""How far sizes of gradients without a digit may be apart, beyond what rounding does to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """What outputs are compared on.
+
+    Args:
+        eager: pairs of fresh inputs and what eager makes of them.
+        truth: what the model computes in float64 for each, where it can; None where nobody asked.
+        lowest: the least precise type that eager computes in.
+        why: why there is no truth; empty otherwise.
+        moved: of a training step: what eager makes of each with its results moved by their last place.
+        names: what the outputs are called; empty where nobody said.
+        written: of a training step: what it writes, before and after the first case.
+    """
+
+    eager: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    truth: Sequence[Sequence[torch.Tensor] | None] | None
+    lowest: str
+    why: str = ""
+    moved: Sequence[Sequence[torch.Tensor]] | None = None
+    names: tuple[str, ...] = ()
+    written: Sequence[Update] = ()
+
+    def judged(self, name: str, recorded: Recorded, run: Run, *, by_truth: bool = True) -> EqualityCheck:
+        """Whether runs, each from the state that eager started from, do what eager does.
+
+        Args:
+            name: of what runs.
+            recorded: whose state runs write.
+            run: from input tensors to output tensors.
+            by_truth: float64 decides where it is known; else eager.
+
+        Raises:
+            DeviceError: a run failed.
+        """
+        truth = self.truth if by_truth else None
+        check = check_equality(
+            name,
+            from_same_state(recorded, run),
+            self.eager,
+            references=truth,
+            lowest=self.lowest,
+            perturbed=self.moved,
+            names=self.names,
+        )
+        if not check.passed or not self.written:
+            return check
+        with state_kept(recorded):
+            run([tensor.clone() for tensor in self.eager[0][0]])
+            after = [one.tensor.clone() for one in _state_of(recorded)]
+        updates = [replace(one, after=tensor) for one, tensor in zip(self.written, after, strict=True)]
+        written = check_updates(name, updates, lowest=self.lowest)
+        return check if written.passed or written.reason.startswith("void") else written
+
+
+def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
+    """Two fresh sets of inputs and eager's outputs; the model and random state are left as they were.
+
+    Args:
+        recorded: the model, or what it was rewritten to.
+        truth: also what the model computes in float64.
+    """
+    build = builder(recorded.signature.structure)
+    state = _state_of(recorded) if recorded.trained else []
+    before = [one.tensor.clone() for one in state]
+    structure: Structure | None = None
+
+    def run(inputs: Sequence[torch.Tensor], seed: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        nonlocal structure
+        # Clones: a model that writes its inputs must not spoil the case for the replays.
+        args, kwargs = build([tensor.clone() for tensor in inputs])
+        with preserved(recorded.model), state_kept(recorded), torch.no_grad():
+            with nullcontext() if seed is None else perturbed(seed):
+                outputs, structure = flatten(recorded.model(*args, **kwargs), what="output")
+            return [one.detach().clone() for one in outputs], [one.tensor.clone() for one in state]
+
+    cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
+    truths: list[Sequence[torch.Tensor] | None] = []
+    moved: list[Sequence[torch.Tensor]] = []
+    written: list[Update] = []
+    why = ""
+    for seed in (1, 2):
+        inputs = other_values(recorded.signature.tensors, seed)
+        outputs, after = run(inputs, None)
+        cases.append((inputs, outputs))
+        if recorded.trained:
+            outputs, after_moved = run(inputs, seed)
+            moved.append(outputs)
+            if not written:
+                known = zip(state, before, after, after_moved, strict=True)
+                written = [Update(one.name, was, now, now, other, one.jumps) for one, was, now, other in known]
+        if truth and not recorded.trained:
+            args, kwargs = build([tensor.clone() for tensor in inputs])
+            found = reference_outputs(recorded.model, args, kwargs)
+            truths.append(found.outputs)
+            why = why or found.reason
+    program = (recorded.eager or recorded).recording.program
+    return Cases(
+        eager=tuple(cases),
+        truth=tuple(truths) if truths else None,
+        lowest=lowest_precision(program),
+        why=why,
+        moved=tuple(moved) or None,
+        names=tuple(f"output {path.lstrip('.')}" for path in leaf_paths(structure)) if structure and moved else (),
+        written=tuple(written),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    name: str
+    tensor: torch.Tensor
+    jumps: bool
+
+
+def _state_of(recorded: Recorded) -> list[_State]:
+    """Floating tensors that live outside of a program and that it writes, each storage once.
+
+    They are those of eager's program: another program of the same model writes the same ones.
+    """
+    recording = (recorded.eager or recorded).recording
+    written = {ref.storage for call in recording.program.calls for ref in call.writes}
+    divides = getattr(recorded.model, "divides", False)
+    found: dict[int, _State] = {}
+    for slot, tensor in recording.given.items():
+        home = recording.storage_of[slot]
+        if home in written and tensor.is_floating_point():
+            storage = recording.program.storages[home]
+            jumps = divides and storage.role == "parameter"
+            found.setdefault(home, _State(storage.name or f"constant {slot}", tensor.detach(), jumps))
+    return list(found.values())
+
+
+def from_same_state(recorded: Recorded, run: Run) -> Run:
+    """Runs that start from the buffers and random numbers that eager started from."""
+
+    def kept(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with state_kept(recorded):
+            return run(inputs)
+
+    return kept
+
+
+def issued(device: Device, recorded: Recorded) -> Run:
+    """The calls of a recording one after the other, as eager would make them; results are the caller's."""
+    tuned = recorded.recording.program.fuse != "none"
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        where = recorded.signature.device
+        issuer = Issuer(recorded.recording, inputs)
+        with issuing(where.type), device.libraries_tuned() if tuned else nullcontext():
+            for call in range(len(recorded.recording.program.calls)):
+                issuer.issue(call)
+            # In eager some operators keep on the host what a capture keeps on the device: seeds of dropout masks.
+            return [one.to(where, copy=True) for one in issuer.outputs()]
+
+    return run
+
+
+@contextmanager
+def full_precision(device_type: str) -> Iterator[None]:
+    """Inside, float32 products are computed in float32, whatever the user allowed."""
+    backends: Any = torch.backends
+    if device_type == "cuda":
+        settings = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    else:
+        settings = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    before = [one.fp32_precision for one in settings]
+    try:
+        for one in settings:
+            one.fp32_precision = "ieee"
+        yield
+    finally:
+        for one, precision in zip(settings, before, strict=True):
+            one.fp32_precision = precision
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges replays of one model; what that takes is computed once.
+
+    Args:
+        device: where.
+        recorded: the model, in eager's kernels. What replays write of it is the caller's to keep (``state_kept``).
+        notes: what the user should know.
+    """
+
+    device: Device
+    recorded: Recorded
+    notes: list[str] = field(default_factory=list)
+    _cases: Cases | None = None
+    _precise: Cases | None = None
+    _kernels: dict[str, EqualityCheck] = field(default_factory=dict)
+    _beside: dict[str, Cases] = field(default_factory=dict)
+
+    def expect(self, *, fused: bool) -> Cases:
+        """Make ready to judge; other kernels than eager's also by float64."""
+        if self._cases is None or (fused and self._cases.truth is None and not self.recorded.trained):
+            self._cases = eager_cases(self.recorded, truth=fused)
+            if self._cases.why:
+                self.notes.append(f"compared with eager, not with float64: {self._cases.why}")
+        return self._cases
+
+    def judged(self, name: str, variant: Recorded, executable: Executable) -> EqualityCheck:
+        """Whether replays of ``variant`` do what eager does.
+
+        Raises:
+            DeviceError: a replay failed.
+        """
+        kind = variant.recording.program.fuse
+        cases = self.expect(fused=kind != "none")
+        check = cases.judged(name, variant, executable.run, by_truth=kind != "none")
+        if not (check.reason.startswith(DROWNED) and _is_whole_step(variant)):
+            return check
+        try:
+            return self._in_parts(name, variant, executable, cases, check)
+        except torch.OutOfMemoryError:  # a replay plans its memory, calls one after the other keep it
+            return check
+
+    def _in_parts(
+        self, name: str, variant: Recorded, executable: Executable, cases: Cases, check: EqualityCheck
+    ) -> EqualityCheck:
+        kind = variant.recording.program.fuse
+        if kind != "none":
+            kernels = self._kernels_judged(variant, cases)
+            if not kernels.passed:
+                return replace(kernels, name=name)
+        if kind not in self._beside:
+            self._beside[kind] = _beside(cases, variant, issued(self.device, variant))
+        replayed = self._beside[kind].judged(name, variant, executable.run)
+        # Eager's kernels one after the other need not be those of its replay: libraries choose by memory, too.
+        return replayed if replayed.passed or (kind != "none" and replayed.differs) else check
+
+    def _kernels_judged(self, variant: Recorded, cases: Cases) -> EqualityCheck:
+        """Whether the kernels compute what eager's do, one after the other."""
+        kind = variant.recording.program.fuse
+        if kind in self._kernels:
+            return self._kernels[kind]
+        run, how = issued(self.device, variant), "in full precision"
+        found = None
+        if working_precision(cases.eager[0][1], cases.lowest) in ("float32", "tf32"):
+            with full_precision(variant.signature.device.type):
+                self._precise = self._precise or eager_cases(self.recorded)
+                found = self._precise.judged(kind, variant, run)
+        if found is None or found.reason.startswith(DROWNED):
+            found, how = _of_same_sizes(kind, cases, from_same_state(variant, run)), "by the sizes of gradients"
+        self.notes.append(
+            f"{kind}: rounding alone changes this step's gradients as much as inputs do: kernels were compared {how}"
+        )
+        self._kernels[kind] = found
+        return found
+
+
+def _is_whole_step(recorded: Recorded) -> bool:
+    """Whether a recording holds forward and backward: alone, neither amplifies rounding as both do."""
+    return {"forward", "backward"} <= {call.phase for call in recorded.recording.program.calls}
+
+
+def _beside(cases: Cases, variant: Recorded, run: Run) -> Cases:
+    """What the same kernels make of these cases one after the other, and how far from that a replay may be."""
+    assert cases.moved is not None
+    eager, moved = [], []
+    for (inputs, outputs), others in zip(cases.eager, cases.moved, strict=True):
+        mine = from_same_state(variant, run)([tensor.clone() for tensor in inputs])
+        eager.append((inputs, mine))
+        moved.append([_moved(*three) for three in zip(mine, outputs, others, strict=True)])
+    with state_kept(variant):
+        run([tensor.clone() for tensor in cases.eager[0][0]])
+        after = [one.tensor.clone() for one in _state_of(variant)]
+    written = [
+        replace(one, after=now, eager=now, perturbed=_moved(now, one.eager, one.perturbed))
+        for one, now in zip(cases.written, after, strict=True)
+    ]
+    return replace(cases, eager=eager, truth=None, moved=moved, written=written)
+
+
+def _moved(mine: torch.Tensor, eager: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """``mine``, moved by a small part of what rounding does to eager's."""
+    if not mine.is_floating_point():
+        return mine
+    return mine + (moved.to(mine) - eager.to(mine)) / _SAME_KERNELS
+
+
+def _of_same_sizes(name: str, cases: Cases, run: Run) -> EqualityCheck:
+    """Whether gradients without a single digit have the sizes of eager's, as far as rounding leaves these alone."""
+    assert cases.moved is not None
+    worst, allowed, where = 0.0, _SIZES_APART, ""
+    for (inputs, outputs), others in zip(cases.eager, cases.moved, strict=True):
+        found = run([tensor.clone() for tensor in inputs])
+        for at, (mine, eager, moved) in enumerate(zip(found, outputs, others, strict=True)):
+            if not eager.is_floating_point() or not eager.numel():
+                continue
+            size = float(eager.double().norm())
+            noise = abs(float(moved.double().norm()) / size - 1) if size else math.inf
+            if noise > 0.5 and bool(mine.any()):
+                continue  # rounding only
+            bound = _SIZES_APART + 4 * noise
+            error = abs(float(mine.double().norm()) / size - 1)
+            error = error if math.isfinite(error) else math.inf
+            if error / bound >= worst / allowed:
+                worst, allowed, where = error, bound, cases.names[at] if cases.names else f"output {at}"
+    reason = f"{where} is not of the size of eager's: {worst:.1e} off, at most {allowed:.1e} would pass"
+    reason = reason if worst > allowed else ""
+    return EqualityCheck(name, min(worst, 1e300), allowed, 0.0, not reason, reason)

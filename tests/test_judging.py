@@ -1,0 +1,191 @@
+"""Steps that amplify rounding until no digit is left are judged in parts, and what is wrong is still found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nimble_core.costs import uniform_costs
+from nimble_core.devices.host import HostDevice
+from nimble_core.equality import DROWNED
+from nimble_core.graph import build_graph
+from nimble_core.judging import Judge, eager_cases, full_precision, issued
+from nimble_core.options import Options
+from nimble_core.pipeline import Recorded, capture, state_kept
+from nimble_core.policies.single import single
+from nimble_core.training import TrainStep
+
+DEVICE = HostDevice()
+
+
+class Chaotic(nn.Module):
+    """The tent map, again and again: each time differences grow by 1.9, and gradients in size."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+        self.register_buffer("one", torch.eye(64))
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(x * self.scale)
+        for _ in range(self.times):
+            y = (1.9 * torch.minimum(y, 1 - y)) @ self.one
+        return y
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+class Wrong(Chaotic):
+    """Its gradients are off by a factor."""
+
+    def __init__(self, times: int, by: float) -> None:
+        super().__init__(times)
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(super().forward(x), self.by)
+
+
+def recorded(model: nn.Module) -> Recorded:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    step = TrainStep(model, torch.sum, optimizer, options=Options(tune="off", policy="single"))
+    step.prepare(torch.randn(8, 64))
+    assert step.engine is not None
+    return step.engine.recorded
+
+
+def as_kernels_of(eager: Recorded, other: Recorded) -> Recorded:
+    """``other`` as if it had been made of ``eager`` by a rewrite: it reads and writes the same tensors."""
+
+    def home(of: Recorded, slot: int) -> str:
+        return of.recording.program.storages[of.recording.storage_of[slot]].name
+
+    tensors = {home(eager, slot): tensor for slot, tensor in eager.recording.given.items()}
+    given = {slot: tensors[home(other, slot)] for slot in other.recording.given}
+    program = replace(other.recording.program, fuse="library")
+    recording = replace(other.recording, program=program, given=given)
+    return Recorded(eager.model, eager.signature, recording, build_graph(program), None, eager, True)
+
+
+@dataclass
+class Replay:
+    """An executable that may answer for other inputs than it is given."""
+
+    inner: Any
+    stale: torch.Tensor
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        return self.inner.run([self.stale, *inputs[1:]], static=static)
+
+
+def executable(found: Recorded) -> Any:
+    return capture(DEVICE, found, single(found.graph, uniform_costs(found.graph.size)))
+
+
+@contextmanager
+def half_the_digits() -> Iterator[None]:
+    """What TF32 does to products, on a machine that may not have it."""
+    matmul: Any = torch.backends.mkldnn.matmul
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = "none"
+
+
+DEEP, SHALLOW = 60, 10
+
+
+def test_nothing_can_be_shown_at_once() -> None:
+    found = recorded(Chaotic(DEEP))
+    assert eager_cases(found).judged("single", found, executable(found).run).reason.startswith(DROWNED)
+    other = recorded(Chaotic(SHALLOW))
+    with half_the_digits():
+        assert eager_cases(other).judged("single", other, executable(other).run).reason.startswith(DROWNED)
+    assert eager_cases(other).judged("single", other, executable(other).run).passed
+
+
+def test_eagers_kernels_are_compared_with_themselves() -> None:
+    found = recorded(Chaotic(DEEP))
+    with state_kept(found):
+        judge = Judge(DEVICE, found)
+        assert judge.judged("single", found, executable(found)).passed
+        assert not judge.judged("stale", found, Replay(executable(found), torch.randn(8, 64))).passed  # type: ignore[arg-type]
+    assert not judge.notes
+
+
+@pytest.mark.parametrize(("by", "right"), [(1.0, True), (1.5, False), (0.0, False)])
+def test_other_kernels_are_compared_by_sizes_where_no_precision_helps(by: float, right: bool) -> None:
+    found = recorded(Chaotic(DEEP))
+    variant = as_kernels_of(found, recorded(Wrong(DEEP, by)))
+    with state_kept(found):
+        judge = Judge(DEVICE, found)
+        check = judge.judged("library, single", variant, executable(variant))
+    assert check.passed is right, check
+    assert check.differs is not right
+    assert any("sizes of gradients" in note for note in judge.notes)
+
+
+def test_a_replay_that_is_not_what_its_kernels_do_is_found() -> None:
+    found = recorded(Chaotic(DEEP))
+    variant = as_kernels_of(found, recorded(Chaotic(DEEP)))
+    stale = Replay(executable(variant), torch.randn(8, 64))
+    with state_kept(found):
+        assert Judge(DEVICE, found).judged("library, single", variant, stale).differs  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("by", "right"), [(1.0, True), (1.3, False)])
+def test_kernels_are_compared_in_full_precision(by: float, right: bool) -> None:
+    found = recorded(Chaotic(SHALLOW))
+    variant = as_kernels_of(found, recorded(Wrong(SHALLOW, by)))
+    matmul: Any = torch.backends.mkldnn.matmul
+    with half_the_digits(), state_kept(found):
+        judge = Judge(DEVICE, found)
+        check = judge.judged("library, single", variant, executable(variant))
+        again = judge.judged("library, nimble", variant, executable(variant))
+        assert matmul.fp32_precision == "tf32"
+    assert check.passed is again.passed is right, check
+    assert check.differs is not right
+    assert (check.name, again.name) == ("library, single", "library, nimble")
+    assert len(judge.notes) == 1
+    assert judge.notes[0].endswith("kernels were compared in full precision")
+
+
+def test_precision_is_put_back_after_an_error() -> None:
+    matmul: Any = torch.backends.mkldnn.matmul
+
+    def fail() -> None:
+        with full_precision("cpu"):
+            assert matmul.fp32_precision == "ieee"
+            raise ZeroDivisionError
+
+    with half_the_digits():
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert matmul.fp32_precision == "tf32"
+
+
+def test_issued_calls_do_what_the_model_does() -> None:
+    found = recorded(Chaotic(3))
+    for inputs, outputs in eager_cases(found).eager:
+        with state_kept(found):
+            made = issued(DEVICE, found)(inputs)
+        torch.testing.assert_close(list(made), list(outputs))
+        assert all(one.data_ptr() != tensor.data_ptr() for one in made for tensor in found.recording.given.values())

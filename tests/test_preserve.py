@@ -1,0 +1,157 @@
+"""Runs leave no trace: no dispatch mode in force, no hook; and what autograd refuses is said with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _python_dispatch as dispatch
+from torch.utils.checkpoint import checkpoint
+
+from nimble_core import CaptureError, Nimble, Options, TrainStep
+from nimble_core.preserve import installed_by_runs, preserved, run_preserved
+
+# -- dispatch modes ------------------------------------------------------------------------------------------------
+
+
+class Mode(dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Interrupted(Mode):
+    """Interrupted in its exit: torch's flags are back already, the mode itself still stands."""
+
+    def __exit__(self, *error: object) -> None:
+        self.old_dispatch_mode_flags.clear()
+        dispatch._is_in_torch_dispatch_mode = False
+        raise KeyboardInterrupt
+
+
+def modes() -> tuple[object, ...]:
+    flags = (dispatch._is_in_torch_dispatch_mode, dispatch._is_in_any_mode_without_ignore_compile_internals)
+    return (*dispatch._get_current_dispatch_mode_stack(), *flags)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_modes_that_a_run_has_left_in_force_end_with_it(depth: int) -> None:
+    with Mode():
+        before = modes()
+        with preserved(nn.ReLU()):
+            for _ in range(depth):
+                Mode().__enter__()
+            assert len(modes()) == len(before) + depth
+        assert modes() == before
+
+
+def test_a_mode_interrupted_in_its_exit_ends() -> None:
+    before = modes()
+    kept = Interrupted()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with kept:
+            return x + 1
+
+    with pytest.raises(KeyboardInterrupt):
+        run_preserved(run, (torch.ones(2),), {})
+    assert dispatch._get_current_dispatch_mode_stack() == list(before[:-2])
+
+
+def test_an_interrupted_preparation_leaves_torch_usable() -> None:
+    class Stops(nn.Module):
+        stop = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.stop:
+                Mode().__enter__()
+                raise KeyboardInterrupt
+            return x * 2
+
+    net, before = Stops(), modes()
+    with pytest.raises(KeyboardInterrupt):
+        Nimble(net, Options(tune="off")).prepare(torch.ones(2))
+    assert dispatch._get_current_dispatch_mode_stack() == list(before[:-2])
+    net.stop = False
+    assert torch.equal(Nimble(net, Options(tune="off")).prepare(torch.ones(2))(torch.ones(2)), torch.full((2,), 2.0))
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_runs_are_told_from_others() -> None:
+    def theirs(*args: object) -> None:
+        return None
+
+    def ours(*args: object) -> None:
+        return None
+
+    layer = nn.ReLU()
+    layer.register_forward_hook(ours)
+    with preserved(layer):
+        layer.register_forward_hook(partial(theirs, 1))
+        layer.register_forward_pre_hook(ours).remove()
+    assert list(layer._forward_hooks.values()) == [ours]
+    assert installed_by_runs(theirs)
+    assert installed_by_runs(partial(theirs, 2))
+    assert not installed_by_runs(ours)
+    assert not installed_by_runs(partial(ours))
+
+
+# -- what autograd refuses -----------------------------------------------------------------------------------------
+
+
+def test_an_input_that_is_written_in_place_is_named_with_its_layer() -> None:
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(CaptureError, match="written in place") as caught:
+        Nimble(net, Options(tune="off")).prepare(x, training=True)
+    assert caught.value.where.startswith("0 at test_preserve.py:") or "tests/test_preserve.py:" in caught.value.where
+    assert "inplace=False" in caught.value.fix
+    Nimble(net, Options(tune="off")).prepare(x.detach(), training=True)  # as the fix says
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, how: Callable[[nn.Module], Callable[..., Any]], reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.how, self.reentrant = how, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.how(self.block), self.stem(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        (lambda block: block, "checkpoint of block"),
+        (lambda block: partial(block.__call__), "checkpoint of block"),
+        (lambda block: lambda x: block(x), "checkpoint of <lambda>, test_preserve.py:"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_reentrant_checkpoints_are_refused(how: Any, where: str, whole: bool) -> None:
+    def prepare(net: nn.Module) -> object:
+        options, x = Options(tune="off"), torch.randn(2, 4)
+        if whole:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            return TrainStep(net, torch.Tensor.mean, optimizer, options=options).prepare(x)
+        return Nimble(net, options).prepare(x, training=True)
+
+    with pytest.raises(CaptureError, match="use_reentrant=True runs a backward inside") as caught:
+        prepare(Checkpointed(how, reentrant=True))
+    assert caught.value.where.startswith(where)
+    assert "use_reentrant=False" in caught.value.fix
+    prepare(Checkpointed(how, reentrant=False))
+
+
+def test_other_errors_of_a_model_stay_its_own() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match=r"^mine$") as caught:
+        run_preserved(fails, (torch.ones(1),), {})
+    assert not isinstance(caught.value, CaptureError)
