@@ -29,7 +29,7 @@ from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.cut import cut_before
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms, fold_affine
-from nimble_core.rewrites.layout import speaks_of_strides, to_channels_last, train_channels_last
+from nimble_core.rewrites.layout import keep_strides, speaks_of_strides, to_channels_last, train_channels_last
 from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
@@ -112,6 +112,8 @@ def _fused(
             where=recording.unseen_where,
             fix='Options(fuse="none")',
         )
+    if recorded.trained:
+        _require_layouts(kind, recording.program, recorded.recording.program)
     program = attributed(recording.program, recorded.recording.program)
     program = replace(program, choices=tuple(decisions.made))
     recording = replace(recording, program=program, output_structure=recorded.recording.output_structure)
@@ -182,8 +184,11 @@ def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> 
     program, inputs = recorded.recording.program, recorded.signature.tensors
     last = next((node for node in module.graph.nodes if _updates(node, program)), None)
     if last is None:
+        if recorded.trained:
+            keep_strides(module, exactly=True)
         return compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)
     head, tail = cut_before(module, last)
+    keep_strides(head, exactly=True)
     first, of_first = compile_graph(head, inputs, thorough=thorough), provenance_in_code(head, program)
     then, of_then = tracked(tail, program)
     updating = False
@@ -232,6 +237,16 @@ def _refuse_seeds(program: Program) -> None:
                 "attention with dropout keeps its seeds where other kernels cannot be tried out",
                 where=str(call),
                 fix='Options(fuse="none"), or TrainStep, which runs forward and backward together',
+            )
+
+
+def _require_layouts(kind: str, made: Program, eager: Program) -> None:
+    """Raise CaptureError for a result in other strides than eager's: fused optimizers refuse gradients for that."""
+    for at, (mine, theirs) in enumerate(zip(made.outputs, eager.outputs, strict=True)):
+        if mine.strides != theirs.strides:
+            raise CaptureError(
+                f"result {at} of the {kind} kernels has strides {mine.strides}, eager's has {theirs.strides}",
+                fix='Options(fuse="none"), and report this model',
             )
 
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice
+from nimble_core.errors import CaptureError
 from nimble_core.fusing import fuse
 from nimble_core.judging import eager_cases
 from nimble_core.lift import lift
@@ -286,4 +287,12 @@ def test_steps_that_take_images_by_their_strides_stay() -> None:
     step = TrainStep(Windows(), torch.sum, torch.optim.SGD(conv.parameters(), lr=0.1), options=Options(tune="off"))
     step.prepare(torch.randn(2, 3, 8, 8))
     assert train_channels_last(lift(step.engine.recorded.recording)) == 0  # type: ignore[union-attr]
+    step.close()
+
+
+def test_gradients_in_another_layout_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, step, _ = both("mobilenet")
+    monkeypatch.setattr("nimble_core.rewrites.layout.laid_out", lambda tensor, strides: tensor)
+    with pytest.raises(CaptureError, match=r"result \d+ of the library kernels has strides"):
+        turned(step)
     step.close()

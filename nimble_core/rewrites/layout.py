@@ -98,7 +98,7 @@ def train_channels_last(module: fx.GraphModule) -> int:
                 kept = add_call(graph, laid_out, (gradient, recorded.strides), (gradient,))
             kept.meta["pinned"] = pinned(gradient)
             gradient.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-    keep_strides(module)
+    keep_strides(module, exactly=True)
     return len(forwards)
 
 
@@ -136,15 +136,24 @@ def speaks_of_strides(module: fx.GraphModule) -> bool:
     return any(node.target in _STRIDED for node in module.graph.nodes)
 
 
-def keep_strides(module: fx.GraphModule) -> None:
-    """Give the tensors that the graph returns the strides that eager gives them."""
-    outputs = module.graph.output_node()
+def keep_strides(module: fx.GraphModule, *, exactly: bool = False) -> None:
+    """Give the tensors that the graph returns the strides that eager gives them.
+
+    Args:
+        module: changed in place.
+        exactly: also where they do not matter, as optimizers ask of gradients, and for results that whoever reads them
+            may write.
+    """
+    outputs, function = module.graph.output_node(), laid_out if exactly else restrided
     for result in outputs.all_input_nodes:
         recorded = reference_of(result)
-        if recorded is None or result.op != "call_function" or result.target is restrided or pinned(result):
+        if recorded is None or result.op != "call_function" or result.target is function:
+            continue
+        if pinned(result) and not exactly:
             continue
         with module.graph.inserting_before(outputs):
-            kept = add_call(module.graph, restrided, (result, recorded.strides), (result,))
+            kept = add_call(module.graph, function, (result, recorded.strides), (result,))
+        kept.meta["pinned"] = pinned(result)
         outputs.replace_input_with(result, kept)
 
 
