@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
+from benchmarks.bars import INK, framed, heads, measured_on, number, shaded, times
 from benchmarks.figures import GREY, ROOT, STYLE, signed
 
 OVER = "compile:reduce-overhead"
@@ -45,12 +46,7 @@ class Bar(NamedTuple):
     @property
     def labels(self) -> tuple[str, str]:
         """Speed over reduce-overhead and over the best peer."""
-        return f"{_times(self.value)}{'' if self.stable else '†'}", _times(self.value / self.best)
-
-
-def _times(value: float) -> str:
-    """One below 1 never reads as 1."""
-    return f"{value:.3f}×" if 0.995 <= value < 1 else f"{value:.2f}×"
+        return f"{times(self.value)}{'' if self.stable else '†'}", times(self.value / self.best)
 
 
 def bars(rows: Mapping[str, Any]) -> tuple[dict[str, dict[str, Bar]], list[str]]:
@@ -89,8 +85,7 @@ def draw(axes: Axes, panel: Mapping[str, Mapping[str, Bar]], dtypes: Sequence[st
     means = {dtype: one for dtype in dtypes if (one := mean(panel, dtype))}
     rows: list[tuple[str, Mapping[str, Bar]]] = [*panel.items(), (MEAN, means)]
     for row, (model, values) in enumerate(rows):
-        if row % 2:
-            axes.axhspan(row - 0.5, row + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
+        shaded(axes, row)
         here = [dtype for dtype in dtypes if dtype in values]
         weight = "bold" if model == MEAN else "normal"
         for turn, dtype in enumerate(here):
@@ -98,49 +93,25 @@ def draw(axes: Axes, panel: Mapping[str, Mapping[str, Bar]], dtypes: Sequence[st
             y = row + (turn - (len(here) - 1) / 2) * height
             axes.barh(y, bar.value, 0.94 * height, color=COLOURS[dtype], alpha=0.85, linewidth=0, zorder=2)
             if bar.high > bar.low:
-                axes.plot((bar.low, bar.high), (y, y), color="#222222", linewidth=0.9, zorder=4)
+                axes.plot((bar.low, bar.high), (y, y), color=INK, linewidth=0.9, zorder=4)
             axes.plot((bar.best, bar.best), (y - 0.47 * height, y + 0.47 * height), **BEST_PEER, zorder=5)
-            for place, text, colour in zip(COLUMNS, bar.labels, ("#222222", GREY), strict=True):
-                axes.annotate(
-                    text,
-                    (place, y),
-                    xycoords=("axes fraction", "data"),
-                    ha="right",
-                    va="center",
-                    fontsize=8.5 if len(here) == 1 else 7.5,
-                    color=colour,
-                    fontweight=weight,
-                    annotation_clip=False,
-                )
-    heads = ("over reduce-\noverhead", "over best\npeer")
-    for place, text, colour in zip(COLUMNS, heads, ("#222222", GREY), strict=True):
-        axes.annotate(
-            text, (place, 1.0), (0, 4), xycoords="axes fraction", textcoords="offset points", ha="right", va="bottom",
-            fontsize=8, color=colour, annotation_clip=False,
-        )  # fmt: skip
-    axes.axvline(1.0, color=GREY, linewidth=1.0, zorder=3)
+            for place, text, colour in zip(COLUMNS, bar.labels, (INK, GREY), strict=True):
+                number(axes, place, y, text, colour, size=8.5 if len(here) == 1 else 7.5, weight=weight)
+    heads(axes, COLUMNS, ("over reduce-\noverhead", "over best\npeer"))
     axes.axhline(len(rows) - 1.5, color=GREY, linewidth=0.8)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
+    framed(axes, len(rows), "torch.compile(mode='reduce-overhead')")
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    axes.set_xlabel("speed over torch.compile(mode='reduce-overhead')")
 
 
 def footnote(rows: Mapping[str, Any], missing: Sequence[str], *, unstable: bool = False) -> str:
     """Where and how it was measured, and what is not shown, in lines that fit below the figure."""
-    stamps = [row["environment"] for row in rows.values() if row["batch"] == 1]
-    machines = sorted({f"{one['device_name']}, host {one['host_cpu']}, torch {one['torch']}" for one in stamps})
-    dates = sorted({one["date"][:10] for one in stamps})
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    shown = {key: row for key, row in rows.items() if row["batch"] == 1}
     left = f"Without reduce-overhead or a sound check: {'; '.join(missing)}."
     lines = [
         "Calls at batch 1, inputs and outputs copied, medians; thin lines: quartiles over neighbouring rounds."
         + " † unstable: samples spread or drift." * unstable,
         *(textwrap.wrap(left, 150) if missing else ()),
-        f"{'; '.join(machines)}, {days}; python -m benchmarks.inference",
+        measured_on(shown, "python -m benchmarks.inference"),
     ]
     return "\n".join(lines)
 

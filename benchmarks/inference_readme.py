@@ -6,48 +6,45 @@ results, so that no figure there is typed by hand.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from statistics import geometric_mean, median
 from typing import Any
 
+from benchmarks import readme
 from benchmarks.inference import BEST, OURS, OVERHEAD, best_peer, equal, selected, speed, summary
+from benchmarks.readme import (
+    NONE,
+    ROOT,
+    UNSTABLE,
+    Rows,
+    as_list,
+    as_table,
+    named_marks,
+    not_measured,
+    on_machines,
+    times,
+    wrapped,
+    write_part,
+)
+from benchmarks.rows import Results
 from benchmarks.zoo import CASES, DTYPES, SUITE
 from nimble_viz.views.limit import EXPLAINED_ABOVE
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "inference-h200.json"
-BEGIN, END = "<!-- inference results -->\n", "<!-- end -->"
+IMAGE = ROOT / "docs" / "images" / "inference.svg"
+BEGIN = "<!-- inference results -->\n"
 
 GROUPS = tuple(reversed(CASES))
 """Dtypes of the main table, which holds batch 1; all else is a line of the further one."""
 
 OVERS = ("eager", OVERHEAD, BEST)
 HEADS = ("ours", "eager", "reduce-overhead", "best peer")
-UNSTABLE, NONE = "†", "–"
-
-Rows = Mapping[str, Mapping[str, Any]]
-
-
-def times(value: float) -> str:
-    """A speed; one below 1 never reads as 1.
-
-    >>> times(1.524), times(18.73), times(0.996)
-    ('1.52x', '18.7x', '0.996x')
-    """
-    return f"{value:.3f}x" if 0.995 <= value < 1 else f"{value:.2f}x" if value < 9.995 else f"{value:.1f}x"
 
 
 def marks(rows: Rows) -> dict[str, str]:
     """The mark of each way that is the best peer of a row; the one that is it most often has none."""
-    found = Counter(best_peer(row) for row in rows.values())
-    usual, *others = sorted(found, key=lambda name: (-found[name], name))
-    return {usual: "", **dict(zip(sorted(others), "¹²³⁴⁵⁶⁷⁸⁹", strict=False))}
+    return readme.marks(best_peer(row) for row in rows.values())
 
 
 def cells(row: Mapping[str, Any], marked: Mapping[str, str]) -> list[str]:
@@ -75,12 +72,6 @@ def means(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return ["", *(f"**{times(geometric_mean(values))}**" if values else NONE for values in found)]
 
 
-def _lines(table: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = table
-    ruler = ["---", *["---:"] * (len(head) - 1)]
-    return [f"| {' | '.join(line)} |" for line in (head, ruler, *body)]
-
-
 def _over(rows: Iterable[Mapping[str, Any]]) -> float:
     """Mean speed over reduce-overhead, to sort by; 0 where there is none."""
     values = [value for row in rows if equal(row) and (value := speed(row, OVERHEAD)) is not None]
@@ -104,7 +95,7 @@ def main_table(rows: Rows) -> list[str]:
         "**geometric mean**",
         *(cell for dtype in groups for cell in means(one[dtype] for one in models.values() if dtype in one)),
     ]
-    return _lines([head, *body, last])
+    return as_table([head, *body, last])
 
 
 def further_table(rows: Rows) -> list[str]:
@@ -113,38 +104,15 @@ def further_table(rows: Rows) -> list[str]:
     further.sort(key=lambda row: (row["batch"], DTYPES.index(row["dtype"]), -_over([row]), row["model"]))
     marked = marks(rows)
     body = [[f"{row['model']}, {row['dtype']}, batch {row['batch']}", *cells(row, marked)] for row in further]
-    return _lines([["model, dtype, batch", *HEADS], *body]) if body else []
+    return as_table([["model, dtype, batch", *HEADS], *body]) if body else []
 
 
 def key_to_marks(rows: Rows) -> str:
     """What the marks in the tables mean."""
-    usual, *others = marks(rows).items()
-    named = "".join(f", {mark} `{name}`" for name, mark in others)
     shaky = any(not one["stable"] for row in rows.values() for one in row["speed"]["copies"].values())
     unstable = f"; {UNSTABLE} unstable: samples spread or drift by more than 10%" if shaky else ""
     wrong = "; struck out: ours was not shown to be right" if not all(equal(row) for row in rows.values()) else ""
-    return f"The best peer is `{usual[0]}`{named}{unstable}{wrong}."
-
-
-def not_measured(rows: Rows) -> list[str]:
-    """What the suite has and the rows do not: models, dtypes, batches and peers as a whole, else row by row."""
-    suite = selected(tuple(SUITE))
-    models = {row["model"] for row in rows.values()}
-    dtypes = {row["dtype"] for row in rows.values()}
-    batches = {row["batch"] for row in rows.values()}
-    peers = {name for row in rows.values() for name in row["peers"]}
-    whole = [
-        *(row.model for row in suite if row.model not in models),
-        *(f"`{row.dtype}`" for row in suite if row.dtype not in dtypes),
-        *(f"batch {row.batch}" for row in suite if row.batch not in batches),
-        *(f"`{name}`" for row in suite for name in row.peers if name not in peers),
-    ]
-    rest = [
-        row.key
-        for row in suite
-        if row.key not in rows and row.model in models and row.dtype in dtypes and row.batch in batches
-    ]
-    return [*dict.fromkeys(whole), *rest]
+    return f"{named_marks(marks(rows))}{unstable}{wrong}."
 
 
 def sentences(rows: Rows) -> list[str]:
@@ -179,9 +147,10 @@ def sentences(rows: Rows) -> list[str]:
         )
     if left := found["peers left out"]:
         said.append(f"**Peers left out**, with the reason beside all rows: {'; '.join(left)}.")
-    if missing := not_measured(rows):
+    peers = {name for row in rows.values() for name in row["peers"]}
+    if missing := not_measured(rows, selected(tuple(SUITE)), peers):
         said.append(f"**Not measured**: {'; '.join(missing)}.")
-    return [line for one in said for line in _wrapped(f"- {one}", "  ")]
+    return as_list(said)
 
 
 def _preparation(rows: Rows) -> str:
@@ -213,10 +182,6 @@ def _missed(target: Mapping[str, Any], limit: Mapping[str, Any]) -> str:
     return f"{target['target']}: {values[0]}{further}{where}"
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 def rendered(rows: Rows, beside: str, image: str) -> str:
     """All that stands between the markers.
 
@@ -230,10 +195,8 @@ def rendered(rows: Rows, beside: str, image: str) -> str:
     """
     if not rows:
         raise SystemExit("the results hold no row")
-    stamps = [row["environment"] for row in rows.values()]
-    machines = sorted({f"{one['device_name']}, host {one['host_cpu']}, torch {one['torch']}" for one in stamps})
     intro = (
-        f"{'; '.join(machines)}; batch 1, float32 with TF32 in convolutions only. Medians in µs, outputs copied out; "
+        f"{on_machines(rows)}; batch 1, float32 with TF32 in convolutions only. Medians in µs, outputs copied out; "
         f"in brackets, how many times as fast ours is ([all rows, and how far each is from its limit]({beside}))."
     )
     further = further_table(rows)
@@ -242,44 +205,28 @@ def rendered(rows: Rows, beside: str, image: str) -> str:
     lines = [
         f"![Speed over torch.compile in reduce-overhead mode and over the best peer, by model and dtype]({image})",
         "",
-        *_wrapped(intro),
+        *wrapped(intro),
         "",
         *main_table(rows),
         *further,
         "",
-        *_wrapped(key_to_marks(rows)),
+        *wrapped(key_to_marks(rows)),
         "",
         *sentences(rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def replaced(page: str, text: str) -> str:
-    """The page with ``text`` between the markers.
-
-    Raises:
-        SystemExit: the markers are not there.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"the page has no {BEGIN.strip()} followed by {END}")
-    return before + begin + text + end + after
+replaced = partial(readme.replaced, begin=BEGIN)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the committed results into the README, or others into another page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
-    parser.add_argument("page", type=Path, nargs="?", default=ROOT / "README.md")
-    given = parser.parse_args(argv)
 
-    def link(path: Path) -> str:
-        return Path(os.path.relpath(path.resolve(), given.page.resolve().parent)).as_posix()
+    def text(results: Results, beside: str, image: str) -> str:
+        return rendered(results["rows"], beside, image)
 
-    rows = json.loads(given.results.read_text(encoding="utf-8"))["rows"]
-    text = rendered(rows, link(given.results.with_suffix(".md")), link(ROOT / "docs" / "images" / "inference.svg"))
-    given.page.write_text(replaced(given.page.read_text(encoding="utf-8"), text), encoding="utf-8")
+    write_part(__doc__, RESULTS, IMAGE, BEGIN, text, argv)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 A suite (``benchmarks.inference``, ``benchmarks.training``) is a ``Suite``: its models, what is done with a row, and how
 results read. ``run_suite`` does the rest, from the options of ``parser``: rows that the results hold are not measured
 again, rows that failed are tried again after the others, and results are written after every row, so that a run may be
-stopped and gone on with at any time. Rows are plain dictionaries, as they lie in the results. Speeds are ratios of
-medians of one row, above 1 where ours is faster.
+stopped and gone on with at any time: SIGTERM ends it at once, without the row that was under way. Rows are plain
+dictionaries, as they lie in the results. Speeds are ratios of medians of one row, above 1 where ours is faster.
 
     SUITE = Suite("benchmarks.mine", MODELS, {"measure": measure, "warm": warm}, selected, …)
 
@@ -26,15 +26,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import geometric_mean, median
-from threading import Event, Lock, current_thread, main_thread
+from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import Any
 
 from benchmarks.policies import candidate_figures, replays_in_a_row_ns
@@ -51,12 +51,14 @@ from nimble_viz.views.limit import limit
 
 __all__ = [
     "BEST",
+    "Children",
     "Job",
     "Keeper",
     "Place",
     "Row",
     "RowError",
     "Settings",
+    "StoppedError",
     "Suite",
     "TooSlowError",
     "about_candidate",
@@ -145,7 +147,8 @@ class Suite:
     Args:
         module: what ``python -m`` runs in a row's own process, with ``--child``; it calls ``run_suite`` on this suite.
         models: by name.
-        jobs: ``"measure"``, whose result is the row, and ``"warm"``, which compiles ahead: ``"wall s"``, ``"notes"``.
+        jobs: ``"measure"``, whose result is the row, and ``"warm"``, which compiles ahead: ``"wall s"``, ``"notes"`` of
+            ways that failed, and ``"ways s"`` if it knows what each took.
         selected: rows to measure, from names of models and the keyword arguments ``patterns``, ``dtypes``, ``batches``
             and ``peers``.
         summary: what rows say together.
@@ -267,6 +270,10 @@ class RowError(Exception):
     """A row could not be measured; says why."""
 
 
+class StoppedError(Exception):
+    """The run was told to stop before a row was done: nobody knows whether it can be measured."""
+
+
 class TooSlowError(BaseException):
     """A block was not done in its time. No ``Exception``, so that nobody inside takes it for a reason to try again."""
 
@@ -330,6 +337,73 @@ class Place:
             os.sched_setaffinity(0, self.part(os.sched_getaffinity(0)))
 
 
+@dataclass(slots=True)
+class Children:
+    """The processes of a run, which one signal ends all, from whatever thread they were started.
+
+    Args:
+        stopped: whether the run was told to stop.
+        running: leaders of their own process groups.
+    """
+
+    stopped: bool = False
+    running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+
+    @contextmanager
+    def minding(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
+        """While a block waits for a child; after it the child is gone, with all that it started."""
+        self.running.add(child)
+        try:
+            if self.stopped:
+                _end(child)
+            yield
+        finally:
+            # The compiler's own processes go with it.
+            _end(child)
+            child.wait()
+            self.running.discard(child)
+
+    @contextmanager
+    def ended_by(self, number: signal.Signals) -> Iterator[None]:
+        """Within a block of the main thread, let a signal end the children instead of this process."""
+
+        def stop(*_: object) -> None:
+            self.stopped = True
+            for child in tuple(self.running):
+                _end(child)
+
+        if current_thread() is not main_thread():
+            yield
+            return
+        before = signal.signal(number, stop)
+        try:
+            yield
+        finally:
+            signal.signal(number, before)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    """Let this process, and its group, not outlive whoever holds the other end of its standard input.
+
+    A parent that is killed cannot end its children, and theirs is the GPU. Waiting for the end of a pipe takes no time
+    from what is measured.
+    """
+    line, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def watch() -> None:
+        os.read(line, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    Thread(target=watch, daemon=True).start()
+
+
 def here(suite: Suite, job: str, row: Row, settings: Settings) -> dict[str, Any]:
     """Do it in this process. Raises RowError."""
     try:
@@ -345,6 +419,7 @@ def apart(
     settings: Settings,
     *,
     limit_s: float,
+    children: Children,
     cache: Path | None = None,
     place: Place = Place(),
 ) -> dict[str, Any]:
@@ -356,12 +431,16 @@ def apart(
         row: which.
         settings: how.
         limit_s: seconds it may take.
+        children: of the run.
         cache: directory of Inductor's caches; None for its default.
         place: GPU.
 
     Raises:
         RowError: it failed, died, or took too long; with the last that it said.
+        StoppedError: the run was told to stop.
     """
+    if children.stopped:
+        raise StoppedError
     with tempfile.TemporaryDirectory(prefix=f"{suite.module.rpartition('.')[2]}-") as folder:
         asked, result, log = (Path(folder, name) for name in ("asked.json", "result.json", "log"))
         asked.write_text(json.dumps({"job": job, "row": asdict(row), "settings": asdict(settings)}))
@@ -374,21 +453,19 @@ def apart(
                 [sys.executable, "-m", suite.module, "--child", str(asked), str(result)],
                 cwd=ROOT,
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                status = child.wait(None if math.isinf(limit_s) else limit_s)
-            except subprocess.TimeoutExpired:
-                raise RowError(f"killed after {limit_s:g} s{_last_words(log)}") from None
-            finally:
-                # The compiler's own processes go with it.
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            with child, children.minding(child):
+                try:
+                    status = child.wait(None if math.isinf(limit_s) else limit_s)
+                except subprocess.TimeoutExpired:
+                    raise RowError(f"killed after {limit_s:g} s{_last_words(log)}") from None
         if status or not result.exists():
+            if children.stopped:
+                raise StoppedError
             ended = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             raise RowError(f"{ended}{_last_words(log)}")
         found = dict(json.loads(result.read_text()))
@@ -442,9 +519,10 @@ def run_suite(suite: Suite, given: argparse.Namespace) -> int:
         given: what ``parser`` made of the command line.
 
     Returns:
-        Exit status: 1 if a row failed, 2 if nothing can be done, else 0.
+        Exit status: 1 if a row failed, 2 if nothing can be done, 143 if SIGTERM ended the run, else 0.
     """
     if given.child:
+        _end_with_parent()
         answer(suite, *given.child)
         return 0
     if given.out is None:
@@ -464,27 +542,44 @@ def run_suite(suite: Suite, given: argparse.Namespace) -> int:
         print(f"no model matches; there are {', '.join(models)}", file=sys.stderr)
         return 2
 
+    children = Children()
+
     def done(job: str, row: Row, place: Place) -> dict[str, Any]:
         if given.in_process:
             return here(suite, job, row, settings)
-        return apart(suite, job, row, settings, limit_s=given.row_s, cache=given.cache, place=place)
+        return apart(suite, job, row, settings, limit_s=given.row_s, children=children, cache=given.cache, place=place)
 
-    if given.warm_only:
-        if given.jobs > 1:
-            rows = [replace(row, peers=tuple(one for one in row.peers if one not in suite.timed)) for row in rows]
-        return int(not warm_all(rows, done, given.jobs, given.limit_s, given.cache, given.gpus))
-    keeper = Keeper(suite, given.out, results, name)
     missing = [row for row in rows if given.again or row.key not in results["rows"]]
     missing.sort(key=lambda row: row.key in results["failed"])
-    left = measure_all(missing, done, keeper, given.limit_s, given.gpus)
+    with nullcontext() if given.in_process else children.ended_by(signal.SIGTERM):
+        if given.warm_only:
+            if given.jobs > 1:
+                missing = [
+                    replace(row, peers=tuple(one for one in row.peers if one not in suite.timed)) for row in missing
+                ]
+            if measured := len(rows) - len(missing):
+                print(f"measured already, and not compiled: {_counted(measured)}", flush=True)
+            fine = warm_all(missing, done, given.jobs, given.limit_s, given.cache, given.gpus)
+            return _TERMINATED if children.stopped else int(not fine)
+        keeper = Keeper(suite, given.out, results, name)
+        left = measure_all(missing, done, keeper, given.limit_s, given.gpus)
     if left:
-        print(f"stopped after {given.limit_s:g} s, rows left: {left}", flush=True)
+        when = "by SIGTERM" if children.stopped else f"after {given.limit_s:g} s"
+        print(f"stopped {when}, rows left: {left}", flush=True)
     print("\n".join(("", *suite.table(results), *failures(results))))
-    return int(keeper.failures > 0)
+    return _TERMINATED if children.stopped else int(keeper.failures > 0)
+
+
+_TERMINATED = 128 + signal.SIGTERM
+"""Exit status, as of whoever dies of it."""
+
+
+def _counted(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)}"
 
 
 Done = Callable[[str, Row, Place], dict[str, Any]]
-"""Does a job with a row at a place, wherever that runs. Raises RowError."""
+"""Does a job with a row at a place, wherever that runs. Raises RowError, and StoppedError when it is to be the last."""
 
 
 @dataclass(slots=True)
@@ -524,7 +619,7 @@ class Keeper:
 
 
 def measure_all(rows: Sequence[Row], done: Done, keeper: Keeper, limit_s: float, gpus: int) -> int:
-    """Row after row on each GPU, none begun once the time is up; returns how many were not begun."""
+    """Row after row on each GPU, none begun once the time is up; returns how many are left, one cut short included."""
     began = time.monotonic()
     waiting, lock, stopped = deque(rows), Lock(), Event()
 
@@ -538,6 +633,9 @@ def measure_all(rows: Sequence[Row], done: Done, keeper: Keeper, limit_s: float,
             start = time.monotonic()
             try:
                 found = done("measure", row, place)
+            except StoppedError:
+                stopped.set()
+                waiting.append(row)
             except RowError as error:
                 keeper.fail(row, str(error), time.monotonic() - start)
             else:
@@ -557,30 +655,43 @@ def measure_all(rows: Sequence[Row], done: Done, keeper: Keeper, limit_s: float,
 def warm_all(rows: Sequence[Row], done: Done, jobs: int, limit_s: float, cache: Path | None, gpus: int) -> bool:
     """Compile for all rows, ``jobs`` at once, on any GPU; returns whether all could be.
 
-    What compilers choose by timing is not kept from several at once: configurations of kernels that were picked are
-    forgotten.
+    Says of each row what took how long, and at the end how many there are and what the cache holds. What compilers
+    choose by timing is not kept from several at once: configurations of kernels that were picked are forgotten.
     """
     began = time.monotonic()
+    ended: Counter[str] = Counter()
+    lock = Lock()
 
-    def one(index: int) -> bool:
+    def say(row: Row, how: str, more: str = "") -> None:
+        with lock:
+            ended[how] += 1
+            print(f"[{ended.total()}/{len(rows)}] {row.key}: {how}{more}", flush=True)
+
+    def one(index: int) -> None:
         row = rows[index]
         if time.monotonic() - began > limit_s:
-            print(f"{row.key}: not begun, {limit_s:g} s are over", flush=True)
-            return False
+            say(row, "not begun", f", {limit_s:g} s are over")
+            return
         try:
             found = done("warm", row, Place(index % gpus, gpus))
+        except StoppedError:
+            say(row, "not done", ", stopped")
         except RowError as error:
-            print(f"{row.key}: failed: {error}", flush=True)
-            return False
-        print(f"{row.key}: compiled in {found['wall s']:.0f} s {found['notes'] or ''}".rstrip(), flush=True)
-        return True
+            say(row, "failed", f": {error}")
+        else:
+            ways = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.get("ways s", {}).items())
+            notes = "; ".join(f"{name} left out: {note}" for name, note in found["notes"].items())
+            say(row, "compiled", "; ".join(filter(None, (f" in {found['wall s']:.0f} s", ways, notes))))
 
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        fine = all(list(pool.map(one, range(len(rows)))))
+        list(pool.map(one, range(len(rows))))
+    held = f"; {cache} holds {sum(path.is_file() for path in cache.rglob('*'))} files" if cache else ""
+    counts = ", ".join(f"{how}: {count}" for how, count in sorted(ended.items())) or "nothing to compile"
+    print(f"{counts}; {time.monotonic() - began:.0f} s{held}", flush=True)
     if jobs > 1 and cache:
         for picked in cache.rglob("*.best_config"):
             picked.unlink()
-    return fine
+    return ended["compiled"] == len(rows)
 
 
 def read(path: Path) -> Results:

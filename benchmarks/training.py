@@ -89,6 +89,7 @@ from nimble_core.training import TrainStep
 __all__ = [
     "PEERS",
     "Prepared",
+    "about_digits",
     "digits",
     "judged",
     "main",
@@ -771,7 +772,7 @@ def _tolerance(dtype: str, device: str) -> str:
 def warm(row: Row, settings: Settings) -> dict[str, Any]:
     """Compile what ``measure`` would, and throw it away: what stays are the caches on disk."""
     began = time.perf_counter()
-    notes = {}
+    notes, watch = {}, Stopwatch()
     compiled = Options(fuse="inductor", policy="single", budget_s=settings.budget_s)
     ours: dict[str, Way] = {
         OURS: lambda task, settings: _ours(task, settings, compiled),
@@ -783,13 +784,13 @@ def warm(row: Row, settings: Settings) -> dict[str, Any]:
             KINDS[TUNED](task.copied(), settings).step(*task.batches[0])
         for name in (*ours, *(name for name in row.peers if name.startswith("compile"))):
             try:
-                with within(settings.peer_s if name in PEERS else math.inf):
+                with watch(name), within(settings.peer_s if name in PEERS else math.inf):
                     one = {**KINDS, **ours}[name](task.copied(), settings)
                     one.step(*task.batches[0])
                 one.close()
             except (Exception, TooSlowError) as error:
                 notes[name] = why(error)
-    return {"wall s": time.perf_counter() - began, "notes": notes}
+    return {"wall s": time.perf_counter() - began, "ways s": watch.seconds, "notes": notes}
 
 
 def _task(row: Row, settings: Settings) -> Task:
@@ -867,7 +868,7 @@ def _digits(suite: Suite, given: argparse.Namespace) -> int:
     found = digits(given.device, epochs=given.epochs)
     if given.out:
         write(suite, given.out, {**read(given.out), "digits": found})
-    print("\n".join(_about_digits(found)))
+    print("\n".join(about_digits(found)))
     return int(not found["alike"])
 
 
@@ -1075,13 +1076,13 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
 def table(rows: Mapping[str, dict[str, Any]], digits: Mapping[str, Any] | None = None) -> list[str]:
     """Everything for the terminal: machines, one line a row, means, targets, digits."""
     lines = aligned(HEADS, _cells(rows))
-    return [*machines(rows), "", *lines, "", *_said(rows), *(_about_digits(digits) if digits else ())]
+    return [*machines(rows), "", *lines, "", *_said(rows), *(about_digits(digits) if digits else ())]
 
 
 def markdown(rows: Mapping[str, dict[str, Any]], digits: Mapping[str, Any] | None = None) -> list[str]:
     """The same as Markdown."""
     lines = as_markdown(HEADS, _cells(rows))
-    said = [*_said(rows), *(_about_digits(digits)[:1] if digits else ())]
+    said = [*_said(rows), *(about_digits(digits)[:1] if digits else ())]
     return ["# Training", "", "Data are synthetic.", *machines(rows), "", *lines, "", *(f"- {x}" for x in said)]
 
 
@@ -1170,7 +1171,7 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return right
 
 
-def _about_digits(found: Mapping[str, Any]) -> list[str]:
+def about_digits(found: Mapping[str, Any]) -> list[str]:
     """One sentence, then both ways side by side."""
     eager, ours = found["eager"], found["ours"]
     sizes = " and ".join(map(str, ours["batches"]))

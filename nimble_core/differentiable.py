@@ -28,12 +28,12 @@ from nimble_core.graph import build_graph
 from nimble_core.halves import halve
 from nimble_core.judging import eager_cases
 from nimble_core.operators import overlaps_itself, storage_address
-from nimble_core.optimizers import with_strides_of
 from nimble_core.options import Options
 from nimble_core.phases import phase
 from nimble_core.pipeline import Recorded, record_static, state_kept
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
+from nimble_core.strides import with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, tune
 
@@ -128,6 +128,27 @@ def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for table, hooks in tables:
             table.update(hooks)
+
+
+def _spare_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Until this backward ends, keep None from hooks of these: where no gradient comes, eager calls none.
+
+    A gradient may still come from elsewhere in the same graph: that one they get.
+    """
+    tables = [(table, dict(table)) for one in parameters if (table := one._backward_hooks)]
+    for table, hooks in tables:
+        table.update({key: _unless_none(hook) for key, hook in hooks.items()})
+
+    def restore() -> None:
+        for table, hooks in tables:
+            table.update({key: hook for key, hook in hooks.items() if key in table})
+
+    if tables:
+        torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def _unless_none(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor | None], Any]:
+    return lambda gradient: None if gradient is None else hook(gradient)
 
 
 def _standing_alone(
@@ -271,13 +292,17 @@ class Backward:
             # What follows is the host's, while the device is busy.
             for at in self.borrowed:
                 found[at] = found[at].clone()
-            wanted = frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
+            wanted = self.wanted(given)
             taken = self._taken(wanted) if accumulate else frozenset[int]()
             self._keep(dict(zip(used, before, strict=True)), found, taken)
             self._accumulate(found, taken.difference(used))
         return [
             None if at in taken or at not in wanted else self._handed(gradient) for at, gradient in enumerate(found)
         ]
+
+    def wanted(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
+        """Gradients, by position, that these gradients of the outputs reach."""
+        return frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
 
     def _taken(self, wanted: frozenset[int]) -> frozenset[int]:
         """Parameters whose gradients go into ``.grad`` without autograd: those that no hook waits for."""
@@ -390,6 +415,9 @@ class _Replay(torch.autograd.Function):
             )
         given = [gradients[at] for at in half.differentiable]
         found = half.replay(given, saved, accumulate=half.everything_is_wanted())
+        if any(one is None for one in given):
+            wanted = half.wanted(given)
+            _spare_hooks(one for at, one in enumerate(half.parameters) if at not in wanted)
         count = len(half.parameters)
         leaves = dict(zip(half.leaves_present, found[count:], strict=True))
         return None, None, None, None, *(leaves.get(at) for at in range(ctx.count)), *found[:count]

@@ -140,6 +140,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
         _refuse_opaque(module)
     if recorded.trained:
         split_backward(module)
+        keep_strides(module, exactly=True)
         return _in_better_layout(module, device, recorded, decisions)
     affine_norms(module)
     share_equal(module)

@@ -20,6 +20,7 @@ from nimble_core.errors import CaptureError
 from nimble_core.operators import draws_numbers, makes_memory_only, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
+from nimble_core.strides import laid_out
 
 __all__ = [
     "CALL_PREFIX",
@@ -144,12 +145,13 @@ class _Lift:
     module: torch.nn.Module
     graph: fx.Graph
     value: dict[int, fx.Node]
+    exact: frozenset[int]
 
     def step(self, step: Step, used_later: Mapping[int, int], position: int) -> None:
         func, kwargs = step.func, dict(step.kwargs)
         same = self._same_window(step)
         if same is not None:
-            self._take(step.outputs[0], self.value[same])
+            self._take_window(step.outputs[0], self.value[same])
             return
         schema = getattr(func, "_schema", None)
         written = _written_slots(step)
@@ -186,6 +188,15 @@ class _Lift:
         strides = zip(before.sizes, before.strides, after.strides, strict=True)
         return step.reads[0] if all(size == 1 or a == b for size, a, b in strides) else None
 
+    def _take_window(self, slot: int, node: fx.Node) -> None:
+        strides = self.recording.refs[slot].strides
+        if slot not in self.exact or self.recording.refs[slot] == reference_of(node):
+            self.value[slot] = node
+            return
+        window = add_call(self.graph, laid_out, (node, strides), (node,))
+        window.meta[_PINNED] = pinned(node)
+        self._take(slot, window)
+
     def _functional(self, step: Step, written: Sequence[int], used_later: Mapping[int, int], position: int) -> Any:
         """The operator without its write in place; None if the write has to stay."""
         if len(written) != 1 or written[0] not in self.value:
@@ -212,7 +223,7 @@ class _Lift:
             self._take(made[0][1], node)
             return
         places = list(range(len(step.outputs)))
-        if returns != ["List[Tensor]"]:
+        if schema and returns != ["List[Tensor]"]:
             places = [place for place, kind in enumerate(returns) if kind == "Tensor"]
             given = arguments_of(node)
             mask = given.get("output_mask", given.get("grad_input_mask"))
@@ -261,7 +272,7 @@ def lift(recording: Recording) -> fx.GraphModule:
         CaptureError: a result that cannot be told by its place.
     """
     graph, module = fx.Graph(), torch.nn.Module()
-    lifting = _Lift(recording, module, graph, {})
+    lifting = _Lift(recording, module, graph, {}, _exact(recording))
     for position, slot in enumerate(recording.inputs):
         node = graph.placeholder(f"input_{position}")
         node.meta[_REF] = recording.refs[slot]
@@ -287,6 +298,13 @@ def lift(recording: Recording) -> fx.GraphModule:
     lifted = fx.GraphModule(module, graph)
     drop_unused(lifted)
     return lifted
+
+
+def _exact(recording: Recording) -> frozenset[int]:
+    """Slots whose strides count even where they address nothing: results, and what fused optimizers compare."""
+    calls = recording.program.calls
+    updates = (step for step in recording.steps if step.call is not None and calls[step.call].phase == "optimizer")
+    return frozenset(recording.outputs).union(*(step.reads for step in updates))
 
 
 def _pin(node: fx.Node) -> None:

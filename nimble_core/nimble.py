@@ -88,6 +88,11 @@ class Engine:
         """The schedule it replays."""
         return self.executable.schedule
 
+    def __repr__(self) -> str:
+        return (
+            f"Engine({self.signature}; {self.executable.schedule.policy}, {len(self.executable.schedule.stream)} calls)"
+        )
+
     def run(self, tensors: Sequence[torch.Tensor], *, static: bool) -> list[torch.Tensor]:
         """Run on ``tensors`` and on the weights as they are now; see ``Executable.run``.
 

@@ -24,13 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
 from nimble_core.freshness import same_objects
+from nimble_core.strides import with_strides_of
 
-__all__ = ["CapturedOptimizer", "with_strides_of"]
+__all__ = ["CapturedOptimizer"]
 
 _FORMS = ("foreach", "fused", "capturable")
 """Flags that choose among an optimizer's implementations of the same step."""
 _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PREPARE = "prepare again, with a new TrainStep"
+_CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -307,7 +309,7 @@ class CapturedOptimizer:
                     raise InputError(
                         f"{key} was {value!r} and is {now!r} now: only learning rates are read before each step",
                         where=_place(at),
-                        fix=f"{_PREPARE}; for a scheduler such as OneCycleLR, cycle_momentum=False",
+                        fix=_PREPARE + _CYCLES * (key in ("momentum", "betas")),
                     )
 
     def _changed_rates(self) -> list[tuple[int, float | torch.Tensor]]:
@@ -372,7 +374,9 @@ def _require_capturable(optimizer: Any, device: torch.device) -> None:
     if not {"state", "param_groups", "defaults"} <= vars(optimizer).keys():
         raise InputError(f"{name} stands for another optimizer", fix="pass the one inside")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS evaluates the loss several times in a step, through a closure", fix="use another")
+        raise InputError(
+            "LBFGS evaluates the loss several times in a step, through a closure", fix="use SGD, Adam or AdamW"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise InputError("SparseAdam takes sparse gradients, whose sizes depend on data", fix="use Adam, sparse=False")
     _require_no_hooks(optimizer)
@@ -591,16 +595,6 @@ def _require_fitting(gradient: torch.Tensor, parameter: torch.Tensor, where: str
     ):
         if mine != other:
             raise InputError(f"a gradient has {what} {mine}, its parameter {other}", where=where)
-
-
-def with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient, laid out as fused kernels need it: like the parameter."""
-    if gradient.stride() == parameter.stride():
-        return gradient
-    sizes = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
-    if all(size == 1 or mine == other for size, mine, other in sizes):
-        return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
-    return torch.empty_like(parameter).copy_(gradient)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["module_paths", "place_of"]
-
+__all__ = ["module_paths", "pass_over", "place_of"]
 
 _TORCH_ROOT = torch.__path__[0]
-
-
-_CORE_ROOT = __file__.rpartition("/")[0]
+_passed: tuple[str, ...] = (_TORCH_ROOT, __file__.rpartition("/")[0])
 
 
 def module_paths(model: Callable[..., Any]) -> dict[int, str]:
@@ -26,15 +23,21 @@ def module_paths(model: Callable[..., Any]) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
 
+def pass_over(directory: str) -> None:
+    """Code in this directory stands for nobody, like torch's and this package's: lines are those of its callers."""
+    global _passed
+    _passed = (*dict.fromkeys((*_passed, directory)),)
+
+
 def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:
     """``(module path, file, line)`` of the code that issued a call.
 
-    The module is the innermost one running, the line the innermost one outside torch.
+    The module is the innermost one running, the line the innermost one outside torch and what is passed over.
     """
     file, line, fallback = "", 0, ("", 0)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not file and not name.startswith((_TORCH_ROOT, _CORE_ROOT)):
+        if not file and not name.startswith(_passed):
             file, line = _short(name), frame.f_lineno
         if frame.f_code.co_name == "_call_impl" and name.startswith(_TORCH_ROOT):
             path = modules.get(id(frame.f_locals.get("self")))
@@ -55,7 +58,7 @@ def _short(file: str) -> str:
 
 def _outside_torch(frame: FrameType | None, fallback: tuple[str, int]) -> tuple[str, int]:
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((_TORCH_ROOT, _CORE_ROOT)):
+        if not frame.f_code.co_filename.startswith(_passed):
             return _short(frame.f_code.co_filename), frame.f_lineno
         frame = frame.f_back
     return fallback

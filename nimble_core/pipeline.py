@@ -390,10 +390,13 @@ def _with_memory(
             ) from error
         check_schedule(recorded.graph, schedule, program)
         layout = device.lay_out(recording, schedule) or layout
-        if any(memory.offsets[storage] < 0 for storage in layout.arena):
+        if any(
+            memory.offsets[storage] < 0 or program.storages[storage].nbytes < nbytes
+            for storage, nbytes in layout.arena.items()
+        ):
             raise DeviceError(
                 f"memory_limit={format_bytes(limit)} cannot be kept: in the order that it asks for, a call allocates "
-                "two results in another order",
+                "its results in another order",
                 fix="raise the limit, or prepare without one",
             )
         scratch = plan_memory(program, schedule, scratch=layout.scratch, place=())

@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from nimble_core.around import Around
-from nimble_core.errors import InputError
+from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
-from nimble_core.optimizers import CapturedOptimizer, with_strides_of
+from nimble_core.optimizers import CapturedOptimizer
 from nimble_core.options import Options, require_options
 from nimble_core.phases import phase
 from nimble_core.pipeline import require_local
 from nimble_core.plan import Plan
+from nimble_core.strides import with_strides_of
 from nimble_core.structure import builder, flatten
 
 __all__ = ["TrainStep", "WholeStep"]
@@ -306,11 +308,20 @@ class TrainStep:
         device = next((one.device for one in model.parameters()), None)
         if device is None:
             raise InputError("the model has no parameters to train")
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise InputError(
+                f"autocast={autocast!r} is no type to compute in", fix="torch.bfloat16, torch.float16 or None"
+            )
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise InputError(f"scaler is a {type(scaler).__name__}", fix="pass a torch.amp.GradScaler, or None")
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.scaler, self.accumulate, self.options = scaler, accumulate, options
         self._captured = CapturedOptimizer(optimizer, device)
+        _require_own(model, loss_fn, self._captured.parameters)
         self._done = 0
+        self._closed = False
         self._scaling: tuple[float, ...] = ()
+        self._hooks = _Hooks(self._captured.parameters)
         self._last: Result | partial[Result] | None = None
 
         kept = {}
@@ -379,6 +390,7 @@ class TrainStep:
         """
         self._captured.sync()
         self._scaling = _settings(self.scaler)
+        self._hooks = _Hooks(self._captured.parameters)
         updating = self._turns[-1]
         self._nets[updating].prepare(inputs, targets, plan=plan)  # first: a plan that does not fit replaces nothing
         for turn, net in self._nets.items():
@@ -396,11 +408,14 @@ class TrainStep:
         turn = self._turns[self._done % self.accumulate]
         net, step = self._nets[turn], self._steps[turn]
         if not net.engines:
+            if self._closed:
+                raise DeviceError("the step was closed", fix="step.prepare(inputs, targets) again")
             raise InputError("the step is not prepared", fix="step.prepare(inputs, targets)")
         if self._scaling and _settings(self.scaler) != self._scaling:
             raise InputError(
                 "the scaler grows or backs off otherwise than when the step was prepared", fix="step.prepare(...) again"
             )
+        self._hooks.require_unchanged()
         self._captured.sync()
         engine, tensors = net.bind((inputs, targets), {})
         answered = engine is not None or self.options.on_new_shape != "error"
@@ -423,7 +438,51 @@ class TrainStep:
         """Free what the engines hold; using the step afterwards raises. Model and optimizer stay as they are."""
         for net in self._nets.values():
             net.close()
-        self._last = None
+        self._last, self._closed = None, True
+
+    def __repr__(self) -> str:
+        chosen = f", {self.engine.executable.schedule.policy}" if self.engine else ""
+        return f"TrainStep({type(self.model).__name__}, {type(self.optimizer).__name__}{chosen})"
+
+
+def _require_own(model: torch.nn.Module, loss_fn: object, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise InputError for an optimizer that trains nothing of model and loss."""
+    modules = [model, *([loss_fn] if isinstance(loss_fn, torch.nn.Module) else [])]
+    own = {id(one) for module in modules for one in module.parameters()}
+    if own.isdisjoint(map(id, parameters)):
+        raise InputError(
+            "the optimizer has no parameter of the model: a step would train nothing",
+            fix="make it of model.parameters(), after the model is where and of the type it is trained in",
+        )
+
+
+class _Hooks:
+    """Hooks of parameters as they were: a captured backward calls those that were recorded, and no others.
+
+    Handles are numbered as hooks are registered: where none has come, and there were none, there is nothing to look at.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._registered = RemovableHandle.next_id  # read before hooks are: who registers meanwhile is noticed
+        self._parameters = parameters
+        self._before = self._now()
+        self._some = any(any(hooks) for hooks in self._before)
+
+    def _now(self) -> list[tuple[tuple[object, ...], ...]]:
+        tables = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        return [tuple(tuple((getattr(one, table) or {}).values()) for table in tables) for one in self._parameters]
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if a hook has come or gone."""
+        registered = RemovableHandle.next_id
+        if registered == self._registered and not self._some:
+            return
+        if self._now() != self._before:
+            raise InputError(
+                "a parameter has other hooks than when the step was prepared, which a captured step would pass by",
+                fix="prepare(...) again, or remove the hook",
+            )
+        self._registered = registered
 
 
 def _settings(scaler: torch.amp.GradScaler | None) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
-"""The command line: ``compare`` a model, ``show`` a saved report.
+"""The command line: ``compare`` a model; ``show``, ``export``, ``diff`` and ``gate`` saved reports.
 
 Exit codes: 0 done, 1 the model could not be compared, a replay is wrong or the report file is damaged, 2 bad usage or
-input, 130 interrupted.
+input, 130 interrupted. ``gate``: 0 pass, 1 fail, 3 not decided, 2 all else.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nimble_core.errors import InputError, NimbleError
+from nimble_core.errors import InputError, NimbleError, ReportFileError
 from nimble_core.options import Options
 
 if TYPE_CHECKING:
+    from nimble_viz.diff import Difference
+    from nimble_viz.gate import Gate, Rules
     from nimble_viz.report import Report
 
 __all__ = ["load_factory", "main"]
 
+_ABOUT_GATE = (
+    "Exit codes: 0 every rule passed, 1 a rule failed, 2 bad usage, an unreadable report or a baseline that does not "
+    "compare, 3 not decided: an interval holds the bound, or something was not measured."
+)
 _ABOUT = "See what ahead-of-time scheduling changes about a PyTorch model."
-_FACTORY_FIX = "MODULE:FACTORY, where MODULE is importable or a path to a .py file, and FACTORY() gives (model, args)"
+_FACTORY_FIX = "MODULE:FACTORY: MODULE is importable or a path to a .py file, FACTORY() gives (model, args) or a dict"
 
 _TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm", "accumulate")
 _TRAINING_FACTORY = (
@@ -119,7 +125,11 @@ def _call(spec: str, training: bool) -> tuple[Any, tuple[Any, ...], dict[str, An
             return model, tuple(args), {}, {}
         case (model, tuple() | list() as args, dict() as kwargs) if not training:
             return model, tuple(args), kwargs, {}
-    given = f"{type(made).__name__} of {', '.join(map(str, made))}" if isinstance(made, dict) else type(made).__name__
+    given = type(made).__name__
+    if isinstance(made, dict):
+        known = ("model", "args", "kwargs", *_TRAINING)
+        unknown = ", ".join(repr(key) for key in made if key not in known)
+        given = f"{given} of {', '.join(map(str, made))}{f', with unknown {unknown}' if unknown else ''}"
     if training:
         raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {_TRAINING_FACTORY}")
     raise InputError(
@@ -173,6 +183,49 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
+def _export(given: argparse.Namespace) -> int:
+    from nimble_viz.file import load
+
+    with _files():
+        load(given.file).export(given.out, given.format)
+    return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from nimble_viz.file import load
+
+    with _files():
+        found = load(given.old).diff(load(given.new))
+    if given.json:
+        sys.stdout.write(found.to_json())
+    else:
+        _print(found)
+    return 0
+
+
+def _gate(given: argparse.Namespace) -> int:
+    from nimble_viz.file import load
+    from nimble_viz.gate import Rules, gate
+
+    rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
+    with _files():
+        try:
+            report = load(given.file)
+            baseline = load(given.baseline) if given.baseline else None
+        except ReportFileError as error:  # exit code 1 is left to rules that fail
+            raise InputError(error.what, where=error.where, fix=error.fix) from error
+        found = gate(report, rules, baseline=baseline, any_environment=given.any_environment)
+        if given.markdown is not None:
+            given.markdown.write_text(found.to_markdown(), encoding="utf-8")
+        if given.junit is not None:
+            given.junit.write_text(found.to_junit(), encoding="utf-8")
+    if given.json:
+        sys.stdout.write(found.to_json())
+    else:
+        _print(found)
+    return found.exit_code
+
+
 @contextmanager
 def _files() -> Iterator[None]:
     """A file that cannot be read or written is an input error."""
@@ -182,19 +235,19 @@ def _files() -> Iterator[None]:
         raise InputError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
 
 
-def _print(report: Report) -> None:
+def _print(content: Report | Difference | Gate) -> None:
     from rich.console import Console
 
-    from nimble_viz.text import MAX_WIDTH, MIN_WIDTH, plain_text, report_text
+    from nimble_viz.text import MAX_WIDTH, MIN_WIDTH, plain
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
     console = Console()
     if not console.is_terminal:
-        sys.stdout.write(plain_text(report))
+        sys.stdout.write(plain(content))
         return
     console.width = max(MIN_WIDTH, min(console.width, MAX_WIDTH))
-    console.print(report_text(report))
+    console.print(content)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -233,16 +286,43 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page too")
     show.set_defaults(run=_show)
 
-    for command in (compare, show):
+    export = commands.add_parser("export", help="write a saved report for other tools: Perfetto, Chrome trace, CSV")
+    export.add_argument("file", type=Path, metavar="REPORT")
+    export.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, a folder or calls.csv")
+    export.add_argument("--format", choices=("perfetto", "chrome", "csv"), help="where OUT's suffix does not say")
+    export.set_defaults(run=_export)
+
+    changed = commands.add_parser("diff", help="what changed between two saved reports")
+    changed.add_argument("old", type=Path, metavar="OLD")
+    changed.add_argument("new", type=Path, metavar="NEW")
+    changed.add_argument("--json", action="store_true", help="print JSON instead")
+    changed.set_defaults(run=_diff)
+
+    _add_gate(commands.add_parser("gate", help="is a saved report good enough? for CI", description=_ABOUT_GATE))
+
+    for command in commands.choices.values():
         command.add_argument("--traceback", action="store_true", help="show errors with their traceback")
     return parser
 
 
-def _add_options(group: Any) -> None:
-    """One flag for each field of ``Options``: name, type, choices, default and help are the dataclass's own."""
-    hints = typing.get_type_hints(Options)
-    helps = _argument_help(Options.__doc__ or "")
-    for field in fields(Options):
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    from nimble_viz.gate import Rules
+
+    parser.add_argument("file", type=Path, metavar="REPORT")
+    parser.add_argument("--baseline", type=Path, metavar="OLD", help="an earlier report of the same model")
+    parser.add_argument("--any-environment", action="store_true", help="compare with a baseline measured elsewhere")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a Markdown table too")
+    parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML too")
+    _add_options(parser.add_argument_group("rules"), Rules)
+    parser.set_defaults(run=_gate)
+
+
+def _add_options(group: Any, kind: type[Options] | type[Rules] = Options) -> None:
+    """One flag for each field of ``kind``: name, type, choices, default and help are the dataclass's own."""
+    hints = typing.get_type_hints(kind)
+    helps = _argument_help(kind.__doc__ or "")
+    for field in fields(kind):
         hint = hints[field.name]
         flag = "--" + field.name.replace("_", "-")
         text = f"{helps[field.name]} (default: {field.default})".replace("%", "%%")

@@ -171,7 +171,7 @@ class _Comparison:
         self.planned: list[EngineMemory] = []
         self.eager_peak = 0
         self.compare_peak = 0
-        self.warnings: list[str] = list(training.notes) if training else []
+        self.warnings: list[str] = list(training.notes) if training else _mode_notes(model)
         self.interrupted = False
         self._without_autograd: Callable[[], Any] = nullcontext
 
@@ -519,6 +519,16 @@ def _engine_memory(name: str, memory: MemoryPlan, recorded: Recorded | None) -> 
     storages = recorded.recording.program.storages
     placed = [storage.nbytes for storage, offset in zip(storages, memory.offsets, strict=True) if offset >= 0]
     return EngineMemory(name, memory.nbytes, sum(placed), memory.scratch_nbytes)
+
+
+def _mode_notes(model: Callable[..., Any]) -> list[str]:
+    import torch
+
+    moody = torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if not any(one.training and isinstance(one, moody) for one in modules):
+        return []
+    return ["batch norm or dropout is in training mode: model.eval() for inference, or training=True for steps"]
 
 
 def _builder(recorded: Recorded | None) -> Callable[[Sequence[torch.Tensor]], Any]:

@@ -22,10 +22,12 @@ from nimble_core.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pandas
     from plotly.graph_objects import Figure
     from rich.console import Console, ConsoleOptions, RenderableType
 
     from nimble_core.plan import Plan
+    from nimble_viz.diff import Difference
 
 __all__ = [
     "CallOverhead",
@@ -331,6 +333,40 @@ class Report:
         target = Path(path)
         target.write_text(page(self), encoding="utf-8")
         return target
+
+    def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
+        """Write this report to ``path`` for other tools.
+
+        Args:
+            path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events, a
+                folder for all tables as CSV, or one of them by name (``calls.csv``).
+            format: ``"perfetto"``, ``"chrome"`` or ``"csv"`` for a path that does not say.
+
+        Raises:
+            InputError: no such format or table, no timelines to trace, or a package is missing.
+            OSError: it cannot be written.
+        """
+        from nimble_viz.export.formats import export
+
+        return export(self, path, format)
+
+    def to_dataframe(self, kind: str = "calls") -> pandas.DataFrame:
+        """One table of this report as a pandas data frame: ``"calls"``, ``"kernels"``, ``"spans"``, ``"syncs"``, ...
+
+        ``nimble_viz.export.tables.KINDS`` are all. Times are nanoseconds, sizes bytes.
+
+        Raises:
+            InputError: no such table, or pandas is not installed.
+        """
+        from nimble_viz.export.tables import to_dataframe
+
+        return to_dataframe(self, kind)
+
+    def diff(self, other: Report) -> Difference:
+        """What changed from this report to ``other``, a later one: calls, costs, speed, counts, environment, …."""
+        from nimble_viz.diff import diff
+
+        return diff(self, other)
 
     def to_text(self, width: int | None = None) -> str:
         """This report as plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "paste_lines", "plain_text", "report_text"]
+__all__ = ["MAX_WIDTH", "MIN_WIDTH", "paste_lines", "plain", "plain_text", "report_text"]
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
 """Columns that the text is laid out for."""
@@ -40,10 +40,15 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u
 
 
 def plain_text(report: Report, width: int | None = None) -> str:
-    """``report_text`` as a string without colour codes.
+    """``report_text`` as a string without colour codes; ``width`` as for ``plain``."""
+    return plain(report_text(report), width)
+
+
+def plain(content: RenderableType, width: int | None = None) -> str:
+    """``content`` as a string without colour codes.
 
     Args:
-        report: what to show.
+        content: what to show.
         width: columns, kept within 60 and 200; None takes the terminal's, or 80 where there is none.
     """
     from shutil import get_terminal_size
@@ -61,7 +66,7 @@ def plain_text(report: Report, width: int | None = None) -> str:
         _environ={},
     )
     with console.capture() as captured:
-        console.print(report_text(report))
+        console.print(content)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
@@ -86,21 +91,31 @@ def report_text(report: Report) -> RenderableType:
 def paste_lines(report: Report) -> str:
     """Python lines that prepare with the chosen plan from a file; the first, a comment, says how to make the file.
 
-    Empty if no plan was chosen.
+    Without an optimizer they prepare the model in place, which takes no plan. Empty if no plan was chosen.
     """
     if report.schedule(report.chosen) is None:
         return ""
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", report.model)[:_FILE_NAME].strip("_") or "model"
     if trains(report):
-        return "\n".join(
-            [
-                "from nimble_core import TrainStep",
+        if not any(call.phase == "optimizer" for call in report.program.calls):
+            lines = [
+                "from nimble_core import Nimble",
                 "",
+                "net = Nimble(model).prepare(*args, training=True)",
+                "loss_fn(net(*args), target).backward()",
+            ]
+        else:
+            lines = [
+                f'# once: report.plan.save("{name}.plan.json")',
+                "from nimble_core import TrainStep, load_plan",
+                "",
+                f'plan = load_plan("{name}.plan.json")',
+                "# add autocast=, scaler= and clip_grad_norm= as compared",
                 "step = TrainStep(model, loss_fn, optimizer)",
-                "step.prepare(inputs, targets)",
+                "step.prepare(inputs, targets, plan=plan)",
                 "loss = step(inputs, targets)",
             ]
-        )
+        return "\n".join(lines)
     return "\n".join(
         [
             f'# once: report.plan.save("{name}.plan.json")',

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from nimble_core.errors import InputError
 from nimble_core.gradients import perturbed
 from nimble_core.optimizers import CapturedOptimizer
+from nimble_core.origins import pass_over
 from nimble_core.pipeline import state_kept
 from nimble_core.preserve import preserved
 from nimble_core.program import Phase
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from nimble_viz.peers import Peer, Run
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
+
+pass_over(str(Path(__file__).parent))  # a step's loss and update are written here, for the line that compares
 
 _UPDATE_TOLERANCE = 1e-3
 _UPDATE_ROUNDINGS = 2
@@ -376,6 +380,12 @@ def _require_step_options(
     number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
     if clip_grad_norm is not None and not (number and clip_grad_norm > 0):
         raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="a norm, or None")
+    held = [id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
+    if held and {id(one) for one in model.parameters()}.isdisjoint(held):
+        raise InputError(
+            f"{type(optimizer).__name__} holds no parameter of the model",
+            fix="make it of this model's parameters(), not of a copy's",
+        )
     if optimizer is None and (scaler is not None or clip_grad_norm is not None):
         raise InputError("scaler and clip_grad_norm are for updates, and there is no optimizer", fix="pass one")
 

@@ -175,7 +175,7 @@ def test_warming_compiles_and_writes_nothing(tmp_path: Path, monkeypatch: pytest
 def test_compiled_ahead_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = tmp_path / "results.json", tmp_path / "cache"
     assert main(asked(out, "--warm-only", "--cache", str(cache))) == 0
-    assert capsys.readouterr().out.startswith("test tiny, float32, batch 1: compiled in")
+    assert capsys.readouterr().out.startswith("[1/1] test tiny, float32, batch 1: compiled in")
     assert any(path.is_file() for path in cache.rglob("*"))
 
 

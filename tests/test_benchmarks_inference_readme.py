@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 from test_benchmarks_inference import made
 from test_readme import differences
 
-from benchmarks import inference_readme
 from benchmarks.inference import OVERHEAD
-from benchmarks.inference_readme import BEGIN, END, further_table, main, main_table, rendered, replaced
+from benchmarks.inference_readme import BEGIN, further_table, main, main_table, rendered, replaced
+from benchmarks.readme import END
 
 
 def keyed(*rows: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -26,10 +25,6 @@ def text(*rows: dict[str, Any]) -> str:
 
 def said(*rows: dict[str, Any]) -> str:
     return " ".join(text(*rows).split())
-
-
-def test_examples_in_the_code() -> None:
-    assert doctest.testmod(inference_readme).failed == 0
 
 
 def test_a_model_is_a_line_and_a_dtype_a_group_of_columns() -> None:

@@ -9,10 +9,12 @@ import doctest
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
@@ -48,12 +50,19 @@ def raises() -> float:
     raise ValueError("no such weights")
 
 
+def naps() -> float:
+    """Leaves its id and waits, with a process of its own."""
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(os.environ["NAPS"], "naps").write_text(f"{os.getpid()} {helper.pid}")
+    return sleeps()
+
+
 def says() -> float:
     """Where it runs."""
     return float(os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("cache")) + float(os.environ["CUDA_VISIBLE_DEVICES"])
 
 
-MODELS = {one.__name__: one for one in (fine, dies, crashes, sleeps, raises)}
+MODELS = {one.__name__: one for one in (fine, dies, crashes, sleeps, raises, naps)}
 FURTHER = {"says": says}
 
 
@@ -63,6 +72,8 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
 
 
 def warm(row: Row, settings: Settings) -> dict[str, Any]:
+    if row.model == "naps":
+        naps()
     return {"wall s": 1.0, "notes": dict.fromkeys(row.peers, "not today")}
 
 
@@ -250,14 +261,130 @@ def test_warming_writes_nothing_and_keeps_no_choice_made_beside_others(
     (cache / "a.py").write_text("")
     asked = ("--out", str(out), "--models", "fine", "--peers", "eager,searches", "--in-process", "--warm-only")
     assert main(*asked, "--cache", str(cache), "--jobs", "1") == 0
-    assert "'searches': 'not today'" in capsys.readouterr().out
+    assert "searches left out: not today" in capsys.readouterr().out
     assert len(list(cache.iterdir())) == 2
     assert main(*asked, "--cache", str(cache), "--jobs", "2") == 0
-    assert capsys.readouterr().out == "fine, float32, batch 1: compiled in 1 s {'eager': 'not today'}\n"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "[1/1] fine, float32, batch 1: compiled in 1 s; eager left out: not today"
+    assert said[1].startswith("compiled: 1; 0 s; ")
+    assert said[1].endswith("cache holds 2 files")
     assert [path.name for path in cache.iterdir()] == ["a.py"]
     assert not out.exists()
     failing = replace(SUITE, jobs={"warm": lambda row, settings: 1 / 0})
     assert main(*asked, suite=failing) == 1
+
+
+def test_warming_says_of_each_row_what_took_how_long_and_which_are_left(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out.write_text(json.dumps({"rows": {"raises, float32, batch 1": {"value": 1.0}}}))
+
+    def warming(row: Row, settings: Settings) -> dict[str, Any]:
+        if row.model == "dies":
+            raise RuntimeError("no such compiler")
+        return {"wall s": 5.0, "ways s": {"ours": 3.0, "compile": 2.0}, "notes": {}}
+
+    suite = replace(SUITE, jobs={"warm": warming})
+    asked = ("--out", str(out), "--models", "raises,fine,dies", "--in-process", "--warm-only", "--jobs", "1")
+    assert main(*asked, suite=suite) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "measured already, and not compiled: 1 row",
+        "[1/2] fine, float32, batch 1: compiled in 5 s; ours 3 s, compile 2 s",
+        "[2/2] dies, float32, batch 1: failed: RuntimeError: no such compiler",
+        "compiled: 1, failed: 1; 0 s",
+    ]
+    assert main(*asked, "--limit-s", "-1", suite=suite) == 1
+    assert "not begun: 2; 0 s" in capsys.readouterr().out
+    assert main(*asked, "--models", "raises", suite=suite) == 0
+    assert "nothing to compile" in capsys.readouterr().out
+
+
+# -- a run that is ended from outside ------------------------------------------------------------------------------
+
+
+def started(out: Path, *more: str) -> subprocess.Popen[str]:
+    """A run of its own on ``out``; what it says can be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "test_benchmarks_rows", "--out", str(out), *more],
+        cwd=rows.ROOT,
+        env={**os.environ, "NAPS": str(out.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def eventually(ready: Callable[[], bool], seconds: float = 120.0) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := ready()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def napping(out: Path) -> list[int]:
+    """Ids of the row's process and of the one that it started, once they run."""
+    place = out.parent / "naps"
+    assert eventually(lambda: place.exists() and len(place.read_text().split()) == 2)
+    return [int(one) for one in place.read_text().split()]
+
+
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_a_run_that_is_terminated_keeps_its_rows_and_goes_on(out: Path, gpus: str) -> None:
+    chosen = ("--models", "fine,naps" if gpus == "1" else "naps,fine", "--gpus", gpus)
+    run = started(out, *chosen)
+    pids = napping(out)
+    assert eventually(lambda: out.exists() and "fine, float32, batch 1" in results(out)["rows"])
+    run.terminate()
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM, rows left: 1" in said
+    assert all(eventually(lambda pid=pid: gone(pid), 10) for pid in pids)
+    before = results(out)
+    assert list(before["rows"]) == ["fine, float32, batch 1"]
+    assert not before["failed"]
+    assert before["summary"] == {"rows": 1}
+    assert [path.name for path in sorted(out.parent.iterdir())] == ["naps", "results.json", "results.md"]
+    assert main("--out", str(out), "--models", "fine,raises", "--run", "second") == 1
+    assert results(out)["rows"] == before["rows"]
+    assert list(results(out)["failed"]) == ["raises, float32, batch 1"]
+
+
+def test_a_terminated_warming_says_what_it_has_done(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(out, "--models", "fine,naps,dies", "--warm-only", "--jobs", "1")
+    pids = napping(out)
+    run.terminate()
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert "compiled: 1, not done: 2" in said
+    assert all(eventually(lambda pid=pid: gone(pid), 10) for pid in pids)
+    assert not out.exists()
+
+
+def test_a_row_does_not_outlive_a_run_that_is_killed(out: Path) -> None:
+    run = started(out, "--models", "fine,naps")
+    pids = napping(out)
+    run.kill()
+    run.communicate(timeout=60)
+    assert all(eventually(lambda pid=pid: gone(pid), 30) for pid in pids)
+    assert list(results(out)["rows"]) == ["fine, float32, batch 1"]
+    assert main("--out", str(out), "--models", "fine", "--run", "second") == 0
+
+
+def test_a_row_that_is_killed_for_its_time_leaves_a_file_to_go_on_with(out: Path) -> None:
+    assert main("--out", str(out), "--models", "fine", "--in-process", "--run", "first") == 0
+    for run in ("second", "third"):
+        assert main("--out", str(out), "--models", "sleeps,fine", "--row-s", "1", "--run", run) == 1
+        assert results(out)["failed"]["sleeps, float32, batch 1"]["run"] == run
+        assert results(out)["rows"]["fine, float32, batch 1"]["run"] == "first"
+    assert [path.name for path in sorted(out.parent.iterdir())] == ["results.json", "results.md"]
 
 
 # -- a block's time ------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_a_factory_that_does_not_say_how_to_train(
     assert main(["compare", f"{factory}:two", "--training"]) == 2
     assert "gave tuple, which does not say how to train" in capsys.readouterr().err
     assert main(["compare", f"{factory}:misspelt", "--training"]) == 2
-    assert "gave dict of model, args, loss" in capsys.readouterr().err
+    assert "gave dict of model, args, loss, with unknown 'loss'" in capsys.readouterr().err
     assert not called
 
 

@@ -383,6 +383,8 @@ def test_batch_norm_in_training_mode() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
     assert all(check.passed for check in report.checks)
+    assert any("in training mode" in warning for warning in report.warnings)
+    assert not any("in training mode" in warning for warning in on_fake(Deep(), torch.randn(1, 8)).warnings)
 
 
 def test_a_model_that_cannot_run_in_inference_mode_is_measured_without_it() -> None:

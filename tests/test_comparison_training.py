@@ -582,6 +582,14 @@ def test_a_row_for_each_phase(report: Report) -> None:
     assert sum(one["count"] for one in phase_syncs(report, plan)) == len(plan.syncs) > 0
 
 
+def test_loss_and_update_stand_under_the_users_lines(report: Report) -> None:
+    for call in report.program.calls:
+        for origin in call.origins:
+            assert "nimble_viz" not in origin.file, call
+        if call.phase == "loss":
+            assert any(origin.file.endswith("test_comparison_training.py") for origin in call.origins), call
+
+
 def test_spans_have_the_phase_of_their_call(report: Report) -> None:
     for line in report.timelines:
         found = span_phases(report, line)
@@ -647,6 +655,8 @@ def test_what_cannot_be_trained() -> None:
         trained(net, x, target=y, optimizer="sgd")
     with pytest.raises(InputError, match="LBFGS"):
         trained(net, x, target=y, optimizer=torch.optim.LBFGS(net.head.parameters()))
+    with pytest.raises(InputError, match="SGD holds no parameter of the model"):
+        trained(net, x, target=y, optimizer=sgd(Net()))
     hooked = sgd(net)
     hooked.register_step_post_hook(lambda *_: None)
     with pytest.raises(InputError, match="hooks"):

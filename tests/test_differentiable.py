@@ -520,6 +520,24 @@ def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing(way: str) -> None:
     net.close()
 
 
+def test_other_kernels_keep_strides_that_address_nothing() -> None:
+    """Of weights and images of one pixel, in a model channels last: as eager has them, or no kernels fit."""
+    inner = [nn.Conv2d(3, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True), nn.Flatten()]
+    model = nn.Sequential(*inner, nn.Linear(8, 4)).double().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    net, eager = pair(model, x, options=Options(fuse="library", tune="off", policy="single"))
+    backward = net.engines[0].backward
+    assert backward is not None
+    assert {half.recording.program.fuse for half in (net.engines[0].recorded, backward.recorded)} == {"library"}
+    for one in (net, eager):
+        one(x).sin().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-12)
+    for one in net.parameters():
+        assert one.grad is not None
+        assert one.grad.stride() == one.stride()
+    net.close()
+
+
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
 def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str) -> None:
     net, eager = pair(perceptron(), torch.randn(6, 8))
@@ -546,6 +564,41 @@ def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str) ->
     assert len(seen[net]) == len(seen[eager]) == 2
     assert_values(seen[net], seen[eager], rtol=1e-6)
     assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_hooks_of_parameters_that_no_gradient_reaches_are_not_called() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = self.stem(x).tanh()
+            return self.first(h), self.second(h)
+
+    net, eager = pair(Heads(), torch.randn(6, 8))
+    seen: dict[nn.Module, list[str]] = {net: [], eager: []}
+    hooks = {}
+    for model in (net, eager):
+        for name, one in model.named_parameters():
+
+            def halved(grad: torch.Tensor, of: nn.Module = model, name: str = name) -> torch.Tensor:
+                seen[of].append(name)
+                return grad * 0.5
+
+            one.register_hook(halved)
+            hooks[one] = dict(one._backward_hooks or {})
+    for used in ([0], [1], [0, 1]):
+        x = torch.randn(6, 8)
+        for model in (net, eager):
+            outputs = model(x)
+            # A parameter that is used elsewhere, too, gets what comes from there.
+            other = dict(model.named_parameters())["second.bias"].square()
+            (sum(outputs[at].sin().sum() for at in used) + other.sum()).backward()
+    assert sorted(seen[net]) == sorted(seen[eager])
+    assert_same_gradients(net, eager, rtol=1e-6)
+    assert all(dict(one._backward_hooks or {}) == before for one, before in hooks.items())
     net.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from nimble_core.candidates import EqualityCheck
 from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice
 from nimble_core.equality import DROWNED
 from nimble_core.graph import build_graph
-from nimble_core.judging import Judge, eager_cases, full_precision, issued
+from nimble_core.judging import Cases, Judge, _of_same_sizes, eager_cases, full_precision, issued
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, state_kept
 from nimble_core.policies.single import single
@@ -60,6 +62,19 @@ class Wrong(Chaotic):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Scaled.apply(super().forward(x), self.by)
+
+
+class Remembering(Chaotic):
+    """Keeps a mean of its inputs, in which each counts ``by`` times."""
+
+    def __init__(self, times: int, by: float) -> None:
+        super().__init__(times)
+        self.register_buffer("mean", torch.zeros(64))
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1 * self.by)
+        return super().forward(x)
 
 
 def recorded(model: nn.Module) -> Recorded:
@@ -131,7 +146,7 @@ def test_eagers_kernels_are_compared_with_themselves() -> None:
     assert not judge.notes
 
 
-@pytest.mark.parametrize(("by", "right"), [(1.0, True), (1.5, False), (0.0, False)])
+@pytest.mark.parametrize(("by", "right"), [(1.0, True), (3.0, False), (0.0, False)])
 def test_other_kernels_are_compared_by_sizes_where_no_precision_helps(by: float, right: bool) -> None:
     found = recorded(Chaotic(DEEP))
     variant = as_kernels_of(found, recorded(Wrong(DEEP, by)))
@@ -141,6 +156,74 @@ def test_other_kernels_are_compared_by_sizes_where_no_precision_helps(by: float,
     assert check.passed is right, check
     assert check.differs is not right
     assert any("sizes of gradients" in note for note in judge.notes)
+
+
+@pytest.mark.parametrize(("by", "right"), [(1.0, True), (1.5, False)])
+def test_what_other_kernels_write_is_compared_where_gradients_have_no_digit(by: float, right: bool) -> None:
+    found = recorded(Remembering(DEEP, 1.0))
+    variant = as_kernels_of(found, recorded(Remembering(DEEP, by)))
+    with state_kept(found):
+        judge = Judge(DEVICE, found)
+        check = judge.judged("library, single", variant, executable(variant))
+    assert check.passed is right, check
+    assert right or "mean" in check.reason
+    assert any("sizes of gradients" in note for note in judge.notes)
+
+
+@pytest.mark.parametrize("count", [64, 4096])
+def test_sizes_of_gradients_that_are_rounding_only(count: int) -> None:
+    torch.manual_seed(count)
+    right = [same_sizes(*(torch.randn(2, count) for _ in range(3))) for _ in range(50)]
+    assert all(check.passed for check in right)
+    for factor in (0.0, 4.0, math.nan):
+        wrong = [same_sizes(*(scale * torch.randn(2, count) for scale in (1, 1, factor))) for _ in range(10)]
+        assert all(check.differs for check in wrong)
+
+
+def test_gradients_that_are_zero_have_to_be_zero() -> None:
+    zero, other = torch.zeros(2, 64), torch.ones(2, 64)
+    assert same_sizes(zero, zero, zero).passed
+    assert same_sizes(zero, zero, other).differs
+    assert same_sizes(zero, other, other).passed  # in exact arithmetic only
+
+
+def test_what_rounding_makes_infinite_allows_nothing() -> None:
+    ones = torch.ones(2, 64)
+    assert same_sizes(ones, ones * math.inf, ones).passed
+    assert same_sizes(ones, ones * math.inf, 2 * ones).differs
+
+
+def test_nothing_is_shown_where_zeros_would_pass() -> None:
+    check = _of_same_sizes(
+        "library", Cases([((), [torch.ones(4)])] * 2, None, "float32", moved=[[9 * torch.ones(4)]] * 2), lambda _: ZEROS
+    )
+    assert check.reason.startswith("void")
+    assert not check.passed
+
+
+ZEROS = [torch.zeros(4)]
+
+
+def same_sizes(eager: torch.Tensor, moved: torch.Tensor, mine: torch.Tensor) -> EqualityCheck:
+    """Of a loss that is right, and of one gradient on two inputs each."""
+    runs = iter(mine)
+    loss = torch.ones(())
+    cases = Cases([((), [loss, one]) for one in eager], None, "float32", moved=[[loss, one] for one in moved])
+    return _of_same_sizes("library", cases, lambda inputs: [loss, next(runs)])
+
+
+def test_a_run_that_fails_outside_of_its_capture_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("seeds are on the device\nand more")
+
+    found = recorded(Chaotic(DEEP))
+    variant = as_kernels_of(found, recorded(Chaotic(DEEP)))
+    monkeypatch.setattr("nimble_core.judging.Issuer", fail)
+    with state_kept(found):
+        judge = Judge(DEVICE, found)
+        check = judge.judged("library, single", variant, executable(variant))
+    assert check.reason.startswith(DROWNED)
+    assert judge.notes == ["library, single could not be judged in parts: seeds are on the device"]
 
 
 def test_a_replay_that_is_not_what_its_kernels_do_is_found() -> None:
@@ -180,6 +263,25 @@ def test_precision_is_put_back_after_an_error() -> None:
         with pytest.raises(ZeroDivisionError):
             fail()
         assert matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_operators_go_on_following_what_is_set_for_all(device: str) -> None:
+    backends: Any = torch.backends
+    settings = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul)
+    before = [one.fp32_precision for one in settings]
+    for one in settings:
+        one.fp32_precision = "none"
+    try:
+        backends.fp32_precision = "tf32"
+        with full_precision(device):
+            pass
+        backends.fp32_precision = "ieee"
+        assert [one.fp32_precision for one in settings] == ["ieee"] * 3
+    finally:
+        backends.fp32_precision = "none"
+        for one, precision in zip(settings, before, strict=True):
+            one.fp32_precision = precision
 
 
 def test_issued_calls_do_what_the_model_does() -> None:

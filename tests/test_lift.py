@@ -335,6 +335,35 @@ def test_results_that_an_operator_leaves_out(mask: list[bool]) -> None:
     assert same(effects(module, one), eager_effects(one))
 
 
+def test_windows_that_differ_in_strides_of_no_matter_count_in_results_only() -> None:
+    """Gradients of 1x1 convolutions are such windows: optimizers want them laid out like the parameter."""
+
+    def forward(x: torch.Tensor) -> Any:
+        made = x.mean((2, 3), keepdim=True)
+        window = made.as_strided(made.shape, (4, 1, 4, 4))
+        inner = x.sum((2, 3), keepdim=True)
+        return made, window, inner.as_strided(made.shape, (4, 1, 4, 4)) * 2
+
+    one, module = lifted(forward, torch.randn(2, 4, 3, 3))
+    wanted = eager_effects(one)
+    assert same(effects(module, one), wanted)
+    made, window, _ = effects(module, one).outputs
+    assert (made.stride(), window.stride()) == ((4, 1, 1, 1), (4, 1, 4, 4))
+    assert aten.as_strided.default not in targets(module)
+
+
+def test_recurrent_layers_in_training() -> None:
+    layer = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            made, (hidden, cell) = layer(x.detach())
+            return made.detach(), *torch.autograd.grad((made.sum(), hidden.sum(), cell.sum()), layer.parameters())
+
+    one, module = lifted(forward, torch.randn(2, 5, 4))
+    assert same(effects(module, one), eager_effects(one), 1e-6)
+
+
 # -- small helpers ---------------------------------------------------------------------------------------------------
 
 

@@ -213,6 +213,30 @@ def test_what_is_held_beside_the_plan_is_learned() -> None:
     assert fits == list(range(fits[0], free + 1, 512)), "a larger limit is never refused where a smaller one was kept"
 
 
+def test_places_that_another_order_makes_too_small_are_not_used() -> None:
+    class Moody(FakeDevice):
+        """In another order a call gets a larger block for the same result."""
+
+        def lay_out(self, recording: Any, schedule: Any) -> Any:
+            layout = super().lay_out(recording, schedule)
+            assert layout is not None
+            if schedule.order == first.order and schedule.syncs == first.syncs:
+                return layout
+            return replace(layout, arena={storage: nbytes + grown for storage, nbytes in layout.arena.items()})
+
+    def towers(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x * k).relu().sigmoid().sum() for k in range(1, 6)])
+
+    device = Moody()
+    found = recorded(towers, torch.randn(16, 16), device=device)
+    first, grown = schedule_by(found, "nimble", None, None), 0
+    limit = capture(device, found, first).nbytes - 512
+    assert capture(device, found, first, memory_limit=limit).nbytes <= limit
+    grown = 1
+    with pytest.raises(DeviceError, match="in another order"):
+        capture(device, found, first, memory_limit=limit)
+
+
 def _holds(device: FakeDevice, found: Any, schedule: Any, limit: int) -> bool:
     try:
         return capture(device, found, schedule, memory_limit=limit).nbytes <= limit

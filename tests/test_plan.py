@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_reports import CASES, HOSTILE, sample_report, tangled_report
+from sample_reports import CASES, HOSTILE, sample_report, tangled_report, training_report
 
 from nimble_core.costs import uniform_costs
 from nimble_core.errors import InputError, ReportFileError, ScheduleError
@@ -402,6 +402,16 @@ def test_a_report_without_a_choice_has_no_plan() -> None:
     with pytest.raises(InputError, match="no plan was chosen"):
         _ = replace(sample_report(6), chosen="").plan
     assert paste_lines(replace(sample_report(6), chosen="")) == ""
+
+
+def test_the_lines_to_paste_of_a_training_step() -> None:
+    report = training_report()
+    lines = paste_lines(report)
+    assert all(word in lines for word in ("TrainStep(", "plan=plan", "autocast=", "scaler=", "clip_grad_norm="))
+    calls = tuple(replace(call, phase="backward") for call in report.program.calls)
+    lines = paste_lines(replace(report, program=replace(report.program, calls=calls)))  # no optimizer: no TrainStep
+    assert "TrainStep" not in lines
+    assert "prepare(*args, training=True)" in lines
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import Nimble
-from nimble_core.errors import CaptureError, InputError, NimbleError, NotStaticError
+from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
 from nimble_core.optimizers import CapturedOptimizer
 from nimble_core.options import Options
 from nimble_core.plan import Plan, load_plan
@@ -1651,4 +1651,102 @@ def test_other_growth_settings_of_a_scaler_are_noticed() -> None:
     scaler.set_growth_interval(2000)
     with pytest.raises(InputError, match="grows or backs off"):
         step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_other_kernels_for_images_and_models_channels_last(layout: torch.memory_format) -> None:
+    """Gradients of 1x1 convolutions come in strides of the images: those of no matter still are eager's."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=4), nn.Flatten(), nn.Linear(36, 5))
+    model = model.double().to(memory_format=layout)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(2, 3, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+        return x, torch.randint(0, 5, (2,))
+
+    given = Problem(model, F.cross_entropy, draw)
+    eager = Eager(given, OPTIMIZERS["momentum"])
+    options = Options(fuse="library", tune="off", policy="single")
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=options).prepare(
+        *draw()
+    )
+    assert step.engine is not None
+    program = step.engine.recorded.recording.program
+    assert program.fuse == "library", step.engine.notes
+    train_both(given, step, eager, rtol=1e-7)  # learning rates are float32
+    step.close()
+
+
+def test_a_recurrent_layer_in_other_kernels() -> None:
+    options = Options(fuse="library", tune="off", policy="single")
+    given, step, eager = both("recurrent", options=options)
+    assert step.engine is not None
+    assert step.engine.recorded.recording.program.fuse == "library", step.engine.notes
+    train_both(given, step, eager, rtol=1e-5)
+    step.close()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(InputError, match="would train nothing"):
+        TrainStep(perceptron(), F.cross_entropy, torch.optim.SGD(perceptron().parameters(), lr=0.1))
+    loss = nn.Sequential(nn.Linear(4, 1))
+    TrainStep(perceptron(), loss, torch.optim.SGD(loss.parameters(), lr=0.1))  # a loss may have parameters
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_that_come_later_are_noticed(kind: str) -> None:
+    model = perceptron()
+    x, y = vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK).prepare(x, y)
+    step(x, y)
+    nn.Linear(2, 2).register_forward_hook(lambda *given: None)  # of somebody else
+    step(x, y)
+    before = copy.deepcopy(state_of(model))
+    handle = getattr(model[0].weight, kind)(lambda *given: None)
+    for _ in range(2):
+        with pytest.raises(InputError, match="other hooks"):
+            step(x, y)
+    assert_same(state_of(model), before)
+    handle.remove()
+    step(x, y)
+    step.close()
+
+
+def test_hooks_of_parameters_that_go_are_noticed() -> None:
+    model = perceptron()
+    x, y = vectors()
+    handle = model[0].weight.register_hook(lambda gradient: gradient * 0)
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK).prepare(x, y)
+    step(x, y)
+    handle.remove()
+    with pytest.raises(InputError, match="other hooks"):
+        step(x, y)
+    step.prepare(x, y)
+    step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("autocast", [torch.int64, torch.float64, "bfloat16", True])
+def test_types_that_autocast_does_not_compute_in_are_refused(autocast: Any) -> None:
+    model = perceptron()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(InputError, match="no type to compute in"):
+        TrainStep(model, F.cross_entropy, optimizer, autocast=autocast)
+    with pytest.raises(InputError, match="scaler is a float"):
+        TrainStep(model, F.cross_entropy, optimizer, scaler=2.0)  # type: ignore[arg-type]
+
+
+def test_what_a_step_and_its_engine_are_called() -> None:
+    model = perceptron()
+    x, y = vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK)
+    assert repr(step) == "TrainStep(Sequential, SGD)"
+    step.prepare(x, y)
+    assert repr(step) == "TrainStep(Sequential, SGD, single)"
+    assert len(repr(step.engine)) < 200
+    step.close()
+    with pytest.raises(DeviceError, match="closed"):
+        step(x, y)
+    step.prepare(x, y)
+    step(x, y)
     step.close()

@@ -5,11 +5,20 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from sample_reports import CASES, RENDERED, fused_report, old_report, plan_report, sample_report, tangled_report
+from sample_reports import (
+    CASES,
+    RENDERED,
+    fused_report,
+    old_report,
+    plan_report,
+    sample_report,
+    tangled_report,
+    training_report,
+)
 
 from nimble_viz.export.html import fragment, page
 
@@ -308,6 +317,21 @@ def test_the_timeline_zooms_to_the_replays_and_back(opened):
     assert high == pytest.approx(1.02 * longest)
     shown.page.click("#nv-pane-timeline >> text=Fit")
     assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] == pytest.approx(whole)
+
+
+def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
+    report = training_report()
+    calls = tuple(replace(call, origins=()) if call.phase == "optimizer" else call for call in report.program.calls)
+    shown = opened(page(replace(report, program=replace(report.program, calls=calls))))
+    shown.page.click("#nv-tab-overhead")
+    shown.page.click("#nv-pane-overhead >> text=By module")
+    names = shown.page.locator("#nv-pane-overhead .nv-row .nv-name").all_inner_texts()
+    assert "(the optimizer)" in names
+    assert "(the model itself)" not in names
+    assert "Belongs to no call" in shown.page.inner_text("#nv-pane-overhead .nv-legend")
+    shown.page.click("#nv-tab-timeline")
+    lengths = shown.page.locator("#nv-pane-timeline .nv-section h3").all_inner_texts()
+    assert ["the bare replay" in text for text in lengths] == [False, True, True]
 
 
 def test_themes_follow_the_system_and_the_button(opened):

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_reports import CASES, RENDERED, choice, fused_report, old_report, plan_report, sample_report, tangled_report
+from sample_reports import (
+    CASES,
+    RENDERED,
+    choice,
+    fused_report,
+    old_report,
+    plan_report,
+    sample_report,
+    tangled_report,
+    training_report,
+)
 
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs, uniform_costs
@@ -151,7 +161,7 @@ def test_the_chosen_candidate_comes_first_then_by_median_then_what_was_not_captu
     assert best["single"]["text"] == f"{report.ratio('nimble', 'single').value:.2f}x"
     assert wrong["wrong"]
     assert (wrong["outputs"], wrong["outcome"], wrong["single"]) == ("DIFFER", "outputs differ from eager's", None)
-    assert single["outcome"].endswith("% slower, measured again")
+    assert single["outcome"].endswith("% slower when measured again")
     assert (slower["median"], slower["outcome"]) == ("", "not captured: simulated slower")
     assert spent["outcome"] == "not captured: the budget was spent"
 
@@ -183,7 +193,7 @@ def test_why_a_right_candidate_was_not_chosen(nimble, outcome):
     assert candidates(report)["rows"][1]["outcome"] == outcome
     # Where the comparison measured both again, that decides.
     again = tuple(summarize(name, [ns] * 6) for name, ns in (("single", 100.0), ("nimble", 300.0)))
-    assert candidates(replace(report, measurements=again))["rows"][1]["outcome"] == "200.0% slower, measured again"
+    assert candidates(replace(report, measurements=again))["rows"][1]["outcome"] == "200.0% slower when measured again"
 
 
 @given(st.floats(0, 1e3), st.floats(1, 1e9), st.floats(1, 1e9))
@@ -572,6 +582,25 @@ def test_host_syncs_come_with_advice():
     assert rows[0]["source"] == "sample_net/modeling.py:44"
     assert all(row["hint"] for row in rows)
     assert "pinned" in hint("cudaMemcpyAsync (device to host)")
+    assert "once after the loop" in hint("aten::item") == hint("aten::item", "forward")
+    assert "fused=True" in hint("aten::item", "optimizer")
+    assert "fused=True" in {row["phase"]: row["hint"] for row in host_syncs(training_report())}["optimizer"]
+
+
+def test_overhead_inside_the_phases_is_told_apart_from_that_of_calls():
+    facts = dict(overhead(training_report())["facts"])
+    assert facts["Framework overhead"] != facts["Overhead inside the phases"]
+    assert facts["Overhead inside the phases"].endswith(", calls or not")
+    assert "Overhead inside the phases" not in dict(overhead(sample_report(60))["facts"])
+
+
+def test_the_environment_says_what_the_step_was_cast_to():
+    report = training_report()
+    where = replace(report.environment, settings=(("autocast", "False"), ("grad_enabled", "True")))
+    plain = replace(report, environment=where)
+    assert dict(summary(plain)["environment"])["autocast"] == "False"
+    cast = dict(summary(replace(plain, dtype="float32 under bfloat16 autocast"))["environment"])
+    assert (cast["autocast"], cast["grad_enabled"]) == ("bfloat16", "True")
     assert [key for key, _, _ in COUNTS] == ["full", "meg", "planned", "emitted"]
 
 

@@ -14,9 +14,9 @@ from nimble_core.folded import Folded
 from nimble_core.lift import add_call, drop_unused, is_view, made_of, only_computes, pinned
 from nimble_core.operators import overlaps_itself
 from nimble_core.rewrites.fold import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
-from nimble_core.rewrites.layout import restrided
 from nimble_core.rewrites.library import padded_channels
 from nimble_core.rewrites.merge import joined
+from nimble_core.strides import restrided
 
 __all__ = ["WEIGHT_FUNCTIONS", "split_constants"]
 

@@ -13,11 +13,12 @@ import operator
 import torch
 from torch import fx
 
+from nimble_core.launchers import Relaunch
 from nimble_core.lift import add_call, arguments_of, is_view, pinned, reference_of
+from nimble_core.strides import laid_out, restrided
 
 __all__ = [
     "keep_strides",
-    "restrided",
     "speaks_of_strides",
     "to_channels_last",
     "train_channels_last",
@@ -73,6 +74,7 @@ def train_channels_last(module: fx.GraphModule) -> int:
     if not forwards or any(_fixes_images(node) for node in graph.nodes):
         return 0
     place = {node: position for position, node in enumerate(graph.nodes)}
+    written = _first_writes(graph)
     wanted: dict[fx.Node, list[fx.Node]] = {}
     for node in (*forwards, *backwards):
         given = arguments_of(node)
@@ -81,8 +83,8 @@ def train_channels_last(module: fx.GraphModule) -> int:
             if not _is_channels_last(source):
                 wanted.setdefault(source, []).append(node)
     for source, users in wanted.items():
-        written = (place[user] for user in source.users if _mutates(user))
-        if min(written, default=len(place)) < max(place[user] for user in users):
+        recorded = reference_of(source)
+        if recorded is None or written.get(recorded.storage, len(place)) < max(place[user] for user in users):
             continue  # its value changes in between
         with graph.inserting_before(min(users, key=place.__getitem__)):
             converted = graph.call_function(_aten.clone.default, (source,), {"memory_format": torch.channels_last})
@@ -102,9 +104,20 @@ def train_channels_last(module: fx.GraphModule) -> int:
     return len(forwards)
 
 
+def _first_writes(graph: fx.Graph) -> dict[int, int]:
+    """By storage, the position of the first operator that may write it, through whatever view."""
+    found: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for one in node.all_input_nodes if _mutates(node) else ():
+            recorded = reference_of(one)
+            if recorded is not None:
+                found.setdefault(recorded.storage, position)
+    return found
+
+
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    return isinstance(node.target, Relaunch) if schema is None else bool(schema.is_mutable)
 
 
 def _has_images(node: object) -> bool:
@@ -155,23 +168,6 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False) -> None:
             kept = add_call(module.graph, function, (result, recorded.strides), (result,))
         kept.meta["pinned"] = pinned(result)
         outputs.replace_input_with(result, kept)
-
-
-def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` with these strides: itself if it has them wherever they matter, else a copy."""
-    sizes = tensor.shape
-    if all(size == 1 or a == b for size, a, b in zip(sizes, tensor.stride(), strides, strict=True)):
-        return tensor
-    for dim, stride in enumerate(strides):
-        if stride == 0:  # expanded: one of them is all
-            tensor = tensor.narrow(dim, 0, 1)
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor).expand(sizes)
-
-
-def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``restrided``, with these strides also where they do not matter, which fused optimizers ask for."""
-    return restrided(tensor, strides).as_strided(tensor.shape, strides)
 
 
 def writes_through_views(module: fx.GraphModule) -> bool:

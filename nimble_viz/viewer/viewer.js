@@ -276,7 +276,7 @@ const NimbleViewer = (() => {
       const status = el("span", { role: "status" });
       const step = (by) => { if (!hits.length) return; at = (at + by + hits.length) % hits.length; status.textContent = `${at + 1} of ${count(hits.length)}`; found(hits[at]); };
       const field = el("input", {
-        type: "search", placeholder: "Search operator, module, source", "aria-label": label,
+        type: "search", placeholder: "Operator, module, source", "aria-label": label,
         oninput: () => { hits = matches(field.value); at = -1; status.textContent = field.value ? `${count(hits.length)} found` : ""; },
         onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); step(event.shiftKey ? -1 : 1); } },
       });
@@ -406,7 +406,7 @@ const NimbleViewer = (() => {
         const keep = view.text ? new Set(matches(view.text, eager)) : null, groups = new Map();
         cost.call.forEach((call, at) => {
           if (keep && !keep.has(call)) return;
-          const key = view.by === "call" ? call : view.by === "module" ? eager.module[call] : eager.operator[call];
+          const key = view.by === "call" ? call : view.by === "module" ? eager.module[call] || (phased && eager.phase[call] === "optimizer" ? "(the optimizer)" : "") : eager.operator[call];
           let row = groups.get(key);
           if (!row) groups.set(key, (row = { key, first: call, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, work: 0, exposed: 0 }));
           row.calls.add(call);
@@ -440,7 +440,7 @@ const NimbleViewer = (() => {
         if (!current.length) list.append(el("div", { class: "nv-empty" }, "Nothing matches the search."));
         status.textContent = `${count(current.length)} ${{ operator: "operators", module: "modules", call: "calls" }[view.by]}`;
       }
-      const field = el("input", { type: "search", placeholder: "Search operator, module, source", "aria-label": "Search overhead", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
+      const field = el("input", { type: "search", placeholder: "Operator, module, source", "aria-label": "Search overhead", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
       const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" },
         el("div", { class: "nv-grid", style: "margin-bottom:18px" },
           card("One eager iteration, profiled", true,
@@ -451,7 +451,7 @@ const NimbleViewer = (() => {
         data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);
       node.append(
         el("div", { class: "nv-tools" }, by("operator", "By operator"), by("module", "By module"), by("call", "By call"), field, status),
-        el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
+        el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), whole.remainder > 0 && el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "Belongs to no call"), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
         body);
       fill();
       const mark = (from) => { if (selected() && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
@@ -963,7 +963,7 @@ const NimbleViewer = (() => {
         const owner = plans.find((entry) => entry.policy === run.run);
         const streamLane = (lane) => run.lanes[lane].kind === "stream" || run.lanes[lane].kind === "worker";
         const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
-          el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled` : "unprofiled length unknown"),
+          el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled${run.run === "eager" ? "" : ", the bare replay"}` : "unprofiled length unknown"),
           run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ profiled is ${run.factor.toFixed(2)}x of unprofiled`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
         const toX = (ns, width) => gutter() + ((ns - view.from) / (view.to - view.from)) * (width - gutter() - 8);
         const height = top * 2 + run.lanes.length * tall;
@@ -1113,7 +1113,7 @@ const NimbleViewer = (() => {
         return known.length > 0 && el("div", { class: "nv-counts nv-ends" }, known.map(([key, name, meaning]) => el("div", null, el("strong", null, count(entry[key])), el("em", null, name), el("small", null, meaning))));
       };
       const counts = el("div"), list = el("div"), view = { limit: 200, text: "" };
-      const field = el("input", { type: "search", placeholder: "Search operator, module, source", "aria-label": "Search synchronisations", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
+      const field = el("input", { type: "search", placeholder: "Operator, module, source", "aria-label": "Search synchronisations", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
       function fill() {
         const entry = facts.plans[state.plan], now = plan();
         if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, "No plan was made, so nothing has to wait.")); return; }

@@ -122,7 +122,7 @@ def _outcome(report: Report, one: Candidate) -> str:
         return one.note
     # The comparison measures the finalists again, and chooses by that; else what tuning measured counts.
     taken, best = report.measurement(one.name), report.measurement(report.chosen)
-    again = ", measured again"
+    again = " when measured again"
     if taken is None or best is None:
         again = ""
         chosen = next((other for other in report.candidates if other.chosen), None)

@@ -25,6 +25,8 @@ def overhead(report: Report) -> dict[str, Any] | None:
     host = report.environment.device != "cuda"
     share = profile.overhead_ns / profile.profiled_ns if profile.profiled_ns else 0.0
     exposed = sum(row.exposed_ns for row in rows)
+    phased = sum(phase.overhead_ns for phase in profile.phases)
+    of_phases = f"{format_ns(phased)}, calls or not"
     return {
         "columns": columns,
         "serial": host,
@@ -34,6 +36,7 @@ def overhead(report: Report) -> dict[str, Any] | None:
         "remainder_ns": profile.remainder_ns,
         "facts": [
             ("Framework overhead", f"{format_ns(profile.overhead_ns)}, {format_percent(share)} of the profiled run"),
+            *([("Overhead inside the phases", of_phases)] if profile.phases else []),
             ("Exposed (device idle meanwhile)", format_ns(exposed)),
             ("Device idle", format_percent(profile.device_idle_share)),
             ("Profiled run", format_ns(profile.profiled_ns)),

@@ -249,6 +249,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 def _environment(report: Report) -> list[tuple[str, str]]:
     where = report.environment
+    cast = report.dtype.partition(" under ")[2].removesuffix(" autocast")  # of the step, not around the comparison
     rows = [
         ("Device", _device(report)),
         ("Host CPU", where.host_cpu),
@@ -265,7 +266,7 @@ def _environment(report: Report) -> list[tuple[str, str]]:
         ),
         ("Other processes on the GPU", "" if where.other_processes is None else str(where.other_processes)),
         ("Load of the host, 1 minute", f"{where.load:.2f}" if where.load >= 0 else ""),
-        *where.settings,
+        *((name, cast if cast and name == "autocast" else value) for name, value in where.settings),
         ("Date (UTC)", where.date),
     ]
     return [(name, value) for name, value in rows if value]

@@ -56,9 +56,11 @@ def promise(plan: Schedule) -> dict[str, Any] | None:
     return {"kept": False, "text": f"emitted {format_count(emitted)}, {more} ({words[1].partition(': ')[2]})"}
 
 
-def hint(kind: str) -> str:
-    """What to do about a host synchronisation of this kind."""
+def hint(kind: str, phase: str = "") -> str:
+    """What to do about a host synchronisation of this kind, in this phase of a training step."""
     lowered = kind.lower()
+    if phase == "optimizer" and any(word in lowered for word in _HINTS[0][0]):
+        return "the optimizer reads its own state: fused=True, where it has that, or capturable=True"
     for words, advice in _HINTS:
         if any(word in lowered for word in words):
             return advice
@@ -77,7 +79,7 @@ def host_syncs(report: Report) -> list[dict[str, Any]] | None:
             "total": format_ns(sync.total_ns),
             "source": sync.source,
             "phase": sync.phase,
-            "hint": hint(sync.kind),
+            "hint": hint(sync.kind, sync.phase),
         }
         for sync in rows
     ]

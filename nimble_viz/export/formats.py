@@ -1,0 +1,87 @@
+"""One report, one path: which format it is written in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from nimble_core.errors import InputError
+from nimble_viz.report import Report
+
+__all__ = ["FORMATS", "Format", "export", "format_of"]
+
+Format = Literal["perfetto", "chrome", "csv"]
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_SUFFIXES: dict[str, Format] = {".pftrace": "perfetto", ".perfetto-trace": "perfetto", ".json": "chrome", ".csv": "csv"}
+_KNOWN = "OUT.pftrace or OUT.perfetto-trace (Perfetto), OUT.json (Chrome), a folder or KIND.csv (tables)"
+
+
+def format_of(path: Path) -> Format:
+    """The format that a path asks for: by its suffix; a folder, there or not, asks for CSV.
+
+    Raises:
+        InputError: a suffix that stands for no format.
+
+    >>> format_of(Path("run.pftrace")), format_of(Path("run.json")), format_of(Path("tables"))
+    ('perfetto', 'chrome', 'csv')
+    """
+    if path.is_dir() or not path.suffix:
+        return "csv"
+    if path.suffix not in _SUFFIXES:
+        raise InputError(f"{path.name}: no format has this suffix", fix=f"{_KNOWN}; or give format=")
+    return _SUFFIXES[path.suffix]
+
+
+def export(report: Report, path: str | os.PathLike[str], format: str | None = None) -> Path:
+    """Write ``report`` to ``path`` in another tool's format.
+
+    Args:
+        report: what to write.
+        path: the file; for ``"csv"`` a folder that gets one file per table, or a file named after one (``calls.csv``).
+        format: ``"perfetto"``, ``"chrome"`` or ``"csv"``; None for the one that ``path`` asks for (``format_of``).
+
+    Returns:
+        ``path``.
+
+    Raises:
+        InputError: no such format or table, no timelines to trace, or a package is missing.
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    kind = format_of(target) if format is None else format
+    if kind not in FORMATS:
+        raise InputError(f"there is no format {kind!r}", fix=f"one of {', '.join(FORMATS)}")
+    if kind == "csv":
+        return _write_csv(report, target)
+    from nimble_viz.export.trace import make_trace
+
+    trace = make_trace(report)
+    if not trace.processes:
+        raise InputError(
+            f"the report of {report.model!r} holds no timelines, so there is nothing to trace",
+            fix="export the tables (a folder of CSV files), or take a report of compare() that was not interrupted",
+        )
+    if kind == "perfetto":
+        from nimble_viz.export.perfetto import perfetto_bytes
+
+        target.write_bytes(perfetto_bytes(trace))
+    else:
+        from nimble_viz.export.chrome import chrome_json
+
+        target.write_text(chrome_json(trace), encoding="utf-8")
+    return target
+
+
+def _write_csv(report: Report, target: Path) -> Path:
+    from nimble_viz.export.tables import KINDS, write_table, write_tables
+
+    if target.suffix != ".csv" or target.is_dir():
+        return write_tables(report, target)
+    if target.stem not in KINDS:
+        raise InputError(
+            f"{target.name}: a report has several tables", fix=f"give a folder, or name one: {', '.join(KINDS)}"
+        )
+    return write_table(report, target.stem, target)

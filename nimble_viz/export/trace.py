@@ -1,0 +1,335 @@
+"""The Trace: a Report's timelines as the tracks, slices and flows that trace viewers draw.
+
+``make_trace`` decides everything (which row, which arguments, whole nanoseconds); a writer only spells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nimble_core.program import Call
+from nimble_core.timeline import Span, Timeline
+from nimble_core.units import format_ns
+from nimble_viz.report import Report
+from nimble_viz.views.labels import context, label_call, label_run
+from nimble_viz.views.phases import PHASES, span_phases
+from nimble_viz.views.timeline import DISTORTION_BOUND
+
+__all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "edges_in_time", "make_trace"]
+
+Value = str | int | float | bool | tuple[int, ...]
+Argument = tuple[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One run: a group of tracks with a time axis that starts at 0.
+
+    Args:
+        name: of the run, as people read it.
+        run: its ``Timeline.run``.
+        arguments: how it was measured: clock, profiled and unprofiled length in nanoseconds, doubts.
+        labels: the same in words.
+    """
+
+    name: str
+    run: str
+    arguments: tuple[Argument, ...]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One row. Two slices on it are apart or one holds the other.
+
+    Args:
+        process: index into ``Trace.processes``.
+        name: unique in its process.
+        lane: index into the timeline's lanes; None for the rows of the run as a whole and of a step's phases.
+        whole: whether it is the row of the run as a whole: the first of its process.
+    """
+
+    process: int
+    name: str
+    lane: int | None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that took time.
+
+    Args:
+        track: index into ``Trace.tracks``.
+        start_ns: whole nanoseconds since the run began, 0 or more.
+        end_ns: likewise, never before ``start_ns``.
+        name: kernel or operator.
+        category: phase of the step, ``"host"`` for what belongs to no call, ``"run"`` for the whole run.
+        arguments: what a click on it shows.
+    """
+
+    track: int
+    start_ns: int
+    end_ns: int
+    name: str
+    category: str
+    arguments: tuple[Argument, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """An arrow between two slices of one process; the target starts after the source does.
+
+    Args:
+        source: index into ``Trace.slices``.
+        target: likewise.
+        kind: ``"wait"`` where the plan synchronises two streams, ``"launch"`` from host to device.
+    """
+
+    source: int
+    target: int
+    kind: Literal["wait", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a trace viewer shows.
+
+    Args:
+        title: model, dtype, batch, device.
+        processes: one per timeline, eager first.
+        tracks: by process, in the order to draw them.
+        slices: by track; on a track by start, those that hold others before them.
+        flows: by process.
+        arguments: where it was measured.
+    """
+
+    title: str
+    processes: tuple[Process, ...]
+    tracks: tuple[Track, ...]
+    slices: tuple[Slice, ...]
+    flows: tuple[Flow, ...]
+    arguments: tuple[Argument, ...] = ()
+
+
+def make_trace(report: Report) -> Trace:
+    """The report's timelines as a Trace; without timelines one without processes.
+
+    Each span of a timeline is one slice. Spans that overlap on a lane are nested where the lane is a host thread (they
+    are a call stack there) and put on a further row where it is a device stream or a worker. Times keep the origin of
+    their timeline; one with times before 0 is shifted as a whole. Flows are the waits of the run's schedule, from the
+    producer's last slice to the consumer's first, and in eager runs launches; a flow whose target does not start after
+    its source (clocks that disagree) is left out, because viewers bind arrows in the order of time.
+
+    Complexity: O(n (log n + r)) for n spans on at most r rows per lane.
+    """
+    processes: list[Process] = []
+    tracks: list[Track] = []
+    slices: list[Slice] = []
+    flows: list[Flow] = []
+    for line in sorted(report.timelines, key=lambda line: line.run != "eager"):
+        _add_run(report, line, len(processes), tracks, slices, flows)
+        name, run = _text(label_run(report, line.run)), _text(line.run)
+        processes.append(Process(name, run, _run_arguments(line), tuple(_run_labels(line))))
+    where = report.environment
+    stamp = (("model", report.model), ("context", context(report)), ("torch", where.torch), ("date", where.date))
+    return Trace(
+        title=_text(f"{report.model}: {context(report)}"),
+        processes=tuple(processes),
+        tracks=tuple(tracks),
+        slices=tuple(slices),
+        flows=tuple(flows),
+        arguments=tuple((name, _text(value)) for name, value in stamp),
+    )
+
+
+def edges_in_time(trace: Trace) -> Iterator[tuple[int, int, bool]]:
+    """``(time in ns, slice, whether it begins there)`` of each begin and end, so that a stack per track follows.
+
+    Times never decrease. On one track an inner slice begins after the one around it and ends before it, and a slice
+    ends before the next begins, also where their times are equal.
+    """
+    edges: list[tuple[int, int, bool]] = []
+    around: list[int] = []
+
+    def close(until: int | None) -> None:
+        while around and (until is None or trace.slices[around[-1]].end_ns <= until):
+            ended = around.pop()
+            edges.append((trace.slices[ended].end_ns, ended, False))
+
+    for index, one in enumerate(trace.slices):
+        close(one.start_ns if around and trace.slices[around[-1]].track == one.track else None)
+        edges.append((one.start_ns, index, True))
+        around.append(index)
+    close(None)
+    return iter(sorted(edges, key=lambda edge: edge[0]))
+
+
+def _add_run(
+    report: Report, line: Timeline, process: int, tracks: list[Track], slices: list[Slice], flows: list[Flow]
+) -> None:
+    """Append the tracks, slices and flows of one timeline."""
+    shift = -min(0.0, min((span.start_ns for span in line.spans), default=0.0))
+    times = [(round(span.start_ns + shift), round(span.end_ns + shift)) for span in line.spans]
+
+    def add_track(name: str, lane: int | None, members: Iterable[Slice]) -> None:
+        taken = {track.name for track in tracks if track.process == process}
+        name = _text(name)
+        tracks.append(Track(process, name if name not in taken else f"{name} [{len(tracks)}]", lane, not taken))
+        slices.extend(members)
+
+    whole = Slice(
+        len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run", _run_arguments(line)
+    )
+    add_track("run", None, [whole])
+    for row, stretches in enumerate(_rows(_phase_stretches(report, line, shift), nested=False)):
+        marks = [Slice(len(tracks), start, end, PHASES[at], PHASES[at]) for start, end, at in stretches]
+        add_track(f"phases ({row + 1})" if row else "phases", None, marks)
+
+    calls = report.eager_calls if line.run == "eager" else report.program.calls
+    arguments = [_call_arguments(call) for call in calls]
+    phase_of = span_phases(report, line)
+    by_lane: list[list[tuple[int, int, int]]] = [[] for _ in line.lanes]
+    for index, (span, (start, end)) in enumerate(zip(line.spans, times, strict=True)):
+        by_lane[span.lane].append((start, end, index))
+    slice_of = [-1] * len(line.spans)
+    for number, lane in enumerate(line.lanes):
+        for row, members in enumerate(_rows(by_lane[number], nested=lane.kind == "host") or [[]]):
+            made: list[Slice] = []
+            for start, end, index in members:
+                span = line.spans[index]
+                category = PHASES[phase_of[index]] if phase_of[index] >= 0 else _category(calls, span)
+                known = arguments[span.call] if span.call is not None else ()
+                slice_of[index] = len(slices) + len(made)
+                made.append(Slice(len(tracks), start, end, _text(span.name), category, known))
+            add_track(f"{lane.name} ({row + 1})" if row else lane.name, number, made)
+    flows.extend(_flows(report, line, slices, slice_of))
+
+
+def _rows(members: Sequence[tuple[int, int, int]], *, nested: bool) -> list[list[tuple[int, int, int]]]:
+    """Split ``(start, end, index)`` over as many rows as needed, so that on a row they are apart (or ``nested``).
+
+    Each goes to the first row where it fits; rows are sorted by start, outer before inner.
+
+    >>> _rows([(0, 9, 0), (2, 5, 1), (4, 12, 2)], nested=True)
+    [[(0, 9, 0), (2, 5, 1)], [(4, 12, 2)]]
+    >>> _rows([(0, 9, 0), (2, 5, 1), (5, 12, 2)], nested=False)
+    [[(0, 9, 0)], [(2, 5, 1), (5, 12, 2)]]
+    """
+    rows: list[list[tuple[int, int, int]]] = []
+    around: list[list[int]] = []
+    for member in sorted(members, key=lambda one: (one[0], -one[1], one[2])):
+        start, end, _ = member
+        for row, ends in zip(rows, around, strict=True):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            if not ends or (nested and end <= ends[-1]):
+                row.append(member)
+                ends.append(end)
+                break
+        else:
+            rows.append([member])
+            around.append([end])
+    return rows
+
+
+def _flows(report: Report, line: Timeline, slices: Sequence[Slice], slice_of: Sequence[int]) -> Iterator[Flow]:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    launched: list[tuple[int, int]] = []
+    host: dict[int, int] = {}
+    for index, span in enumerate(line.spans):
+        if span.call is None:
+            continue
+        if line.lanes[span.lane].kind == "host":
+            host.setdefault(span.call, slice_of[index])
+            continue
+        at = slice_of[index]
+        first.setdefault(span.call, at)
+        if span.call not in last or slices[at].end_ns >= slices[last[span.call]].end_ns:
+            last[span.call] = at
+        launched.append((span.call, at))
+    plan = report.schedule(line.run)
+    waits = [(last[u], first[v]) for u, v in plan.syncs if u in last and v in first] if plan else []
+    launches = [(host[call], at) for call, at in launched if call in host] if line.run == "eager" else []
+    kinds: tuple[tuple[Literal["wait", "launch"], list[tuple[int, int]]], ...] = (("wait", waits), ("launch", launches))
+    for kind, pairs in kinds:
+        for source, target in pairs:
+            if slices[source].start_ns < slices[target].start_ns:
+                yield Flow(source, target, kind)
+
+
+def _phase_stretches(report: Report, line: Timeline, shift: float) -> list[tuple[int, int, int]]:
+    """``(start, end, index into PHASES)`` of a profiled eager step."""
+    if line.run != "eager" or report.overhead is None:
+        return []
+    return [
+        (max(0, round(start + shift)), max(0, round(end + shift)), PHASES.index(one.phase))
+        for one in report.overhead.phases
+        for start, end in one.spans
+    ]
+
+
+def _run_arguments(line: Timeline) -> tuple[Argument, ...]:
+    length = line.profiled_ns or line.length_ns
+    found: list[Argument] = [
+        ("source", line.source),
+        ("clock", _text(line.clock)),
+        ("profiled_ns", round(line.profiled_ns)),
+        ("unprofiled_ns", round(line.unprofiled_ns)),
+    ]
+    if line.unprofiled_ns:
+        found.append(("profiled_over_unprofiled", round(length / line.unprofiled_ns, 3)))
+        found.append(("distorted", _distorted(line)))
+    found.append(("reliable", line.reliable))
+    if line.note:
+        found.append(("note", _text(line.note)))
+    return tuple(found)
+
+
+def _run_labels(line: Timeline) -> Iterator[str]:
+    yield _text(f"{line.source}, {line.clock}")
+    if line.profiled_ns:
+        yield f"profiled {format_ns(line.profiled_ns)}"
+    if line.unprofiled_ns:
+        yield f"unprofiled {format_ns(line.unprofiled_ns)}"
+    if _distorted(line):
+        yield "DISTORTED by the profiler"
+    if not line.reliable:
+        yield "UNRELIABLE"
+    if line.note:
+        yield _text(line.note)
+
+
+def _distorted(line: Timeline) -> bool:
+    """Whether the profiled run is no measure of the unprofiled one."""
+    if not line.unprofiled_ns:
+        return False
+    factor = (line.profiled_ns or line.length_ns) / line.unprofiled_ns
+    return not 1 / DISTORTION_BOUND <= factor <= DISTORTION_BOUND
+
+
+def _category(calls: Sequence[Call], span: Span) -> str:
+    return calls[span.call].phase if span.call is not None else "host"
+
+
+def _call_arguments(call: Call) -> tuple[Argument, ...]:
+    found: list[Argument] = [("call", call.index), ("label", _text(label_call(call)))]
+    found.append(("operator", _text(call.operator)))
+    if call.module:
+        found.append(("module", _text(call.module)))
+    if call.origins and call.origins[0].file:
+        found.append(("source", _text(f"{call.origins[0].file}:{call.origins[0].line}")))
+    found.append(("phase", call.phase))
+    found.append(("bytes_read", sum(ref.nbytes for ref in call.reads)))
+    found.append(("bytes_written", sum(ref.nbytes for ref in call.writes)))
+    if call.eager:
+        found.append(("eager_calls", call.eager))
+    return tuple(found)
+
+
+def _text(text: str) -> str:
+    """Text that can be written as UTF-8: file names may hold bytes that no character stands for."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
