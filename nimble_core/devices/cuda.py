@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -47,6 +47,7 @@ __all__ = ["CudaDevice", "CudaExecutable"]
 
 _CAPTURE_LOCK = threading.RLock()
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+_TRIES = 8
 _TIMED_CALLS = 10
 _CUDNN_TRIALS = 4
 """Routines that cuDNN times for a convolution that it meets: each takes milliseconds, and it names the likely first."""
@@ -645,11 +646,10 @@ class _Lanes:
 class _Counter:
     """Nodes of the throwaway capture, and a way out of it for host constants."""
 
-    def __init__(self, probe: CaptureProbe, device: torch.device, trace: Callable[[], Sequence[Event]] | None) -> None:
+    def __init__(self, probe: CaptureProbe, device: torch.device, trace: _Trace | None) -> None:
         self.nodes = probe.nodes
         self._device = device
         self._trace = trace
-        self._before = _allocations(device.index)[0]
 
     def allocations(self) -> int:
         # A workspace that a library kept from the call before would not show.
@@ -657,7 +657,7 @@ class _Counter:
         return _allocations(self._device.index)[0]
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
-        return asks_of(self._trace(), windows, self._before) if self._trace else ()
+        return asks_of(self._trace.events(), windows, self._trace.before) if self._trace else ()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -733,23 +733,43 @@ def _allocations(device: int) -> tuple[int, int]:
     return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
 
-@contextmanager
-def _allocations_traced(stream: torch.cuda.Stream) -> Iterator[Callable[[], Sequence[Event]] | None]:
-    """Yields what tells the allocations inside on the stream's device; None where someone else traces them."""
-    if torch._C._cuda_isHistoryEnabled():
-        yield None
-        return
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """The allocator's history on one device, in which the allocations of one stream are looked at.
 
-    def trace() -> list[Event]:
-        events = torch.cuda.memory._snapshot()["device_traces"][stream.device.index]
+    Args:
+        stream: whose.
+        before: allocations on the device before the first event.
+    """
+
+    stream: torch.cuda.Stream
+    before: int
+
+    def events(self) -> list[Event]:
+        """What was allocated and freed since, in order."""
+        own = self.stream.cuda_stream
         return [
-            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["stream"] == stream.cuda_stream)
-            for one in events
+            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["stream"] == own)
+            for one in torch.cuda.memory._snapshot()["device_traces"][self.stream.device.index]
             if one["action"] in ("alloc", "free_requested")
         ]
 
-    torch.cuda.memory._record_memory_history(enabled="all", context=None)
+
+@contextmanager
+def _allocations_traced(stream: torch.cuda.Stream) -> Iterator[_Trace | None]:
+    """Yields what tells the allocations inside; None where someone else traces them, or others never pause."""
+    if torch._C._cuda_isHistoryEnabled():
+        yield None
+        return
+    trace = None
     try:
+        for _ in range(_TRIES):
+            before = _allocations(stream.device.index)[0]
+            torch.cuda.memory._record_memory_history(enabled="all", context=None)
+            if _allocations(stream.device.index)[0] == before:  # no other thread's fell in between
+                trace = _Trace(stream, before)
+                break
+            torch.cuda.memory._record_memory_history(enabled=None)
         yield trace
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
