@@ -66,9 +66,9 @@ def asks_of(events: Sequence[Event], windows: Sequence[Window], before: int = 0)
         before: allocations before the first event.
 
     >>> history = [Event(7, 12), Event(7, 0), Event(7, 9), Event(8, 4)]
-    >>> asks_of(history, [Window(0, 3, {7: 5, 8: 6})])[0]
-    (Ask(nbytes=12, storage=None, freed_before=1), Ask(nbytes=9, storage=5, freed_before=None), Ask(nbytes=4, storage=6, freed_before=None))
-    """  # noqa: E501  # one line of output
+    >>> [(ask.nbytes, ask.storage, ask.freed_before) for ask in asks_of(history, [Window(0, 3, {7: 5, 8: 6})])[0]]
+    [(12, None, 1), (9, 5, None), (4, 6, None)]
+    """
     places = [place for place, event in enumerate(events) if event.nbytes]
     found = []
     for window in windows:

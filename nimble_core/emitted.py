@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from nimble_core.algorithms.reachability import predecessor_lists, unconnected
 from nimble_core.errors import ScheduleError
+from nimble_core.lifetimes import happens_before
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule, SyncCounts, stream_neighbours
+from nimble_core.schedule import Schedule, SyncCounts
 
 __all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_syncs"]
 
@@ -97,14 +98,10 @@ def check_emitted(
 
 def _unordered(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
     """Those of the pairs that the schedule's own order does not imply."""
-    if not pairs:
-        return []
-    before: list[list[int]] = [[] for _ in schedule.order]
-    place = {call: position for position, call in enumerate(schedule.order)}
-    for u, v in (*stream_neighbours(schedule.stream, schedule.order), *schedule.syncs):
-        before[place[v]].append(place[u])
-    found = unconnected(before, [(place[u], place[v]) for u, v in pairs])
-    return [(schedule.order[u], schedule.order[v]) for u, v in found]
+    order = schedule.order
+    place = {call: position for position, call in enumerate(order)}
+    found = unconnected(happens_before(schedule), [(place[u], place[v]) for u, v in pairs]) if pairs else []
+    return [(order[u], order[v]) for u, v in found]
 
 
 _DEFECT = "this is a defect of the capture: report it with the model"

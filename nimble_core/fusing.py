@@ -185,8 +185,6 @@ def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> 
     program, inputs = recorded.recording.program, recorded.signature.tensors
     last = next((node for node in module.graph.nodes if _updates(node, program)), None)
     if last is None:
-        if recorded.trained:
-            keep_strides(module, exactly=True)
         return compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)
     head, tail = cut_before(module, last)
     keep_strides(head, exactly=True)

@@ -92,9 +92,7 @@ class Cases:
         """How what a run writes differs from what eager writes; None if it does not."""
         if not self.written:
             return None
-        with state_kept(recorded):
-            run([tensor.clone() for tensor in self.eager[0][0]])
-            after = [one.tensor.clone() for one in _state_of(recorded)]
+        _, after = _stepped(recorded, run, self.eager[0][0])
         updates = [replace(one, after=tensor) for one, tensor in zip(self.written, after, strict=True)]
         check = check_updates(name, updates, lowest=self.lowest)
         return None if check.passed or check.reason.startswith("void") else check
@@ -186,6 +184,16 @@ def from_same_state(recorded: Recorded, run: Run) -> Run:
             return run(inputs)
 
     return kept
+
+
+def _stepped(
+    recorded: Recorded, run: Run, inputs: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+    """What a run makes of ``inputs``, and what it leaves of the state, which then is as it was."""
+    with state_kept(recorded):
+        # Clones: a model that writes its inputs must not spoil the case for the next run.
+        outputs = run([tensor.clone() for tensor in inputs])
+        return outputs, [one.tensor.clone() for one in _state_of(recorded)]
 
 
 def issued(device: Device, recorded: Recorded) -> Run:
@@ -319,17 +327,14 @@ def _is_whole_step(recorded: Recorded) -> bool:
 def _beside(cases: Cases, variant: Recorded, run: Run) -> Cases:
     """What the same kernels make of these cases one after the other, and how far from that a replay may be."""
     assert cases.moved is not None
+    steps = [_stepped(variant, run, inputs) for inputs, _ in cases.eager]
     eager, moved = [], []
-    for (inputs, outputs), others in zip(cases.eager, cases.moved, strict=True):
-        mine = from_same_state(variant, run)([tensor.clone() for tensor in inputs])
+    for (inputs, outputs), others, (mine, _) in zip(cases.eager, cases.moved, steps, strict=True):
         eager.append((inputs, mine))
         moved.append([_moved(*three) for three in zip(mine, outputs, others, strict=True)])
-    with state_kept(variant):
-        run([tensor.clone() for tensor in cases.eager[0][0]])
-        after = [one.tensor.clone() for one in _state_of(variant)]
     written = [
         replace(one, after=now, eager=now, perturbed=_moved(now, one.eager, one.perturbed))
-        for one, now in zip(cases.written, after, strict=True)
+        for one, now in zip(cases.written, steps[0][1], strict=True)
     ]
     return replace(cases, eager=eager, truth=None, moved=moved, written=written)
 

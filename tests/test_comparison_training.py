@@ -182,7 +182,7 @@ def test_all_stays_as_it_was_after_an_error(at: str, error: BaseException) -> No
         found = trained(net, x, target=y, optimizer=optimizer, progress=spy)
         assert not found.complete
     except (RuntimeError, KeyboardInterrupt) as raised:
-        assert raised is error  # noqa: PT017
+        assert raised is error  # noqa: PT017  # or the run ends in a report of what there was
     assert at in spy.names
     unchanged(before, everything(net, optimizer))
 
