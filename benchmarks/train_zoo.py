@@ -142,7 +142,7 @@ def _bert(batch: int, device: torch.device, tokens: int = 128, **sizes: int) -> 
         return (words.masked_fill(masked, 103),), words.masked_fill(~masked, -100)
 
     batches = tuple(data() for _ in range(_COUNT))
-    return Task(_Words(BertForMaskedLM(config)).to(device), batches, _masked_words, partial(AdamW, lr=1e-4))
+    return Task(_Words(BertForMaskedLM(config)).to(device), batches, _masked_words, partial(AdamW, lr=2e-4))
 
 
 # -- CycleGAN ------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ TASKS: dict[str, Factory] = {
     "ResNet-18 CIFAR": _images("resnet18", 32, 10, 0.004),
     "ResNet-50 CIFAR": _images("resnet50", 32, 10, 0.004),
     "MobileNetV2 CIFAR": _images("mobilenet_v2", 32, 10, 0.01),
-    "EfficientNet-B0 CIFAR": _images("efficientnet_b0", 32, 10, 0.02),
+    "EfficientNet-B0 CIFAR": _images("efficientnet_b0", 32, 10, 0.05),
     "BERT-base 128": _bert,
     "ResNet-50 ImageNet": _images("resnet50", 224, 1000, 0.01),
     "CycleGAN 256": _cyclegan,

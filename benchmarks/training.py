@@ -11,9 +11,10 @@ one of the same. Where there is a GPU, tuned eager comes first, since cuDNN keep
 
 Right is who learns what eager learns: the losses of the first 20 steps are held against eager's. Where nothing is drawn
 at random, the bound is what rounding alone does: how far eager is from itself when each result is moved by about its
-last place; and losses in float64 are a second chance. Where dropout is, the mean over seeds is compared, as many as it
-takes.
-Memory is the most that a way holds during its steps, with model, gradients and optimizer, and all of its graphs' pools.
+last place, on the mean over several starts; and losses in float64 are a second chance. Where dropout is, the mean over
+seeds is compared. Of both as many as it takes.
+Memory is the most that a way holds during its steps, with model, gradients and optimizer, all of its graphs' pools, and
+workspaces of its own, as if it were alone in its process.
 
 Rows are written as they finish, and a row that the file holds is not measured again; rows that failed are tried again
 after the others. ``--warm-only`` compiles ahead of time into the directory of ``--cache``. Beside the results lies the
@@ -124,12 +125,13 @@ TOLERANCE = {"float32": 1e-3, "tf32": 5e-2, "bf16": 1e-1}
 """What is allowed of ``‖losses - eager's‖ / ‖eager's‖`` over the first steps, however little rounding does."""
 
 # Steps amplify differences: on an H200, in TF32, two honest ways were 1e-1 from eager's losses of ResNet-18.
-_PERTURBED = 3
-"""How many times eager is run with moved results, where nothing is random."""
+_STARTS, _MOST_STARTS, _ASIDE = 3, 12, 1e-2
+"""Where nothing is random: from how many starts losses are averaged, at first and at most, and how far, relative to
+each weight, the starts are from the first of them."""
 
 _FACTOR = 3.0
-"""How many times as far as moved results take eager a way may be from it; how many times as far from float64 as eager;
-and by how many bounds eager's losses have to move."""
+"""How many times as far as moved results are expected to take eager's mean a way may be from it; how many times as far
+from float64 as eager; and by how many bounds eager's losses have to move."""
 
 Way = Callable[[Task, Settings], "Prepared"]
 
@@ -399,12 +401,12 @@ class Lessons:
     """What eager learns, to hold others against.
 
     Args:
-        eager: losses of the first steps, one list for each seed.
+        eager: losses of the first steps, one list for each seed or start.
         bound: on the distance of the means.
         random: whether steps draw random numbers.
         moved: how far eager's losses move from those of the first time that it sees each batch.
-        perturbed: how far they are from those with moved results, one distance for each time.
-        truth: losses in float64; None where there is randomness, or no float64.
+        perturbed: how far they are from those with moved results, one distance for each start.
+        truth: means of losses in float64; None where there is randomness, or no float64.
         why: why there are none; empty otherwise.
     """
 
@@ -445,25 +447,32 @@ def lessons(
     random: bool = False,
     moved: Sequence[Sequence[float]] = (),
 ) -> Lessons:
-    """Eager's losses with two seeds or more, and how far from them is near enough.
+    """Eager's losses with several seeds, or from several starts, and how far from their mean is near enough.
 
-    The bound is the tolerance for the precision, or three times as far as moved results take eager if that is more; and
-    twice the distance that two means over as many seeds are expected to have from each other.
+    Who steps differently rounds differently, and each start makes of that what it will: means over n starts are nearer
+    to each other by √n. The bound is the tolerance for the precision, or three times as far as moved results take the
+    mean, if they take each curve as far as was seen and in directions that have nothing to do with each other. Where
+    steps are random: twice the distance that two means over as many seeds are expected to have from each other, more.
 
     Args:
-        curves: one for each seed.
+        curves: one for each seed or start, two at least.
         dtype: a key of ``TOLERANCE``.
         batches: that were taken in turn.
         random: whether steps draw random numbers.
-        moved: eager's losses under ``nimble_core.gradients.perturbed``, with the first seed.
+        moved: eager's losses under ``nimble_core.gradients.perturbed``, from the same starts; empty: not known.
     """
     middle = means(curves)
-    variance = math.fsum(math.dist(one, middle) ** 2 for one in curves) / (len(curves) - 1)
-    noise = math.sqrt(2 * variance / len(curves)) / (math.hypot(*middle) or 1.0)
+    norm, count = math.hypot(*middle) or 1.0, len(curves)
+    bound = TOLERANCE[dtype]
+    if random:
+        variance = math.fsum(math.dist(one, middle) ** 2 for one in curves) / (count - 1)
+        bound += 2 * math.sqrt(2 * variance / count) / norm
+    if moved:
+        apart = math.hypot(*(math.dist(one, other) for one, other in zip(moved, curves, strict=True))) / count / norm
+        bound = max(bound, _FACTOR * apart) if math.isfinite(apart) else math.inf
     still = [middle[i % batches] for i in range(len(middle))]
-    rounding = tuple(distance(one, curves[0]) for one in moved)
-    bound = max(TOLERANCE[dtype], *(_FACTOR * one for one in rounding)) if rounding else TOLERANCE[dtype]
-    return Lessons(tuple(curves), bound + 2 * noise, random, distance(still, middle), rounding)
+    perturbed = tuple(distance(one, other) for one, other in zip(moved, curves, strict=False))
+    return Lessons(tuple(curves), bound, random, distance(still, middle), perturbed)
 
 
 def judged(curves: Sequence[list[float]], given: Lessons) -> dict[str, Any]:
@@ -541,7 +550,7 @@ class _Run:
         """The same, and its losses judged. None if it is left out."""
         try:
             one = self.prepare(name)
-            found = judged([one.losses(self.values, seed) for seed in range(len(given.eager))], given)
+            found = judged([self._curve(one, seed, given.random) for seed in range(len(given.eager))], given)
         except (Exception, TooSlowError) as error:
             traceback.print_exc()
             self.leave_out(name, why(error))
@@ -560,26 +569,44 @@ class _Run:
                 gone.close()
 
     def lessons(self, dtype: str) -> Lessons:
-        """What eager learns.
-
-        If it is random, with more seeds as long as they are needed to tell; if not, also with moved results and in
-        float64.
+        """What eager learns, with as many seeds as it takes to tell; where nothing is random, from as many starts, also
+        with moved results and in float64.
         """
-        eager, count = self.prepared["eager"], len(self.task.batches)
-        curves = [eager.losses(self.values, seed) for seed in range(2)]
-        if self._draws(eager):
-            while not (found := lessons(curves, dtype, count, random=True)).telling and len(curves) < _SEEDS:
-                curves += [eager.losses(self.values, seed) for seed in range(len(curves), 2 * len(curves))]
+        eager, batches = self.prepared["eager"], len(self.task.batches)
+        random = self._draws(eager)
+        count, most = (2, _SEEDS) if random else (_STARTS, _MOST_STARTS)
+        curves: list[list[float]] = []
+        moved: list[list[float]] = []
+        while True:
+            more = range(len(curves), count)
+            curves += [self._curve(eager, seed, random) for seed in more]
+            moved += [] if random else [self._moved(eager, seed) for seed in more]
+            found = lessons(curves, dtype, batches, random=random, moved=moved)
+            if found.telling or count >= most:
+                break
+            count *= 2
+        if random:
             return replace(found, why="steps draw random numbers")
-        moved = [self._moved(eager, seed) for seed in range(_PERTURBED)]
-        found = lessons(curves, dtype, count, moved=moved)
         try:
             wide = self.task.in_float64()
             optimizer = wide.make_optimizer()
-            truth = Prepared(_stepping(wide, optimizer, wide.loss), wide, optimizer).losses(self.values, 0)
+            exact = Prepared(_stepping(wide, optimizer, wide.loss), wide, optimizer)
+            return replace(found, truth=means([self._curve(exact, seed, random) for seed in range(count)]))
         except Exception as error:
             return replace(found, why=why(error))
-        return replace(found, truth=truth)
+
+    def _curve(self, one: Prepared, seed: int, random: bool) -> list[float]:
+        """Losses with this seed; where nothing is random, from a start of its own."""
+        return one.losses(self.values if random or not seed else self._start(seed), seed)
+
+    def _start(self, seed: int) -> dict[str, Tensor]:
+        """Values a little beside those of the task, the same for whoever asks."""
+        torch.manual_seed(seed)
+        trained = {name for name, _ in self.task.model.named_parameters()}
+        return {
+            name: one * (1 + _ASIDE * torch.randn(one.shape, device=one.device)) if name in trained else one
+            for name, one in self.values.items()
+        }
 
     def _draws(self, one: Prepared) -> bool:
         """Whether a step moves the random state, the host's or the GPU's."""
@@ -591,7 +618,7 @@ class _Run:
     def _moved(self, one: Prepared, seed: int) -> list[float]:
         """Losses with each result moved by about its last place; backward on this thread, where the mode is."""
         with torch.autograd.set_multithreading_enabled(False), perturbed(seed):
-            return one.losses(self.values, 0)
+            return self._curve(one, seed, False)
 
     def timed(self, seconds: float) -> dict[str, Measurement]:
         """Every way in turn, on one batch, from the same start; beside them bare replays of ours."""
@@ -656,6 +683,8 @@ class _Held:
         gc.collect()
         gc.freeze()
         torch.cuda.synchronize(device)
+        # Each way is charged its own, as if it were alone in its process: products ask for them again.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         pools = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0)]
         return cls(
@@ -697,7 +726,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         stack.callback(run.close)
         if TUNED in row.peers and settings.device == "cuda":
             KINDS[TUNED](task.copied(), settings).step(*task.batches[0])
-        # What is kept for the process, such as workspaces, is nobody's.
+        # What is kept for the process, such as handles of libraries, is nobody's.
         KINDS["eager"](task.copied(), settings).step(*task.batches[0])
         run.prepare("eager")
         watch = Stopwatch({"eager": time.perf_counter() - began})

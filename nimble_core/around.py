@@ -6,7 +6,22 @@ from typing import Any, Self
 
 import torch
 
-__all__ = ["Around"]
+from nimble_core.errors import InputError
+
+__all__ = ["Around", "require_training_mode"]
+
+
+def require_training_mode(model: torch.nn.Module) -> None:
+    """Raise InputError for a module in evaluation mode: what is trained is in training mode; parts of it need not be.
+
+    One rule for ``TrainStep``, ``prepare(training=True)`` and ``compare(training=True)``: else dropout would drop
+    nothing, and batch norm learn nothing, without a word.
+    """
+    if not model.training:
+        raise InputError(
+            f"{type(model).__name__} is in evaluation mode: dropout and batch norm would not train",
+            fix="model.train() first; parts that are to stay as they are: part.eval() after that",
+        )
 
 
 class Around(torch.nn.Module):
@@ -14,9 +29,14 @@ class Around(torch.nn.Module):
 
     Args:
         model: what is run.
+
+    Attributes:
+        input_names: what users call the positional inputs, in error messages and reports; those without a name are
+            ``args[0]``, ….
     """
 
     model: torch.nn.Module
+    input_names: tuple[str, ...] = ()
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

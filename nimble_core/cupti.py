@@ -1,20 +1,30 @@
 """Exact times of replayed kernels, by graph node, through CUPTI activity records (``cupti-python``).
 
-torch's own profiler may run before or after in the same process (seen with torch 2.11, CUPTI 13.0): each collection
-registers its callbacks anew and switches its activity kinds off again.
+CUPTI serves one tool at a time. torch's own profiler may run before or after in the same process (seen with torch 2.11,
+CUPTI 13.0): each collection registers its callbacks anew and switches its activity kinds off again. While it runs, or
+where Nsight Systems or Nsight Compute started the process, nothing is collected: ``unavailable`` says so.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-__all__ = ["Activity", "available", "collect", "node_id"]
+__all__ = ["Activity", "attached_tool", "available", "collect", "node_id", "unavailable"]
 
 _BUFFER_BYTES = 8 << 20
+_TOOL_OF = {
+    "NSYS_PROFILING_SESSION_ID": "Nsight Systems",
+    "NV_NSIGHT_INJECTION_TRANSPORT_TYPE": "Nsight Compute",
+    "NV_NSIGHT_INJECTION_PORT_BASE": "Nsight Compute",
+    "NV_COMPUTE_PROFILER_PERFWORKS_DIR": "Nsight Compute",
+    "CUDA_INJECTION64_PATH": "another tool",
+}
+"""Environment variables that tools set in the processes that they start; the one that any of them may set is last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,26 @@ def _kinds() -> dict[int, str]:
     return {kinds.CONCURRENT_KERNEL: "kernel", kinds.MEMCPY: "memcpy", kinds.MEMSET: "memset"}
 
 
+def attached_tool() -> str:
+    """The tool that watches this process from outside, and what gives it away; empty if none does."""
+    return next((f"{tool} ({name} is set)" for name, tool in _TOOL_OF.items() if os.environ.get(name)), "")
+
+
+def unavailable() -> str:
+    """Why nothing can be collected now; empty if something can."""
+    tool = attached_tool()
+    if tool:
+        return f"{tool} is attached, and CUPTI serves one tool at a time"
+    import torch
+
+    if torch._C._autograd._profiler_enabled():
+        return "torch.profiler is running, and CUPTI serves one tool at a time"
+    return "" if _cupti() else "cupti-python is not installed"
+
+
 def available() -> bool:
-    """Whether cupti-python can be used here."""
-    return _cupti() is not None
+    """Whether something can be collected now."""
+    return not unavailable()
 
 
 def node_id(node: int) -> int:
@@ -97,13 +124,15 @@ def node_id(node: int) -> int:
 
 
 def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:
-    """Run ``run`` and return what the GPU did meanwhile, sorted by start; empty without cupti-python.
+    """Run ``run`` and return what the GPU did meanwhile, sorted by start.
+
+    Where CUPTI is not ours to use (``unavailable``), it is not touched, nothing is run, and the answer is empty.
 
     Args:
         run: launches work.
         synchronize: waits for it.
     """
-    cupti = _cupti()
+    cupti = _cupti() if available() else None
     if cupti is None:
         return []
     cupti.activity_register_callbacks(_requested, _completed)

@@ -65,6 +65,8 @@ class ForwardBackward(Around):
         leaves: positions of the input tensors whose gradients are wanted.
     """
 
+    input_names = ("args", "kwargs", "gradients of outputs")
+
     def __init__(self, model: torch.nn.Module, leaves: Sequence[int]) -> None:
         super().__init__(model)
         self.leaves = tuple(leaves)
@@ -244,14 +246,14 @@ class Backward:
         """The calls of that."""
         return self.tuned.recorded
 
-    def unlike(self, tensors: Sequence[torch.Tensor]) -> str:
+    def unlike(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> str:
         """What wants a gradient, or is cast, other than when this was prepared; empty if nothing."""
         for parameter, name, flag in self.flags:
             if parameter.requires_grad is not flag:
                 return f"parameter {name} was {'trained' if flag else 'frozen'} then, and is not now"
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad and position not in self.leaves:
-                return f"input {position} required no gradient then, and does now"
+                return f"{names[position]} required no gradient then, and does now"
         casts = _casts(tensors[0].device.type)
         if casts != self.casts:
             return f"autocast was {_autocast(self.casts)} then, and is {_autocast(casts)} now"
@@ -466,7 +468,7 @@ def make_trainable(
         device.warm_up(whole, (args, kwargs), {})
     templates = whole.templates
     example = (tuple(args), dict(kwargs), list(templates))
-    both = Signature(example, {})
+    both = Signature(example, {}, whole.input_names)
     joint = record_static(device, whole, both, example, {}, strict=options.strict, step=step)
     if joint.whole:
         raise CaptureError(

@@ -5,12 +5,11 @@ The plan promises waits; the graph that will run has edges. They are compared he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nimble_core.algorithms.reachability import predecessor_lists, unconnected
 from nimble_core.errors import ScheduleError
-from nimble_core.lifetimes import happens_before
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, SyncCounts
 
@@ -58,7 +57,10 @@ def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
 def check_emitted(
     schedule: Schedule, raw: RawGraph, hazards: Iterable[tuple[int, int]], program: Program | None = None
 ) -> None:
-    """Prove on the captured graph that nothing races and that the planned waits, and no others, were emitted.
+    """Prove on the captured graph that nothing races and that the planned waits were emitted.
+
+    There may be more: a library that forks to a stream of its own leaves there, for its next call, what the last one
+    waited for. That costs concurrency, never order; ``emitted_counts`` counts it.
 
     Args:
         schedule: what was captured.
@@ -68,7 +70,7 @@ def check_emitted(
 
     Raises:
         ScheduleError: names the first hazard without a path; or, where every call added a node, the first wait that is
-            planned and not emitted, or emitted and not implied by what is planned.
+            planned and not emitted.
 
     Complexity:
         Linear in nodes and edges, plus one bitset pass for hazards that no single edge orders.
@@ -87,21 +89,9 @@ def check_emitted(
         u, v = raw.owner[tail], raw.owner[head]
         raise ScheduleError(f"the captured graph races: nothing orders {_pair(u, v, program)}", fix=_DEFECT)
     if all(first):
-        planned, emitted = set(schedule.syncs), set(emitted_syncs(schedule, raw))
-        # Libraries that fork to streams of their own (recurrent layers) leave edges that repeat what is planned.
-        more = set(_unordered(schedule, emitted - planned))
-        for u, v in sorted((planned - emitted) | more):
-            where = "planned but not in the graph" if (u, v) in planned else "in the graph but not planned"
-            what = f"the captured graph is not the plan: sync {_pair(u, v, program)} is {where}"
+        for u, v in sorted(set(schedule.syncs).difference(emitted_syncs(schedule, raw))):
+            what = f"the captured graph is not the plan: sync {_pair(u, v, program)} is planned but not in the graph"
             raise ScheduleError(what, fix=_DEFECT)
-
-
-def _unordered(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those of the pairs that the schedule's own order does not imply."""
-    order = schedule.order
-    place = {call: position for position, call in enumerate(order)}
-    found = unconnected(happens_before(schedule), [(place[u], place[v]) for u, v in pairs]) if pairs else []
-    return [(order[u], order[v]) for u, v in found]
 
 
 _DEFECT = "this is a defect of the capture: report it with the model"

@@ -24,12 +24,19 @@ from nimble_core.launchers import Relaunch
 from nimble_core.lift import calls_of, lift
 from nimble_core.pipeline import Recorded, state_kept
 from nimble_core.plan import Plan
-from nimble_core.program import Fuse, KernelChoice, Origin, Program
+from nimble_core.program import Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.cut import cut_before
 from nimble_core.rewrites.decisions import Decisions
+from nimble_core.rewrites.draws import draws_apart
 from nimble_core.rewrites.fold import affine_norms, fold_affine
-from nimble_core.rewrites.layout import keep_strides, speaks_of_strides, to_channels_last, train_channels_last
+from nimble_core.rewrites.layout import (
+    keep_strides,
+    results_laid_out,
+    speaks_of_strides,
+    to_channels_last,
+    train_channels_last,
+)
 from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
@@ -95,10 +102,13 @@ def _fused(
             run, provenance = tracked(module, recorded.recording.program)
             with step("warm up library calls"), device.libraries_tuned():
                 device.warm_up(run, inputs, {})
-        constants = {f"folded {number}": tensor for number, tensor in enumerate(folded.constants if folded else ())}
+        owned = _owned(recorded)
+        owned += [
+            ("constant", f"folded {number}", one) for number, one in enumerate(folded.constants if folded else ())
+        ]
         with step(f"record {kind}"), device.libraries_tuned():
             recording = device.record(
-                recorded.model, recorded.signature, (), {}, Rewritten(kind, run, provenance, constants)
+                recorded.model, recorded.signature, (), {}, Rewritten(kind, run, provenance, owned)
             )
     except NimbleError:
         raise
@@ -181,27 +191,42 @@ def _in_better_layout(
 
 
 def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> tuple[Run, Provenance]:
-    """The graph as compiled kernels; an optimizer's calls, which are fused already, stay as they are."""
-    program, inputs = recorded.recording.program, recorded.signature.tensors
+    """The graph as compiled kernels; calls that draw numbers, and an optimizer's, stay as they are."""
+    program = recorded.recording.program
+    draws, module = draws_apart(module, recorded.signature.device)
+    updates = None
     last = next((node for node in module.graph.nodes if _updates(node, program)), None)
-    if last is None:
-        return compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)
-    head, tail = cut_before(module, last)
-    keep_strides(head, exactly=True)
-    first, of_first = compile_graph(head, inputs, thorough=thorough), provenance_in_code(head, program)
-    then, of_then = tracked(tail, program)
-    updating = False
+    if last is not None:
+        module, updates = cut_before(module, last)
+        keep_strides(module, exactly=True)
+    inputs: Sequence[torch.Tensor] = recorded.signature.tensors
+    if draws is not None:
+        with torch.no_grad():
+            inputs = draws(*inputs)
+    stages = [(compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program))]
+    if recorded.trained:
+        stages.append(tracked(results_laid_out(module), program))
+    if draws is not None:
+        stages.insert(0, tracked(draws, program))
+    if updates is not None:
+        stages.append(tracked(updates, program))
+    return _one_after_the_other(stages)
+
+
+def _one_after_the_other(stages: Sequence[tuple[Run, Provenance]]) -> tuple[Run, Provenance]:
+    """Each stage is given what the one before returned."""
+    now = stages[0][1]
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        nonlocal updating
-        updating = False
-        found = first(*tensors)
-        updating = True
-        updated: Sequence[torch.Tensor] = then(*found)
-        return updated
+        nonlocal now
+        found: Sequence[torch.Tensor] = tensors
+        for stage, of_stage in stages:
+            now = of_stage
+            found = stage(*found)
+        return found
 
     def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
-        return (of_then if updating else of_first)(func, frame)
+        return now(func, frame)
 
     return run, provenance
 
@@ -209,6 +234,13 @@ def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> 
 def _updates(node: fx.Node, program: Program) -> bool:
     """Whether a node belongs to the optimizer."""
     return any(program.calls[call].phase == "optimizer" for call in calls_of(node))
+
+
+def _owned(recorded: Recorded) -> list[tuple[Role, str, torch.Tensor]]:
+    """Parameters and buffers by role and name; a half of a training step does not tell which are its module's."""
+    recording = recorded.recording
+    homes = [(recording.program.storages[recording.storage_of[slot]], one) for slot, one in recording.given.items()]
+    return [(home.role, home.name, one) for home, one in homes if home.role in ("parameter", "buffer")]
 
 
 def _given_names(recorded: Recorded) -> dict[str, str]:

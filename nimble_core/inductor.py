@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ _OPTIONS: Mapping[str, Any] = {
     "inplace_buffers": False,
     "memory_planning": False,
     "triton.cudagraphs": False,
+    "fallback_random": True,  # eager's kernels draw what could not be drawn ahead
     "comment_origin": True,  # which nodes each launch stands for, however Inductor is set up otherwise
 }
 
@@ -53,7 +55,7 @@ def compile_graph(
     if thorough:
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
     try:
-        with torch.no_grad(), _host_kernels_explained(), warnings.catch_warnings():
+        with torch.no_grad(), _host_kernels_explained(), _kept_on_disk(module), warnings.catch_warnings():
             # torch's notices about its own code, and advice on settings, which are the user's.
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             compiled: Callable[..., Sequence[torch.Tensor]]
@@ -64,6 +66,30 @@ def compile_graph(
             f"Inductor could not compile the model: {type(error).__name__}: {first_line(error)}",
             fix='Options(fuse="library") or "none"',
         ) from error
+
+
+@contextmanager
+def _kept_on_disk(module: fx.GraphModule) -> Iterator[None]:
+    """Inside, Inductor keeps what it compiles on disk: it does so only where shapes might vary, and here none does.
+
+    Its key knows what a graph computes, not what its nodes are called, which the comments in its code tell.
+    """
+    from torch._inductor.codecache import FxGraphCache
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    names = sha256(" ".join(node.name for node in module.graph.nodes).encode()).hexdigest()
+    config: Any = torch.compiler.config
+    kept, without_guards, own = FxGraphCache, ShapeEnv(), "_get_shape_env"
+    before = vars(kept).get(own)  # else a class above has it
+    setattr(kept, own, staticmethod(lambda: without_guards))
+    try:
+        with config.patch(cache_key_tag=f"{config.cache_key_tag}{names}"):
+            yield
+    finally:
+        if before is None:
+            delattr(kept, own)
+        else:
+            setattr(kept, own, before)
 
 
 @contextmanager

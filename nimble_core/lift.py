@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.errors import CaptureError
-from nimble_core.operators import draws_numbers, makes_memory_only, written_arguments
+from nimble_core.operators import draws_numbers, fills, makes_memory_only, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
 from nimble_core.strides import laid_out
@@ -148,11 +148,12 @@ class _Lift:
     exact: frozenset[int]
 
     def step(self, step: Step, used_later: Mapping[int, int], position: int) -> None:
-        func, kwargs = step.func, dict(step.kwargs)
         same = self._same_window(step)
         if same is not None:
             self._take_window(step.outputs[0], self.value[same])
             return
+        step = self._reshaped(step)
+        func, kwargs = step.func, dict(step.kwargs)
         schema = getattr(func, "_schema", None)
         written = _written_slots(step)
         functional = self._functional(step, written, used_later, position) if schema else None
@@ -188,6 +189,16 @@ class _Lift:
         strides = zip(before.sizes, before.strides, after.strides, strict=True)
         return step.reads[0] if all(size == 1 or a == b for size, a, b in strides) else None
 
+    def _reshaped(self, step: Step) -> Step:
+        """A window on all of a tensor, row by row as the tensor is, is a view of it; autograd makes some."""
+        if step.func not in _WINDOWS or not step.reads:
+            return step
+        before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
+        whole = (before.offset, before.numel, before.dtype) == (after.offset, after.numel, after.dtype)
+        if not (whole and _row_by_row(before) and _row_by_row(after)):
+            return step
+        return replace(step, func=torch.ops.aten.view.default, args=(step.args[0], list(after.sizes)), kwargs=())
+
     def _take_window(self, slot: int, node: fx.Node) -> None:
         strides = self.recording.refs[slot].strides
         if slot not in self.exact or self.recording.refs[slot] == reference_of(node):
@@ -198,7 +209,7 @@ class _Lift:
         self._take(slot, window)
 
     def _functional(self, step: Step, written: Sequence[int], used_later: Mapping[int, int], position: int) -> Any:
-        """The operator without its write in place; None if the write has to stay."""
+        """The operator without its write in place, or itself if it fills memory of its own; None if others see it."""
         if len(written) != 1 or written[0] not in self.value:
             return None
         slot, recording = written[0], self.recording
@@ -212,7 +223,8 @@ class _Lift:
             return None
         if self.value[slot].meta.get(_PINNED) or len({recording.refs[read].dtype for read in step.reads}) > 1:
             return None  # of mixed types the functional form may give another one
-        return _without_write(step.func)
+        fresh = self.value[slot].target is torch.ops.aten.empty_strided.default and not self.value[slot].users
+        return step.func if fresh and fills(step.func) else _without_write(step.func)
 
     def _take_all(self, step: Step, node: fx.Node, schema: Any) -> None:
         made = [(place, slot) for place, slot in enumerate(step.outputs) if slot >= 0]
@@ -298,6 +310,16 @@ def lift(recording: Recording) -> fx.GraphModule:
     lifted = fx.GraphModule(module, graph)
     drop_unused(lifted)
     return lifted
+
+
+def _row_by_row(ref: TensorRef) -> bool:
+    """Whether a tensor's elements lie next to each other, the last dimension's first."""
+    expected = 1
+    for size, stride in zip(reversed(ref.sizes), reversed(ref.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _exact(recording: Recording) -> frozenset[int]:

@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 
 from nimble_core.algorithms.packing import pack
 from nimble_core.arena import MemoryPlan, placeable, plan_memory, reuse_hazards
@@ -31,31 +32,34 @@ def limit_memory(
     *,
     costs: Costs,
     device: DeviceModel = EXACT,
+    scratch: Sequence[int] = (),
     place: Collection[int] | None = None,
     alignment: int = 512,
 ) -> tuple[Schedule, MemoryPlan]:
-    """``schedule`` and its arena if that fits the limit, else the fastest plan found that does, on the same streams
+    """``schedule`` and its memory if that fits the limit, else the fastest plan found that does, on the same streams
     or, where that is faster, on one.
 
-    Calls are walked in an issue order, on a clock, and book their memory in that order: a call that finds none free
-    books when the next storage is dead, and starts no sooner. Whoever is dead when another books may give it its
-    bytes, as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the packing reuses
+    First, calls with large workspaces take turns: few calls have one, and then one workspace serves all. Then calls
+    are walked in an issue order, on a clock, and book their memory in that order: a call that finds none free books
+    when the next storage is dead, and starts no sooner. Whoever is dead when another books may give it its bytes,
+    as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the packing reuses
     becomes order: it follows the walk's clock, so it delays nothing further. Booking in one order cannot deadlock:
-    whenever everything booked has run, memory is as full as it is on one stream. The schedule's own order and program
-    order are tried, with less and less to book until the packing fits.
+    whenever everything booked has run, memory is as full as it is on one stream. The schedule's own order and
+    program order are tried, with less and less to book until the packing fits.
 
     Args:
         graph: the hazards.
         program: the calls and what they touch.
         schedule: a checked schedule of ``graph``; gives the streams.
-        limit_nbytes: most bytes of the arena.
+        limit_nbytes: most bytes of the arena and of scratch together.
         costs: duration of each call.
         device: what the plans are compared on.
+        scratch: bytes that each call needs while it runs, by call; empty: none.
         place: intermediate storages to be placed; None: all.
         alignment: of all offsets, bytes.
 
     Returns:
-        The schedule, its added order listed and without promises where order was added, and the arena that fits it.
+        The schedule, its added order listed and without promises where order was added, and the memory that fits it.
 
     Raises:
         ScheduleError: the limit is too small; names the smallest for which a plan was found.
@@ -67,39 +71,49 @@ def limit_memory(
         Booking in a fixed order: Eyraud-Dubois, Marchal, Sinnen, Vivien, "Parallel Scheduling of Task Trees with
         Limited Memory", ACM TOPC 2 (2015), §5; here for storages of any DAG.
     """
-    plan = plan_memory(program, schedule, place=place, alignment=alignment)
-    if plan.nbytes <= limit_nbytes:
+    plan = plan_memory(program, schedule, scratch=scratch, place=place, alignment=alignment)
+    if plan.nbytes + plan.scratch_nbytes <= limit_nbytes:
         return schedule, plan
-    smallest = plan.nbytes
+    smallest = plan.nbytes + plan.scratch_nbytes
     found: list[tuple[float, Schedule, MemoryPlan]] = []
     for order in dict.fromkeys((schedule.order, tuple(range(graph.size)))):
-        base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order)
+        turns = _turns(order, scratch)
+        base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order, extra=turns)
+        whole = plan_memory(program, base, scratch=scratch, place=place, alignment=alignment)
         lives = lifetimes(program, base, placeable(program, place))
-        for offsets, nbytes in _arenas(program, base, lives, costs, limit_nbytes // alignment, alignment):
-            if nbytes <= limit_nbytes:
-                placed = [-1] * len(program.storages)
-                for life, offset in zip(lives, offsets, strict=True):
-                    placed[life.storage] = offset * alignment
-                plan = MemoryPlan(offsets=tuple(placed), nbytes=nbytes, alignment=alignment)
-                extra = reuse_hazards(program, base, plan)
+        room = limit_nbytes - whole.scratch_nbytes
+        packings = _arenas(program, base, lives, costs, room // alignment, alignment)
+        for offsets, nbytes in chain([(None, whole.nbytes)], packings):
+            smallest = min(smallest, nbytes + whole.scratch_nbytes)
+            if nbytes <= room:
+                placed = list(whole.offsets)
+                if offsets is not None:
+                    for life, offset in zip(lives, offsets, strict=True):
+                        placed[life.storage] = offset * alignment
+                plan = replace(whole, offsets=tuple(placed), nbytes=nbytes)
+                extra = {*turns, *reuse_hazards(program, base, plan)}
                 limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
                 limited = replace(limited, priority=schedule.priority)
                 length_ns = simulate(graph, limited, costs, device).length_ns
                 found.append((length_ns, limited, plan))
                 break
-        else:
-            smallest = min(smallest, nbytes)
     if not found:
         raise ScheduleError(
-            f"no arena of {limit_nbytes} bytes was found: the smallest has {smallest}",
+            f"no memory of {limit_nbytes} bytes was found: the smallest has {smallest}",
             fix=f"a memory limit of at least {smallest} bytes",
         )
     alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)
-    in_turn = plan_memory(program, alone, place=place, alignment=alignment)
-    if in_turn.nbytes <= limit_nbytes:
+    in_turn = plan_memory(program, alone, scratch=scratch, place=place, alignment=alignment)
+    if in_turn.nbytes + in_turn.scratch_nbytes <= limit_nbytes:
         found.append((simulate(graph, alone, costs, device).length_ns, alone, in_turn))
     _, limited, plan = min(found, key=lambda entry: entry[0])
     return limited, plan
+
+
+def _turns(order: Sequence[int], scratch: Sequence[int]) -> list[tuple[int, int]]:
+    """Calls one after the other of whose workspaces two are larger than the largest."""
+    most = max(scratch, default=0)
+    return list(pairwise(call for call in order if 2 * scratch[call] > most)) if most else []
 
 
 def _arenas(

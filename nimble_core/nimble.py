@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nimble_core.around import require_training_mode
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
@@ -185,7 +186,7 @@ class Nimble(torch.nn.Module):
         Args:
             args: example positional inputs.
             training: prepare forward and backward: outputs then carry gradients, for parameters and for those inputs
-                that require one here. The module has to be in training mode already.
+                that require one here. The module has to be in training mode, parts of it need not be.
             plan: a plan made before for this model and inputs like these (``report.plan``, ``engine.plan``): the same
                 schedule, without tuning.
             kwargs: example keyword inputs.
@@ -261,7 +262,7 @@ class Nimble(torch.nn.Module):
     ) -> Any:
         """A forward that a backward may follow."""
         run = partial(engine.run, static=backward.fixed)
-        unlike = backward.unlike(tensors) if torch.is_grad_enabled() else ""
+        unlike = backward.unlike(tensors, engine.signature.paths) if torch.is_grad_enabled() else ""
         if unlike and self._options.on_new_shape != "eager":
             raise InputError(f"prepared for something else: {unlike}", fix="prepare(..., training=True) again")
         pending = backward.fixed and backward.pending
@@ -497,8 +498,7 @@ def _prepare_training(
     if not isinstance(model, torch.nn.Module):
         raise InputError("prepare(training=True) takes a module, not a function", fix="wrap it in a torch.nn.Module")
     require_local(model)
-    if not model.training:
-        raise InputError("the model is in evaluation mode", fix="model.train() before prepare(..., training=True)")
+    require_training_mode(model)
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)

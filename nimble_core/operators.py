@@ -16,6 +16,7 @@ __all__ = [
     "argument_texts",
     "copies_to_host",
     "draws_numbers",
+    "fills",
     "has_memory",
     "makes_memory_only",
     "overlaps_itself",
@@ -59,6 +60,18 @@ def view_form(func: Any) -> Any:
     return view if view is not None and view._schema.returns[0].alias_info is not None else None
 
 
+_FILLS = {
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+}
+
+
 @cache
 def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int, str]:
     written, condition = _SILENT_WRITES.get(func._schema.name, ((), ""))
@@ -94,6 +107,13 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def makes_memory_only(func: Any) -> bool:
     """Whether ``func`` makes memory without content: ``empty`` and its like."""
     return bool(func._schema.name.startswith(("aten::empty", "aten::new_empty")))
+
+
+@cache
+def fills(func: Any) -> bool:
+    """Whether ``func`` writes random numbers into its first argument, whatever that holds: ``normal_`` and its like."""
+    name = func._schema.name.removeprefix("aten::")
+    return func._overloadname != "Tensor" and name in _FILLS
 
 
 def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

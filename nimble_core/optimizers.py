@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
 from nimble_core.freshness import same_objects
+from nimble_core.origins import line_inside
 from nimble_core.strides import with_strides_of
 
 __all__ = ["CapturedOptimizer"]
@@ -491,10 +492,11 @@ class _HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero):
+            file, line = line_inside(sys._getframe(1))
             raise InputError(
                 f"{self.name} reads the learning rate or its state back from the device in each step: a replay would"
                 " repeat the value that it read once",
-                where=f"torch {torch.__version__}",
+                where=f"{file}:{line}" if file else f"torch {torch.__version__}",
                 fix="use SGD, Adam or AdamW, or a newer torch",
             )
         return func(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["module_paths", "pass_over", "place_of"]
+__all__ = ["line_inside", "module_paths", "pass_over", "place_of"]
 
 _TORCH_ROOT = torch.__path__[0]
 _passed: tuple[str, ...] = (_TORCH_ROOT, __file__.rpartition("/")[0])
@@ -47,6 +47,18 @@ def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, 
                 return path, *_outside_torch(frame, fallback)
         frame = frame.f_back
     return "", file, line
+
+
+def line_inside(frame: FrameType | None) -> tuple[str, int]:
+    """File and line of the user's code that is running inside of what this package runs; ``("", 0)`` if none is.
+
+    In a backward that is the code of an autograd function or a hook, where operators of torch have none.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith(_passed[1:]):
+        if not frame.f_code.co_filename.startswith(_TORCH_ROOT):
+            return _short(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back
+    return "", 0
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nimble_core.arena import MemoryPlan, check_memory, plan_memory, reuse_hazards
+from nimble_core.around import Around
 from nimble_core.check import check_schedule
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.devices.base import Device, Executable, Observation, PlacementError
@@ -149,7 +150,7 @@ def require_local(model: object) -> None:
 def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """Signature of the inputs. Raises InputError for what is no model, no input, or mixed devices."""
     require_callable(model)
-    signature = Signature(args, kwargs)
+    signature = Signature(args, kwargs, model.input_names if isinstance(model, Around) else ())
     for name, parameter in getattr(model, "named_parameters", lambda: ())():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
@@ -376,16 +377,16 @@ def _with_memory(
                 recorded.graph,
                 program,
                 schedule,
-                limit - beside - memory.scratch_nbytes,
+                limit - beside,
                 costs=costs or uniform_costs(recorded.graph.size),
                 device=device.model,
+                scratch=layout.scratch,
                 place=layout.arena,
             )
         except ScheduleError as error:
             raise DeviceError(
-                f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside the arena there are "
-                f"{format_bytes(beside)} of inputs, constants and what the allocator keeps, and "
-                f"{format_bytes(memory.scratch_nbytes)} of workspaces",
+                f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside it there are "
+                f"{format_bytes(beside)} of inputs, constants and what the allocator keeps",
                 fix="raise the limit, or prepare smaller inputs",
             ) from error
         check_schedule(recorded.graph, schedule, program)

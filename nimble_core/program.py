@@ -98,8 +98,24 @@ class Origin:
     line: int = 0
 
     def __str__(self) -> str:
+        return self.during("forward")
+
+    def during(self, phase: Phase) -> str:
+        """In words, what runs where in this phase.
+
+        >>> Origin("aten.sum.default", "", "train.py", 7).during("loss")
+        'aten.sum.default in the loss at train.py:7'
+        >>> Origin("aten.mm.default", "head").during("backward")
+        'aten.mm.default in the backward of head'
+        """
+        if phase == "forward":
+            where = self.module or "the model"
+        elif phase == "backward" and self.module:
+            where = f"the backward of {self.module}"
+        else:
+            where = f"the {phase} ({self.module})" if self.module else f"the {phase}"
         place = f" at {self.file}:{self.line}" if self.file else ""
-        return f"{self.operator} in {self.module or 'the model'}{place}"
+        return f"{self.operator} in {where}{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +163,7 @@ class Call:
         return parts[1] if len(parts) > 1 else self.operator
 
     def __str__(self) -> str:
-        where = str(self.origins[0]) if self.origins else self.operator
+        where = self.origins[0].during(self.phase) if self.origins else self.operator
         return f"call {self.index}: {where}"
 
 

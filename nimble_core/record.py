@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ from nimble_core.operators import (
     view_form,
     written_tensors,
 )
-from nimble_core.origins import module_paths, place_of
+from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
 from nimble_core.preserve import preserved
 from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
@@ -227,10 +228,8 @@ class _Recorder(TorchDispatchMode):
         self._unseen = 0
         self._unseen_where = ""
         self._names: dict[int, tuple[Role, str]] = {}
-        for role, name, tensor in owned_tensors(model):
+        for role, name, tensor in chain(owned_tensors(model), rewritten.owned if rewritten else ()):
             self._names.setdefault(storage_address(tensor), (role, name))
-        for name, tensor in (rewritten.names if rewritten else {}).items():
-            self._names.setdefault(storage_address(tensor), ("constant", name))
         self.inputs = tuple(
             self._give(tensor, "input", path) for tensor, path in zip(signature.tensors, signature.paths, strict=True)
         )
@@ -273,25 +272,24 @@ class _Recorder(TorchDispatchMode):
         if seeded and current_phase() == "backward" and draws_numbers(func, args, kwargs):
             raise CaptureError(
                 f"{func} draws random numbers in the backward, where a forward is computed again: they would be others",
-                where=str(self._origin(func, frame)),
+                where=self._where(func, frame),
                 fix="leave what is computed again (torch.utils.checkpoint) without dropout, or keep its results",
             )
         template = tuple(self._template(arg) for arg in args)
         named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
         if torch.Tag.inplace_view in func.tags:
             return self._inplace_view(func, args, kwargs, template, frame)
-        # On the host a call that draws random numbers changes the generator: such calls keep their order. (On CUDA
-        # each captured call has its own offset into the stream of numbers.) Attention without dropout draws none.
+        # Calls that draw random numbers keep their order: on the host each changes the generator, and in a capture each
+        # is given the place in the stream of numbers that those issued before it left. Attention without dropout draws
+        # none.
         state = torch.get_rng_state() if seeded and not (self.counter or self.stand_in) else None
         before = self.counter.allocations() if self.counter else 0
         result = self._run(func, args, kwargs, frame)
         after = self.counter.allocations() if self.counter else 0
-        if self.stand_in:
-            draws = seeded and not self.counter and draws_numbers(func, args, kwargs)
+        if state is None:
+            draws = seeded and draws_numbers(func, args, kwargs)
         else:
-            draws = state is not None and (
-                kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
-            )
+            draws = kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
         returned = flat_tensors(result)
         known = len(self._storages)
         self._refuse_sparse(func, returned, frame)
@@ -417,7 +415,7 @@ class _Recorder(TorchDispatchMode):
         if self.stand_in:
             raise CaptureError(
                 f"kernel {launch.name} cannot be planned without launching it",
-                where=str(self._origin(launch.name, frame)),
+                where=self._where(launch.name, frame),
                 fix="wrap it with torch.library.triton_op, or measure with compare(...)",
             )
         if self.counter:
@@ -456,7 +454,8 @@ class _Recorder(TorchDispatchMode):
             for name, value in named
         )
         call = len(self._calls)
-        self._calls.append(Call(call, launch.name, texts, tuple(dict.fromkeys(accesses)), origins=origins, eager=eager))
+        made = tuple(dict.fromkeys(accesses))
+        self._calls.append(Call(call, launch.name, texts, made, current_phase(), origins=origins, eager=eager))
         self._windows.append(Window(before, after, {}))
         self._step(launch.launch, template, keywords, (), call)
         return result
@@ -474,7 +473,7 @@ class _Recorder(TorchDispatchMode):
             if self.stand_in and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
                 raise CaptureError(
                     f"{func} cannot be planned without running it: {str(error).splitlines()[0] or 'it needs values'}",
-                    where=str(self._origin(func, frame)),
+                    where=self._where(func, frame),
                     fix="give a custom operator its shapes (torch.library.register_fake), or measure with compare(...)",
                 ) from error
             # CUDA's own refusal, or torch's word that it would be refused; an error of the model itself passes.
@@ -482,7 +481,7 @@ class _Recorder(TorchDispatchMode):
                 raise
             raise CaptureError(
                 f"{func} cannot be captured: {str(error).splitlines()[0]}",
-                where=str(self._origin(func, frame)),
+                where=self._where(func, frame),
                 fix="keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error
         finally:
@@ -616,6 +615,12 @@ class _Recorder(TorchDispatchMode):
         module, file, line = place_of(frame, self._modules)
         return Origin(str(func), module, file, line)
 
+    def _where(self, func: Any, frame: FrameType) -> str:
+        """Where what is refused runs, in words."""
+        origin, now = self._origin(func, frame), current_phase()
+        file, line = line_inside(frame) if now == "backward" else ("", 0)
+        return (replace(origin, file=file, line=line) if file else origin).during(now)
+
     def _remember_node(self, func: Any, frame: FrameType) -> None:
         """Nodes that autograd has made since the last operator are those of the operator that runs now."""
         following = torch._C._autograd._get_sequence_nr()
@@ -667,7 +672,7 @@ class _Recorder(TorchDispatchMode):
         if tensor.untyped_storage().nbytes() != nbytes or storage_address(tensor) not in self._storage_ids:
             raise CaptureError(
                 f"{func} gave a tensor other memory: that cannot be re-issued",
-                where=str(self._origin(func, frame)),
+                where=self._where(func, frame),
                 fix="allocate the tensor with its final size",
             )
         slot = self._new_slot(tensor)
@@ -704,7 +709,7 @@ class _Recorder(TorchDispatchMode):
             return  # a constant: the same on every run
         raise CaptureError(
             f"{func} {why}: the host would have to wait for the device, and a replay cannot",
-            where=str(self._origin(func, frame)),
+            where=self._where(func, frame),
             fix=fix,
         )
 
@@ -714,7 +719,7 @@ class _Recorder(TorchDispatchMode):
                 kind = "nested" if tensor.is_nested else str(tensor.layout)
                 raise CaptureError(
                     f"{func} makes a {kind} tensor: only dense tensors can be re-issued",
-                    where=str(self._origin(func, frame)),
+                    where=self._where(func, frame),
                     fix="nn.TransformerEncoder(..., enable_nested_tensor=False)"
                     if tensor.is_nested
                     else "convert it with .to_dense() in the model, or leave that part out of the prepared module",

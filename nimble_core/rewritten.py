@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from nimble_core.lift import calls_of
-from nimble_core.program import Fuse, Origin, Program
+from nimble_core.program import Fuse, Origin, Program, Role
 
 __all__ = ["Provenance", "Rewritten", "provenance_of", "tracked"]
 
@@ -27,13 +27,13 @@ class Rewritten:
         run: from input tensors to output tensors, in the order of the eager Program's.
         provenance: ``(origins, eager calls)`` of the call that is being issued, from the operator and the frame that
             issues it.
-        names: what its constants are called.
+        owned: ``(role, name, tensor)`` of constants, and of what the model is known to own.
     """
 
     fuse: Fuse
     run: Callable[..., Sequence[torch.Tensor]]
     provenance: Provenance
-    names: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    owned: Sequence[tuple[Role, str, torch.Tensor]] = ()
 
 
 def provenance_of(program: Program, calls: Sequence[int], operator: str) -> tuple[tuple[Origin, ...], tuple[int, ...]]:

@@ -25,18 +25,16 @@ class Signature:
     Args:
         args: example positional inputs.
         kwargs: example keyword inputs.
+        called: what users call the positional inputs; those without a name are ``args[0]``, ….
 
     Raises:
         InputError: no tensor among the inputs, or tensors on more than one device, or not dense.
     """
 
-    def __init__(self, args: Args, kwargs: Kwargs) -> None:
-        self.names = tuple(kwargs)
-        try:
-            self.tensors, self.structure = flatten((tuple(args), dict(kwargs)), what="")
-        except InputError as error:
-            raise InputError(_halves(error.what), where=_halves(error.where), fix=error.fix) from None
-        self.paths = _paths(self.structure)
+    def __init__(self, args: Args, kwargs: Kwargs, called: Sequence[str] = ()) -> None:
+        self.names, self._called = tuple(kwargs), tuple(called)
+        self.tensors, self.structure = self._flat(args, kwargs)
+        self.paths = [self._path(path) for path in leaf_paths(self.structure)]
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
         self.device = _one_device(self.tensors, self.paths)
@@ -90,7 +88,11 @@ class Signature:
         return bind_flat if flat else bind_nested
 
     def explain(self, args: Args, kwargs: Kwargs) -> str:
-        """First difference between the prepared inputs and these, as ``"args[0]: expected …, given …"``."""
+        """First difference between the prepared inputs and these, as ``"args[0]: expected …, given …"``.
+
+        Raises:
+            InputError: an object of an unknown type that holds tensors.
+        """
         assert isinstance(self.structure, Node)
         count = len(self.structure.children[0].children)  # type: ignore[union-attr]
         if len(args) != count:
@@ -101,9 +103,10 @@ class Signature:
             words = [f"expected keyword {name!r}, not given" for name in missing]
             words += [f"keyword {name!r} given, not expected" for name in extra]
             return "; ".join(words)
-        tensors, given = flatten((tuple(args), {name: kwargs[name] for name in self.names}), what="input")
+        tensors, given = self._flat(args, {name: kwargs[name] for name in self.names})
         if not same_structure(self.structure, given):
-            return _structure_difference(self.structure, given)
+            path, difference = _structure_difference(self.structure, given)
+            return f"{self._path(path)}: {difference}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
                 return (
@@ -118,18 +121,22 @@ class Signature:
     def __str__(self) -> str:
         return ", ".join(f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True))
 
+    def _flat(self, args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], Structure]:
+        try:
+            return flatten((tuple(args), dict(kwargs)), what="")
+        except InputError as error:
+            raise InputError(self._path(error.what), where=self._path(error.where), fix=error.fix) from None
+
+    def _path(self, path: str) -> str:
+        """A path, which may begin a sentence, from ``(args, kwargs)`` on, in the user's words."""
+        for position, name in enumerate(self._called):
+            if path.startswith(f"[0][{position}]"):
+                return path.replace(f"[0][{position}]", name, 1)
+        return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-
-
-def _paths(structure: Structure) -> list[str]:
-    return [_halves(path) for path in leaf_paths(structure)]
-
-
-def _halves(path: str) -> str:
-    # The root is ((args), {kwargs}): name its two halves.
-    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
 
 
 def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.device:
@@ -143,17 +150,17 @@ def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.
     return device
 
 
-def _structure_difference(expected: Structure, given: Structure, path: str = "") -> str:
+def _structure_difference(expected: Structure, given: Structure, path: str = "") -> tuple[str, str]:
+    """Where they first differ, and how."""
     if isinstance(expected, Node) and isinstance(given, Node):
         if expected.type is not given.type:
-            return f"{path}: expected {expected.type.__name__}, given {given.type.__name__}"
+            return path, f"expected {expected.type.__name__}, given {given.type.__name__}"
         if expected.keys != given.keys:
-            return f"{path}: expected keys {list(expected.keys)}, given {list(given.keys)}"
+            return path, f"expected keys {list(expected.keys)}, given {list(given.keys)}"
         for key, a, b in zip(expected.keys, expected.children, given.children, strict=True):
             if not same_structure(a, b):
-                inner = ("args", "kwargs")[key] if not path and key in (0, 1) else f"{path}[{key!r}]"
-                return _structure_difference(a, b, inner)
-    return f"{path}: expected {_name(expected)}, given {_name(given)}"
+                return _structure_difference(a, b, f"{path}[{key!r}]")
+    return path, f"expected {_name(expected)}, given {_name(given)}"
 
 
 def _name(structure: Structure) -> str:

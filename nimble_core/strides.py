@@ -21,7 +21,10 @@ def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """``restrided``, with these strides also where they do not matter, which fused optimizers ask for."""
-    return restrided(tensor, strides).as_strided(tensor.shape, strides)
+    found = restrided(tensor, strides)
+    # A window of its own only where there is no other way: compilers pad rows, and a window by strides then shows the
+    # padding.
+    return found if found.stride() == strides else found.as_strided(tensor.shape, strides)
 
 
 def with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nimble_core.around import Around
+from nimble_core.around import Around, require_training_mode
 from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.optimizers import CapturedOptimizer
@@ -56,6 +56,7 @@ class WholeStep(Around):
         turn: which of these steps it is.
     """
 
+    input_names = ("inputs", "targets")
     loss_fn: Callable[..., torch.Tensor]
 
     def __init__(
@@ -268,7 +269,7 @@ class TrainStep:
     ``gradients``. An optimizer without state makes its first step in eager, which makes the state.
 
     Args:
-        model: module in the mode in which it is to be trained.
+        model: module in training mode; parts of it may be in evaluation mode.
         loss_fn: ``loss_fn(model(inputs), targets)``, or ``loss_fn(model(inputs))`` where targets are None; a scalar.
         optimizer: of parameters of the model.
         options: how to prepare. Calls with other shapes follow ``on_new_shape``.
@@ -388,6 +389,7 @@ class TrainStep:
             InputError, NotStaticError, CaptureError, DeviceError: as ``Nimble.prepare``. After a plan of another step,
                 whose first difference is named, what was prepared before still holds.
         """
+        require_training_mode(self.model)
         self._captured.sync()
         self._scaling = _settings(self.scaler)
         self._hooks = _Hooks(self._captured.parameters)
@@ -411,6 +413,7 @@ class TrainStep:
             if self._closed:
                 raise DeviceError("the step was closed", fix="step.prepare(inputs, targets) again")
             raise InputError("the step is not prepared", fix="step.prepare(inputs, targets)")
+        require_training_mode(self.model)
         if self._scaling and _settings(self.scaler) != self._scaling:
             raise InputError(
                 "the scaler grows or backs off otherwise than when the step was prepared", fix="step.prepare(...) again"

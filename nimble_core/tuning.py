@@ -272,19 +272,24 @@ class _Tuning:
         kind = self.candidates[best].fuse
         if not self._heavy(best):
             return ()
-        limit = int(_HEAVY * self.candidates[_named(kind, "single")].nbytes)
+        least, most = int(_HEAVY * self.candidates[_named(kind, "single")].nbytes), self.candidates[best].nbytes
         name = f"{best}, less memory"
+        plan = replace(self.executables[best].schedule, policy=name)
+        costs = _known_costs(self.observed.get(kind))
         start = time.perf_counter()
-        try:
-            with self.step(f"capture {name}"):
-                plan = replace(self.executables[best].schedule, policy=name)
-                costs = _known_costs(self.observed.get(kind))
-                executable = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
-        except NimbleError as error:
+        for limit in (least, (least + most) // 2):
+            try:
+                with self.step(f"capture {name}"):
+                    executable = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
+            except NimbleError as error:
+                left_out = error.what
+                continue
+            self._add(name, kind, executable, start)
+            break
+        else:
             self._note(name, kind, plan)
-            self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
+            self.candidates[name] = replace(self.candidates[name], note=f"left out: {left_out}")
             return ()
-        self._add(name, kind, executable, start)
         with self.step("check equality"):
             checks = self._check()
         if name in self.executables:

@@ -1,7 +1,8 @@
 """See what ahead-of-time scheduling changes about a PyTorch model.
 
 ``compare(model, x)`` measures and returns a ``Report``; ``plan(model, x)`` makes one without running a kernel;
-``load(path)`` reads a saved one, without torch and without a GPU. Importing this package imports nothing heavy: names
+``profile(...)`` and ``from_trace(path)`` show where the time goes in code that nobody wrapped; ``load(path)`` reads a
+saved report, without torch and without a GPU. Importing this package imports nothing heavy: names
 are fetched when first used.
 """
 
@@ -16,18 +17,24 @@ if TYPE_CHECKING:
     from nimble_core.options import Options
     from nimble_viz.comparison import compare
     from nimble_viz.file import load
+    from nimble_viz.nvtx_ranges import annotated
     from nimble_viz.planning import plan
+    from nimble_viz.profiling import profile
     from nimble_viz.report import Report
+    from nimble_viz.trace_files import from_trace
 
-__all__ = ["Options", "Report", "__version__", "compare", "load", "plan"]
+__all__ = ["Options", "Report", "__version__", "annotated", "compare", "from_trace", "load", "plan", "profile"]
 
 # No name here may also be the name of a submodule: importing the submodule would put the module in its place.
 _HOMES = {
     "Options": "nimble_core.options",
     "Report": "nimble_viz.report",
+    "annotated": "nimble_viz.nvtx_ranges",
     "compare": "nimble_viz.comparison",
+    "from_trace": "nimble_viz.trace_files",
     "load": "nimble_viz.file",
     "plan": "nimble_viz.planning",
+    "profile": "nimble_viz.profiling",
 }
 
 

@@ -1,7 +1,8 @@
-"""The command line: ``compare`` a model; ``show``, ``export``, ``diff`` and ``gate`` saved reports.
+"""The command line: ``compare`` a model, ``profile`` a script; ``show``, ``export``, ``diff``, ``gate``; ``doctor``.
 
 Exit codes: 0 done, 1 the model could not be compared, a replay is wrong or the report file is damaged, 2 bad usage or
-input, 130 interrupted. ``gate``: 0 pass, 1 fail, 3 not decided, 2 all else.
+input, 130 interrupted. ``gate``: 0 pass, 1 fail, 3 not decided, 2 all else. ``doctor``: 1 something needed is broken.
+``profile``: that of the script.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nimble_core.options import Options
 
 if TYPE_CHECKING:
     from nimble_viz.diff import Difference
+    from nimble_viz.doctor import Diagnosis
     from nimble_viz.gate import Gate, Rules
     from nimble_viz.report import Report
 
@@ -172,6 +174,32 @@ def _compare(given: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _profile(given: argparse.Namespace) -> int:
+    """A script run under the profiler, or a trace that it exported; the exit code is the script's."""
+    for path in (given.save, given.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
+    code = 0
+    if given.script.name.endswith((".json", ".json.gz")):
+        from nimble_viz.trace_files import from_trace
+
+        with _files():
+            report = from_trace(given.script)
+    else:
+        from nimble_viz.profiling import profile_script
+
+        counts = {"warmup": given.warmup, "timed": given.timed, "profiled": given.profiled}
+        report, code = profile_script(given.script, given.arguments, stop=given.stop, **counts)
+    with _files():
+        if given.save is not None:
+            report.save(given.save)
+        if given.html is not None:
+            report.to_html(given.html)
+    if not given.quiet:
+        _print(report)
+    return code
+
+
 def _show(given: argparse.Namespace) -> int:
     from nimble_viz.file import load
 
@@ -226,6 +254,20 @@ def _gate(given: argparse.Namespace) -> int:
     return found.exit_code
 
 
+def _doctor(given: argparse.Namespace) -> int:
+    from nimble_viz.doctor import examine
+
+    found = examine()
+    if given.json:
+        sys.stdout.write(found.to_json())
+        return found.exit_code
+    try:
+        _print(found)
+    except ImportError:  # what rich is missing for is among the findings
+        sys.stdout.write(found.to_text())
+    return found.exit_code
+
+
 @contextmanager
 def _files() -> Iterator[None]:
     """A file that cannot be read or written is an input error."""
@@ -235,7 +277,7 @@ def _files() -> Iterator[None]:
         raise InputError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
 
 
-def _print(content: Report | Difference | Gate) -> None:
+def _print(content: Report | Difference | Gate | Diagnosis) -> None:
     from rich.console import Console
 
     from nimble_viz.text import MAX_WIDTH, MIN_WIDTH, plain
@@ -281,15 +323,35 @@ def _parser() -> argparse.ArgumentParser:
     _add_options(compare.add_argument_group("options of the preparation"))
     compare.set_defaults(run=_compare)
 
+    profiled = commands.add_parser("profile", help="where the time goes in a script as it is, or in a profiler's trace")
+    profiled.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
+    profiled.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
+    profiled.add_argument(
+        "--warmup", type=int, default=3, metavar="N", help="iterations to let go by first (default: 3)"
+    )
+    profiled.add_argument(
+        "--timed", type=int, default=10, metavar="N", help="iterations then timed without the profiler (default: 10)"
+    )
+    profiled.add_argument("--profiled", type=int, default=3, metavar="N", help="iterations then profiled (default: 3)")
+    profiled.add_argument("--stop", action="store_true", help="end the script once that is done")
+    profiled.add_argument("--quiet", action="store_true", help="print nothing of ours but errors")
+    profiled.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; or TRACE.json, TRACE.json.gz")
+    profiled.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    profiled.set_defaults(run=_profile)
+
     show = commands.add_parser("show", help="print a saved report")
     show.add_argument("file", type=Path, metavar="FILE")
     show.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page too")
     show.set_defaults(run=_show)
 
-    export = commands.add_parser("export", help="write a saved report for other tools: Perfetto, Chrome trace, CSV")
+    export = commands.add_parser(
+        "export", help="write a saved report for other tools: Perfetto, Chrome trace, Nsight Systems, CSV"
+    )
     export.add_argument("file", type=Path, metavar="REPORT")
-    export.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, a folder or calls.csv")
-    export.add_argument("--format", choices=("perfetto", "chrome", "csv"), help="where OUT's suffix does not say")
+    export.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv")
+    export.add_argument(
+        "--format", choices=("perfetto", "chrome", "nsys", "csv"), help="where OUT's suffix does not say"
+    )
     export.set_defaults(run=_export)
 
     changed = commands.add_parser("diff", help="what changed between two saved reports")
@@ -299,6 +361,10 @@ def _parser() -> argparse.ArgumentParser:
     changed.set_defaults(run=_diff)
 
     _add_gate(commands.add_parser("gate", help="is a saved report good enough? for CI", description=_ABOUT_GATE))
+
+    doctor = commands.add_parser("doctor", help="what works on this machine, what does not, and what to do about it")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead")
+    doctor.set_defaults(run=_doctor)
 
     for command in commands.choices.values():
         command.add_argument("--traceback", action="store_true", help="show errors with their traceback")

@@ -68,7 +68,7 @@ def compare(
     was recorded returns what there is, marked incomplete.
 
     Args:
-        model: module or function of tensors, on one device; to train, a module in the mode to train it in.
+        model: module or function of tensors, on one device; to train, a module in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
         target: what the loss is told besides the model's output; None: nothing.
@@ -179,6 +179,8 @@ class _Comparison:
 
     def measure(self, progress: Progress) -> None:
         """All steps, in the order that gives the reader the most if it is interrupted."""
+        import torch
+
         self.compare_peak = self.device.memory_peak(lambda: self._steps(progress))
         if self.device.kind == "cuda":
             # A captured graph's pool is not among what torch counts as allocated, and all engines lived at once.
@@ -186,6 +188,7 @@ class _Comparison:
         with progress.step("eager memory"), self._kept():
             if self.training:
                 self.training.eager.close()  # gradients of the step before are no part of this one
+            torch.clear_autocast_cache()  # what a region around us has kept of cast weights belongs to this run
             self.eager_peak = self.device.memory_peak(self._eager)
 
     @contextmanager

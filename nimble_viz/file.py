@@ -23,7 +23,14 @@ from nimble_core.measurement import Measurement
 from nimble_core.program import Program, TensorRef
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
-from nimble_viz.report import SCHEMA_VERSION, EqualityCheck, OverheadProfile, Report
+from nimble_viz.report import (
+    SCHEMA_VERSION,
+    CallOverhead,
+    EqualityCheck,
+    OverheadProfile,
+    PhaseOverhead,
+    Report,
+)
 
 __all__ = ["MAX_BYTES", "MAX_NUMBER", "check_report", "load", "save"]
 
@@ -225,6 +232,11 @@ def check_report(report: Report) -> Report:
         _check_overhead(report.overhead, eager)
     for k, line in enumerate(report.timelines):
         _check_timeline(line, eager if line.run == "eager" else size, f"timelines[{k}]")
+    if report.sampling is not None:
+        taken_of, bound = report.sampling, report.sampling.bound
+        _amounts((taken_of.seen, taken_of.timed, taken_of.profiled), "sampling")
+        _finite((taken_of.loader_ns,), "sampling.loader_ns")
+        _amounts((bound.input_ns, bound.device_ns, bound.host_ns), "sampling.bound")
     memory = report.memory
     _amounts((memory.eager_peak, memory.compare_peak, *(held for _, held in memory.engines)), "memory")
     for k, planned in enumerate(memory.planned):
@@ -315,18 +327,26 @@ def _check_measurement(taken: Measurement, where: str) -> None:
 def _check_overhead(profile: OverheadProfile, size: int) -> None:
     _indices((row.call for row in profile.calls), size, "overhead.calls")
     for k, row in enumerate(profile.calls):
-        parts = (row.python_ns, row.dispatch_ns, row.allocation_ns, row.launch_ns, row.work_ns, row.exposed_ns)
-        _finite(parts, f"overhead.calls[{k}]")
+        _finite(_parts(row), f"overhead.calls[{k}]")
     _amounts((profile.profiled_ns, profile.unprofiled_ns, profile.device_busy_ns), "overhead")
+    _amounts((profile.waiting_ns, profile.loader_ns), "overhead")
+    if profile.idle is not None:
+        idle = profile.idle
+        _amounts((idle.host_late_ns, idle.launch_ns, idle.dependency_ns, idle.unknown_ns), "overhead.idle")
     _finite((profile.remainder_ns, profile.device_idle_share), "overhead")
     _amounts((profile.matched, profile.total), "overhead")
     for sync in profile.host_syncs:
         _amounts((sync.count, sync.total_ns), "overhead.host_syncs")
     for k, one in enumerate(profile.phases):
         where = f"overhead.phases[{k}]"
-        _amounts((one.python_ns, one.dispatch_ns, one.allocation_ns, one.launch_ns, one.work_ns, one.exposed_ns), where)
+        _amounts(_parts(one), where)
         for start, end in one.spans:
             _amounts((start, end - start, end), f"{where}.spans")
+
+
+def _parts(row: CallOverhead | PhaseOverhead) -> tuple[float, ...]:
+    parts = (row.python_ns, row.dispatch_ns, row.allocation_ns, row.launch_ns)
+    return (*parts, row.tail_ns, row.work_ns, row.exposed_ns)
 
 
 def _check_timeline(line: Timeline, size: int, where: str) -> None:

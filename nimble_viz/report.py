@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement, Ratio, ratio
-from nimble_core.program import Call, Phase, Program
+from nimble_core.program import Call, Program
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from nimble_viz.diff import Difference
 
 __all__ = [
+    "INPUT",
+    "STAGES",
+    "Bound",
     "CallOverhead",
+    "DeviceIdle",
     "EngineMemory",
     "EqualityCheck",
     "HostSync",
@@ -40,9 +44,20 @@ __all__ = [
     "PhaseOverhead",
     "PrepareStep",
     "Report",
+    "Sampling",
+    "Stage",
 ]
 
 SCHEMA_VERSION = 1
+
+Stage = Literal["loader", "copy", "forward", "loss", "backward", "optimizer"]
+"""What a stretch of host time is for: waiting for the data loader, copying inputs to the device, or a ``Phase``."""
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""In the order in which a step runs them."""
+
+INPUT: tuple[Stage, ...] = ("loader", "copy")
+"""Stages that only fetch input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +65,10 @@ class CallOverhead:
     """Host time of one call of the profiled eager run, split by cause; nanoseconds.
 
     ``python`` is Python and module code since the previous call, ``dispatch`` the dispatcher, autograd, shape
-    inference and argument preparation, ``allocation`` and ``launch`` what events show of them. On the host device
+    inference and argument preparation, ``allocation`` and ``launch`` what events show of them, ``tail`` the dispatcher
+    after the last launch (on the host: after the operator itself returned), 0 in older files. On the host device
     ``work`` is the operator's own computing; on CUDA ``work`` is its GPU time, which runs beside the host.
-    ``exposed`` is the part of python + dispatch + allocation + launch during which the device was idle.
+    ``exposed`` is the part of python + dispatch + allocation + launch + tail during which the device was idle.
     """
 
     call: int
@@ -62,27 +78,33 @@ class CallOverhead:
     launch_ns: float
     work_ns: float
     exposed_ns: float
+    tail_ns: float = 0.0
 
     @property
     def overhead_ns(self) -> float:
         """All host time that is not work."""
-        return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns
+        return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns + self.tail_ns
+
+    @property
+    def hidden_ns(self) -> float:
+        """Overhead during which the device was busy: it costs nothing while it stays so."""
+        return self.overhead_ns - self.exposed_ns
 
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """One place where the eager run made the host wait for the device; ``phase``: of a training step, else empty."""
+    """One place where the eager run made the host wait for the device; ``phase``: where known, else empty."""
 
     kind: str
     count: int
     total_ns: float
     source: str
-    phase: Phase | Literal[""] = ""
+    phase: Stage | Literal[""] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseOverhead:
-    """Host time of one phase of a profiled eager training step; nanoseconds.
+    """Host time of one phase of a profiled eager step; nanoseconds.
 
     The parts are those of ``CallOverhead``, here of all that happens in the phase, whether it is a call of the Program
     or not (an eager optimizer's operators are not: a captured one is a few fused calls). With the time that the phase
@@ -93,7 +115,7 @@ class PhaseOverhead:
         spans: ``(start, end)`` of its stretches, from the start of the iteration.
     """
 
-    phase: Phase
+    phase: Stage
     spans: tuple[tuple[float, float], ...]
     python_ns: float
     dispatch_ns: float
@@ -101,6 +123,7 @@ class PhaseOverhead:
     launch_ns: float
     work_ns: float
     exposed_ns: float
+    tail_ns: float = 0.0
 
     @property
     def host_ns(self) -> float:
@@ -110,7 +133,24 @@ class PhaseOverhead:
     @property
     def overhead_ns(self) -> float:
         """All host time that is not work."""
-        return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns
+        return self.python_ns + self.dispatch_ns + self.allocation_ns + self.launch_ns + self.tail_ns
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceIdle:
+    """Why a GPU idled during a profiled iteration; nanoseconds, together the iteration less ``device_busy_ns``.
+
+    Args:
+        host_late_ns: nothing was queued: the host had not begun to launch what came next.
+        launch_ns: the host had begun to launch it, and it had not begun to run.
+        dependency_ns: it was queued in time and waited for what came before it.
+        unknown_ns: its launch was not seen.
+    """
+
+    host_late_ns: float
+    launch_ns: float
+    dependency_ns: float
+    unknown_ns: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +161,7 @@ class OverheadProfile:
         calls: one row per matched call, by call index.
         profiled_ns: host time of the profiled iteration.
         unprofiled_ns: median wall time of the same iteration without the profiler.
-        remainder_ns: profiled host time that belongs to no call (before the first, after the last).
+        remainder_ns: profiled host time that belongs to no call: what comes after the last.
         device_busy_ns: union of the device's busy intervals; on the host device the sum of the calls' work.
         device_idle_share: 1 - busy / span.
         matched: calls found in the profile.
@@ -130,6 +170,9 @@ class OverheadProfile:
         source: how it was measured, in words.
         warnings: what the reader should doubt.
         phases: of a training step, in its order; empty for inference.
+        waiting_ns: profiled host time spent waiting for the device; in older files part of ``remainder_ns``.
+        loader_ns: profiled host time spent waiting for the data loader.
+        idle: why the device idled; None on the host device and in older files.
     """
 
     calls: tuple[CallOverhead, ...]
@@ -144,6 +187,9 @@ class OverheadProfile:
     source: str = "torch.profiler"
     warnings: tuple[str, ...] = ()
     phases: tuple[PhaseOverhead, ...] = ()
+    waiting_ns: float = 0.0
+    loader_ns: float = 0.0
+    idle: DeviceIdle | None = None
 
     @property
     def overhead_ns(self) -> float:
@@ -154,6 +200,44 @@ class OverheadProfile:
     def slowdown(self) -> float:
         """How much the profiler slowed the run: profiled over unprofiled."""
         return self.profiled_ns / self.unprofiled_ns if self.unprofiled_ns else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What the wall time of a profiled iteration was spent on; nanoseconds, together the iteration.
+
+    Args:
+        input_ns: waiting for the data loader or copying inputs, the device idle meanwhile.
+        device_ns: the device was at work; on the host device the calls' own computing.
+        host_ns: neither: the framework's overhead and the user's Python.
+    """
+
+    input_ns: float
+    device_ns: float
+    host_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How code that nobody wrapped was profiled: iterations of its loop, or the whole of it.
+
+    Args:
+        subject: what was profiled, e.g. ``"train.py"`` or the name of a trace file.
+        iteration: what one iteration is, in words, e.g. ``"one batch of the data loader"``.
+        seen: iterations that went by, 0 if unknown.
+        timed: of them timed without the profiler.
+        profiled: of them profiled.
+        bound: what the profiled iteration of median length was spent on.
+        loader_ns: median wait for the data loader in iterations timed without the profiler; -1 if not timed.
+    """
+
+    subject: str
+    iteration: str
+    seen: int
+    timed: int
+    profiled: int
+    bound: Bound
+    loader_ns: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +332,8 @@ class Report:
         eager: the eager calls, where ``program`` holds others (rewritten or compiled) that stand for them
             (``Call.eager``); None where ``program`` itself holds the eager calls. ``overhead`` and the timeline
             ``"eager"`` count in eager calls, everything else in calls of ``program``.
+        sampling: how code that nobody wrapped was profiled; None for what ``compare`` and ``plan`` make. With it there
+            is no engine: no schedules, costs, checks or replays, and the graph has no edges.
         warnings: everything the reader should know before believing a figure.
         complete: False if the run was interrupted and this is what there was.
         schema_version: of the file format.
@@ -276,6 +362,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     complete: bool = True
     schema_version: int = SCHEMA_VERSION
+    sampling: Sampling | None = None
 
     @property
     def eager_calls(self) -> tuple[Call, ...]:
@@ -338,9 +425,10 @@ class Report:
         """Write this report to ``path`` for other tools.
 
         Args:
-            path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events, a
-                folder for all tables as CSV, or one of them by name (``calls.csv``).
-            format: ``"perfetto"``, ``"chrome"`` or ``"csv"`` for a path that does not say.
+            path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events,
+                ``*.nsys-rep`` for Nsight Systems, a folder for all tables as CSV, or one of them by name
+                (``calls.csv``).
+            format: ``"perfetto"``, ``"chrome"``, ``"nsys"`` or ``"csv"`` for a path that does not say.
 
         Raises:
             InputError: no such format or table, no timelines to trace, or a package is missing.

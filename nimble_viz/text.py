@@ -9,9 +9,9 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.units import format_count, format_ns, format_percent
-from nimble_viz.report import CallOverhead, Report
+from nimble_viz.report import Report
 from nimble_viz.views.labels import label_call, plural, trains
-from nimble_viz.views.overhead import PARTS, overhead
+from nimble_viz.views.overhead import PARTS, grouped, overhead
 from nimble_viz.views.provenance import fused_calls, module_of
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import ENDS, host_syncs
@@ -33,8 +33,8 @@ _PATH_ENDS = 3
 _NAMES = 46
 _FILE_NAME = 20
 _BAR_MIN, _BAR_MAX = 8, 24
-_FILLS = ("█", "▓", "▒", "░")
-_COLOURS = ("blue", "cyan", "yellow", "magenta")
+_FILLS = ("█", "▓", "▒", "░", "▚")
+_COLOURS = ("blue", "cyan", "yellow", "magenta", "green")
 # Names come from users' models and from files: what would move the cursor or cannot be encoded is shown as a box.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -134,10 +134,12 @@ def _good(report: Report) -> bool:
 
 
 def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, list[RenderableType]]]:
-    if tables["speed"]:
+    if tables["profiled"]:
+        yield "What an iteration is spent on", _spent(tables["profiled"])
+    if tables["speed"] and not tables["profiled"]:
         yield f"Speed ({tables['context']})", _speed(tables["speed"])
     if tables["phases"]:
-        yield "The training step by phase", _phases(tables["phases"])
+        yield "An iteration by phase" if tables["profiled"] else "The training step by phase", _phases(tables["phases"])
     if tables["peers"]:
         yield f"{tables['best'] or 'Nothing of ours'} against peers", _peers(tables["peers"])
     if tables["checks"]:
@@ -147,12 +149,13 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
     if tables["plans"]:
         yield "Streams and synchronisations", _plans(tables["plans"])
         yield "Concurrency", _concurrency(tables)
-    yield "Limits", _limits(report, tables)
+    if not tables["profiled"]:
+        yield "Limits", _limits(report, tables)
     if tables["provenance"]:
         yield "What fused calls stand for, the most expensive first", _provenance(report)
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
-        yield "Framework overhead of the eager run", _overhead(report, report.overhead.calls, profile)
+        yield "Framework overhead of the eager run", _overhead(report, profile)
         waits = host_syncs(report)
         yield "Host synchronisations of the eager run", [_waits(waits) if waits else _text("none")]
     if tables["preparation"]:
@@ -160,6 +163,9 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
         yield title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
     if tables["memory"]:
         yield "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
+    if tables["profiled"]:
+        body = [_bullet(f"{row['what']}: {row['why']}") for row in tables["profiled"]["absent"]]
+        yield "Not in this report", [*body]
     yield "Environment", [_pairs(tables["environment"])]
     if tables["warnings"]:
         yield "Warnings", [_bullet(warning) for warning in tables["warnings"]]
@@ -167,6 +173,15 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
     if lines:
         title = "This step in production" if trains(report) else "This plan in production, without tuning"
         yield title, [_text(line) for line in lines.splitlines()]
+
+
+def _spent(found: dict[str, Any]) -> list[RenderableType]:
+    table = _table(("", ""), ("time", "r"), ("share", "r"), ("what it is", ""))
+    for row in found["rows"]:
+        colour = "bold" if row["name"] == found["bound"] else ""
+        cells = [_text(row[key], colour) for key in ("name", "text", "share")]
+        table.add_row(*cells, _text(row["meaning"], "dim"))
+    return [table, _text(f"shares {found['basis']}", "dim"), _pairs(found["facts"])]
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -364,19 +379,15 @@ def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
 def _memory(held: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(held["facts"])]
     if held["engines"]:
-        columns = (
-            ("arena", "r"),
-            ("saved by reuse", "r"),
-            ("workspaces", "r"),
-            ("held", "r"),
-            ("of eager's peak", "r"),
-        )
-        table = _table(("engine", ""), *columns)
+        columns = {"arena": "arena", "saved": "saved by reuse", "workspaces": "workspaces", "held": "held"}
+        notes = ["arena: results of all calls, on all streams; held: arena, workspaces, input buffers and the rest"]
+        if any(row["against"] for row in held["engines"]):
+            columns["against"] = "of eager's peak"
+            notes.append("of eager's peak: what is held, as a multiple of it; an engine holds it between runs as well")
+        table = _table(("engine", ""), *((title, "r") for title in columns.values()))
         for row in held["engines"]:
-            cells = [row[key] or "-" for key in ("arena", "saved", "workspaces", "held", "against")]
-            table.add_row(_text(row["label"]), *(_text(cell) for cell in cells))
-        note = "arena: results of all calls, on all streams; held: arena, workspaces, input buffers and the rest"
-        body += [_text(""), table, _text(note, "dim")]
+            table.add_row(_text(row["label"]), *(_text(row[key] or "-") for key in columns))
+        body += [_text(""), table, *(_text(note, "dim") for note in notes)]
     return body
 
 
@@ -419,48 +430,39 @@ def _provenance(report: Report) -> list[RenderableType]:
     return body
 
 
-def _overhead(report: Report, rows: Sequence[CallOverhead], profile: dict[str, Any]) -> list[RenderableType]:
+def _overhead(report: Report, profile: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(profile["facts"])]
-    operators = _by_operator(report, rows)
+    operators = grouped(report, "operator")
     if not operators:
         return body
-    table = _table(
-        ("operator", ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", "")
-    )
-    largest = operators[0][1]["overhead"]
-    for name, sums in operators[:_TOP]:
-        exposed = sums["exposed"] / sums["overhead"] if sums["overhead"] > 0 else 0.0
-        table.add_row(
-            _text(name),
-            _text(format_count(int(sums["calls"]))),
-            _text(format_ns(sums["overhead"])),
-            _text(format_ns(sums["overhead"] / sums["calls"])),
-            _text(format_percent(exposed)),
-            _Bar([sums[part] for part in PARTS], largest),
-        )
+    body += [_text(""), _groups("operator", operators)]
+    modules = grouped(report, "module")
+    if len(modules) > 1:
+        body += [_text(""), _groups("module", modules)]
     legend = _text("parts: ")
     for fill, colour, part in zip(_FILLS, _COLOURS, PARTS, strict=True):
         share = profile["totals"][part] / (sum(profile["totals"][one] for one in PARTS) or 1)
         legend.append(f"{fill} {part} {format_percent(share)}  ", colour)
-    body += [_text(""), table, legend]
-    if len(operators) > _TOP:
-        rest = sum(sums["overhead"] for _, sums in operators[_TOP:])
-        body.append(_text(f"and {len(operators) - _TOP} operators more, {format_ns(rest)} together", "dim"))
-    return body
+    for name, groups in (("operators", operators), ("modules", modules)):
+        rest = sum(row["overhead"] for row in groups[_TOP:])
+        if len(groups) > _TOP and len(modules) > (name == "modules"):
+            legend.append(f"\nand {len(groups) - _TOP} {name} more, {format_ns(rest)} together", "dim")
+    return [*body, legend]
 
 
-def _by_operator(report: Report, rows: Sequence[CallOverhead]) -> list[tuple[str, dict[str, float]]]:
-    """Sums by short operator name, most overhead first."""
-    operators: dict[str, dict[str, float]] = {}
-    for row in rows:
-        name = report.eager_calls[row.call].label
-        sums = operators.setdefault(name, dict.fromkeys((*PARTS, "calls", "overhead", "exposed"), 0.0))
-        for part in PARTS:
-            sums[part] += getattr(row, f"{part}_ns")
-        sums["calls"] += 1
-        sums["overhead"] += row.overhead_ns
-        sums["exposed"] += row.exposed_ns
-    return sorted(operators.items(), key=lambda item: (-item[1]["overhead"], item[0]))
+def _groups(by: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = _table((by, ""), ("calls", "r"), ("overhead", "r"), ("per call", "r"), ("exposed", "r"), ("parts", ""))
+    for row in rows[:_TOP]:
+        exposed = row["exposed"] / row["overhead"] if row["overhead"] > 0 else 0.0
+        table.add_row(
+            _text(row["name"]),
+            _text(format_count(row["calls"])),
+            _text(format_ns(row["overhead"])),
+            _text(format_ns(row["overhead"] / row["calls"])),
+            _text(format_percent(exposed)),
+            _Bar([row[part] for part in PARTS], rows[0]["overhead"]),
+        )
+    return table
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nimble_core.around import require_training_mode
 from nimble_core.errors import InputError
 from nimble_core.gradients import perturbed
 from nimble_core.optimizers import CapturedOptimizer
@@ -140,7 +141,7 @@ class Training:
     """What a training comparison is about.
 
     Args:
-        model: the user's module.
+        model: the user's module, in training mode.
         args: positional inputs, and
         kwargs: keyword inputs of the model. Inputs that require gradients are taken without.
         target: what the loss is told; None: nothing.
@@ -173,6 +174,7 @@ class Training:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module to train")
+        require_training_mode(model)
         if not callable(loss_fn):
             raise InputError(
                 "training needs a loss" if loss_fn is None else f"loss_fn is a {type(loss_fn).__name__}",
@@ -205,6 +207,7 @@ class Training:
             scaler=None if scaler is None else _copied_scaler(scaler),
             clip_grad_norm=clip_grad_norm,
         )
+        self.whole.input_names = "kwargs" if isinstance(self.arguments[0], Mapping) else "args", "target"
         own = None if optimizer is None else _copied(optimizer)
         self.eager = self._run(model, own, self.whole.trained())
 
@@ -230,8 +233,6 @@ class Training:
     def notes(self) -> tuple[str, ...]:
         """What the reader should know."""
         found = []
-        if not any(module.training for module in self.model.modules()):
-            found.append("the model is in eval mode: batch norm and dropout do not train; model.train() changes that")
         if self._captured is None:
             found.append("no optimizer was given: a step is forward, loss and backward")
         if self.autocast is not None:

@@ -6,8 +6,12 @@ block's input (an edge that is transitive, so the full DAG has more edges than t
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+
+from kineto_traces import training_loop, write_trace
 
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs, Kernel, uniform_costs
@@ -29,6 +33,7 @@ from nimble_viz.report import (
     PrepareStep,
     Report,
 )
+from nimble_viz.trace_files import from_trace
 
 __all__ = [
     "CASES",
@@ -38,6 +43,7 @@ __all__ = [
     "fused_report",
     "old_report",
     "plan_report",
+    "profile_report",
     "sample_report",
     "tangled_report",
     "training_report",
@@ -187,6 +193,13 @@ def plan_report() -> Report:
         candidates=(),
         memory=Memory(),
     )
+
+
+def profile_report() -> Report:
+    """A report of code that nobody wrapped: of a hand-made trace, with a warning."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = from_trace(write_trace(Path(folder) / "loop.json", training_loop()))
+    return replace(report, warnings=("the machine was not quiet",))
 
 
 def fused_report(calls: int = 60, *, width: int = 4, hostile: str = "") -> Report:
@@ -446,7 +459,7 @@ CASES: dict[str, Callable[[], Report]] = {
 }
 """Every edge case of a report of something that ran, by name."""
 
-RENDERED: dict[str, Callable[[], Report]] = {**CASES, "plan": plan_report}
+RENDERED: dict[str, Callable[[], Report]] = {**CASES, "plan": plan_report, "profile": profile_report}
 """Every edge case that a renderer has to show, by name."""
 
 

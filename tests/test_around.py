@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from nimble_core.around import Around
+from nimble_core.around import Around, require_training_mode
+from nimble_core.errors import InputError
 
 
 def test_names_mode_and_type_are_the_models() -> None:
@@ -19,3 +21,13 @@ def test_names_mode_and_type_are_the_models() -> None:
     assert around.training
     around.double()
     assert all(one.dtype is torch.float64 for one in model.parameters())
+
+
+def test_what_is_trained_is_in_training_mode_and_parts_of_it_need_not_be() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    require_training_mode(model)
+    model[1].eval()
+    require_training_mode(model)
+    with pytest.raises(InputError, match="Sequential is in evaluation mode") as refused:
+        require_training_mode(model.eval())
+    assert "model.train()" in refused.value.fix

@@ -195,7 +195,7 @@ def test_where_rounding_alone_decides_another_order_of_sums_is_right_and_a_lost_
     perturbed = learned["eager"]["perturbed"]
     assert len(perturbed) == 3
     assert min(perturbed) > 0
-    assert learned["permuted"]["bound"] == pytest.approx(3 * max(perturbed))
+    assert 0 < learned["permuted"]["bound"] <= 3 * max(perturbed), "means are nearer to each other than curves are"
     assert learned["permuted"]["passed"]
     assert learned["permuted"]["error"] > 0
     for name in ("skips", "forgets"):
@@ -294,18 +294,31 @@ def test_float64_is_no_way_around_a_bound_that_eagers_losses_do_not_tell_apart()
 
 
 def test_the_bound_follows_what_moved_results_do() -> None:
-    moved = [[one * share for one in CURVE] for share in (1.01, 1.02, 0.99)]
-    given = lessons([CURVE, CURVE], "float32", 2, moved=moved)
-    assert given.perturbed == pytest.approx([0.01, 0.02, 0.01])
-    assert given.bound == pytest.approx(0.06)
+    moved = [[one * share for one in CURVE] for share in (1.01, 1.02, 0.98)]
+    given = lessons([CURVE] * 3, "float32", 2, moved=moved)
+    assert given.perturbed == pytest.approx([0.01, 0.02, 0.02])
+    assert given.bound == pytest.approx(3 * 0.03 / 3)
     assert given.telling
-    assert judged([[one * 1.059 for one in CURVE]], given)["passed"]
-    assert judged([[one * 1.061 for one in CURVE]], given)["differs"]
-    assert lessons([CURVE, CURVE], "bf16", 2, moved=moved).bound == 0.1
-    wild = lessons([CURVE, CURVE], "float32", 2, moved=[[one * 1.2 for one in CURVE]])
+    assert judged([[one * 1.029 for one in CURVE]], given)["passed"]
+    assert judged([[one * 1.031 for one in CURVE]], given)["differs"]
+    assert lessons([CURVE] * 3, "bf16", 2, moved=moved).bound == 0.1
+    wild = lessons([CURVE] * 2, "float32", 2, moved=[[one * 1.1 for one in CURVE]] * 2)
     assert judged([CURVE], wild)["reason"].startswith("void")
-    lost = lessons([CURVE, CURVE], "float32", 2, moved=[[float("nan")] * len(CURVE)])
+    assert lessons([CURVE] * 18, "float32", 2, moved=[[one * 1.1 for one in CURVE]] * 18).telling
+    lost = lessons([CURVE] * 2, "float32", 2, moved=[CURVE, [float("nan")] * len(CURVE)])
     assert judged([CURVE], lost)["reason"].startswith("void")
+
+
+def test_starts_lie_beside_the_first_and_are_the_same_for_all() -> None:
+    task = tiny(4, torch.device("cpu"))
+    values = {name: one.clone() for name, one in task.model.state_dict().items()}
+    run = training._Run(task, SETTINGS, device_for(task.device), values)
+    one, again, other = run._start(1), run._start(1), run._start(2)
+    for name, parameter in task.model.named_parameters():
+        assert torch.equal(one[name], again[name])
+        assert not torch.equal(one[name], other[name]) or not parameter.any()
+        assert float((one[name] - values[name]).norm()) <= 0.1 * float(parameter.detach().norm())
+    assert all(torch.equal(one[name], values[name]) for name, _ in task.model.named_buffers())
 
 
 def test_losses_that_hardly_move_show_nothing() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,6 +47,58 @@ from nimble_core.structure import flatten
 __all__ = ["one_thread"]  # a fixture
 
 QUICK = Options(tune="off", policy="single")
+CLOSE = 1e-3
+"""Relative and absolute, on a GPU: float32 sums in another order, over a few steps."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test runs.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        options: what to prepare with.
+        exact: how near to eager what is computed in the same order has to come there, and
+        near: what is not.
+    """
+
+    device: str
+    options: Options
+    exact: float
+    near: float
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def __call__(self, one: Any) -> Any:
+        """A tensor or module there."""
+        return one.to(self.device)
+
+
+HOST = Place("cpu", QUICK, exact=0.0, near=1e-6)
+GPU = Place("cuda", Options(tune="off", policy="nimble"), exact=CLOSE, near=CLOSE)
+
+
+@pytest.fixture(params=[HOST, pytest.param(GPU, marks=pytest.mark.gpu)], ids=lambda place: place.device)
+def on(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Each place; on a GPU products and convolutions are in float32, by the same kernels in each run."""
+    with exact_products() if request.param.cuda else nullcontext():
+        yield request.param
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products and convolutions on a GPU in float32, by the same kernels in each run."""
+    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    deterministic = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
+        torch.backends.cudnn.deterministic = deterministic
 
 
 def pair(model: nn.Module, *args: Any, options: Options = QUICK, **kwargs: Any) -> tuple[Nimble, nn.Module]:
@@ -94,8 +148,10 @@ def loss_of(found: Any, model: nn.Module, inputs: Any, targets: Any) -> torch.Te
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["grads none", "grads zero"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_training_equals_eager(name: str, set_to_none: bool) -> None:
-    found, net, eager = prepared(name)
+def test_training_equals_eager(name: str, set_to_none: bool, on: Place) -> None:
+    if on.cuda and name == "dropout":
+        pytest.skip("on a GPU a replay draws other numbers than eager")
+    found, net, eager = prepared(name, on.options, on.device)
     mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
     for seed in range(4):
         inputs, targets = found.draw()
@@ -109,11 +165,11 @@ def test_training_equals_eager(name: str, set_to_none: bool) -> None:
         expected = loss_of(found, eager, inputs, targets)
         expected.backward()
         assert torch.equal(after, torch.get_rng_state())
-        assert torch.equal(loss, expected)
-        assert_same_gradients(found.model, eager)
+        assert_values(loss, expected, rtol=on.exact)
+        assert_same_gradients(found.model, eager, rtol=on.exact)
         mine.step()
         theirs.step()
-        assert_same(state_of(found.model, mine), state_of(eager, theirs))
+        assert_same(state_of(found.model, mine), state_of(eager, theirs), rtol=on.exact)
     assert net.state_dict().keys() == eager.state_dict().keys()
     net.close()
 
@@ -171,22 +227,22 @@ def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
     assert net.b.weight.grad is None
 
 
-def test_between_other_trainable_modules() -> None:
+def test_between_other_trainable_modules(on: Place) -> None:
     torch.manual_seed(0)
-    below, above = nn.Linear(5, 8), nn.Linear(4, 3)
-    model = perceptron()
+    below, above = on(nn.Linear(5, 8)), on(nn.Linear(4, 3))
+    model = on(perceptron())
     eager = copy.deepcopy(nn.Sequential(below, model, above))
-    net = Nimble(model, QUICK).prepare(torch.randn(6, 8, requires_grad=True), training=True)
+    net = Nimble(model, on.options).prepare(on(torch.randn(6, 8)).requires_grad_(), training=True)
     whole = nn.Sequential(below, net, above)
     mine, theirs = OPTIMIZERS["momentum"](whole.parameters()), OPTIMIZERS["momentum"](eager.parameters())
     assert len(list(whole.parameters())) == len(list(eager.parameters()))
     for _ in range(3):
-        x = torch.randn(6, 5)
+        x = on(torch.randn(6, 5))
         for one, optimizer in ((whole, mine), (eager, theirs)):
             optimizer.zero_grad()
             one(x).square().mean().backward()
             optimizer.step()
-        assert_values(list(whole.parameters()), list(eager.parameters()))
+        assert_values(list(whole.parameters()), list(eager.parameters()), rtol=on.exact)
     net.close()
 
 
@@ -220,19 +276,24 @@ def test_backward_of_an_earlier_forward_after_a_later_one() -> None:
     net.close()
 
 
-def test_a_gan_whose_discriminator_is_called_twice() -> None:
-    ours, theirs = Gan(), Gan()
-    data = gan_data(40)
+def test_a_gan_whose_discriminator_is_called_twice(on: Place) -> None:
+    """On a GPU the second call runs in eager, which is said: the first one's memory is still needed."""
+    ours, theirs = Gan(on.device), Gan(on.device)
+    data = gan_data(40, on.device)
     real, noise = data[0]
-    critic = Nimble(ours.critic, QUICK).prepare(real.clone().requires_grad_(), training=True)
-    generator = Nimble(ours.generator, QUICK).prepare(noise, training=True)
+    critic = Nimble(ours.critic, on.options).prepare(real.clone().requires_grad_(), training=True)
+    generator = Nimble(ours.generator, on.options).prepare(noise, training=True)
     losses: list[list[torch.Tensor]] = []
+    said: list[warnings.WarningMessage] = []
     for gan, d, g in ((ours, critic, generator), (theirs, theirs.critic, theirs.generator)):
         losses.append([])
         for real, noise in data:
-            fake = g(noise)
-            gan.d.zero_grad()
-            loss = F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fake = g(noise)
+                gan.d.zero_grad()
+                loss = F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
+            said += caught
             loss.backward()
             gan.d.step()
             losses[-1].append(loss.detach())
@@ -241,8 +302,12 @@ def test_a_gan_whose_discriminator_is_called_twice() -> None:
             loss.backward()
             gan.g.step()
             losses[-1].append(loss.detach())
-    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=1e-5, atol=1e-5)
-    assert_values(list(ours.generator.state_dict().values()), list(theirs.generator.state_dict().values()), rtol=1e-5)
+    assert bool(said) == on.cuda
+    assert all(issubclass(one.category, NimbleWarning) for one in said)
+    rtol = 2e-2 if on.cuda else 1e-5
+    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=rtol, atol=rtol)
+    if not on.cuda:
+        assert_values(*(list(one.generator.state_dict().values()) for one in (ours, theirs)), rtol=rtol)
     critic.close()
     generator.close()
 
@@ -278,18 +343,18 @@ def test_the_measured_choice_equals_eager() -> None:
     net.close()
 
 
-def test_dropout_draws_fresh_masks() -> None:
-    model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4))
-    net, _ = pair(model, torch.ones(500, 4, requires_grad=True))
+def test_dropout_draws_fresh_masks(on: Place) -> None:
+    model = on(nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4)))
+    net, _ = pair(model, on(torch.ones(5000, 4)).requires_grad_())
     masks = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
-        x = torch.ones(500, 4, requires_grad=True)
+        x = on(torch.ones(5000, 4)).requires_grad_()
         net(x).sum().backward()
         masks.append(x.grad != 0)
     assert not torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
-    assert masks[0].float().mean().item() == pytest.approx(0.75, abs=0.04)
+    assert masks[0].float().mean().item() == pytest.approx(0.75, abs=0.015)
     net.close()
 
 
@@ -380,14 +445,17 @@ def test_a_users_gradient_stays_the_users_tensor() -> None:
     net.close()
 
 
-def test_gradients_kept_elsewhere_are_not_overwritten() -> None:
-    net, _ = pair(perceptron(), torch.randn(6, 8))
-    net(torch.randn(6, 8)).sin().sum().backward()
+def test_gradients_kept_elsewhere_are_not_overwritten(on: Place, request: pytest.FixtureRequest) -> None:
+    if on.cuda:
+        why = "on CUDA .grad is the engine's memory, overwritten even where it is kept elsewhere"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+    net, _ = pair(on(perceptron()), on(torch.randn(6, 8)))
+    net(on(torch.randn(6, 8))).sin().sum().backward()
     kept = [one.grad for one in net.parameters()]
     values = [one.clone() for one in kept if one is not None]
     for one in net.parameters():
         one.grad = None
-    net(torch.randn(6, 8)).sin().sum().backward()
+    net(on(torch.randn(6, 8))).sin().sum().backward()
     assert_values(kept, values)
     net.close()
 
@@ -405,21 +473,21 @@ class SameGradient(nn.Module):
         return x * 2 + self.a + self.b + self.c + self.d.sum() + (self.e.t() @ x.new_ones(3, 4))
 
 
-def test_each_gradient_has_memory_of_its_own() -> None:
-    net, eager = pair(SameGradient(), torch.randn(4, 4))
-    x = torch.randn(4, 4)
+def test_each_gradient_has_memory_of_its_own(on: Place) -> None:
+    net, eager = pair(on(SameGradient()), on(torch.randn(4, 4)))
+    x = on(torch.randn(4, 4))
     for model in (net, eager):
         model(x).sin().sum().backward()
         for at, one in enumerate(model.parameters()):
             assert one.grad is not None
             one.grad.mul_(at + 2)
-    assert_same_gradients(net, eager, rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=on.near)
     net.close()
 
 
-def test_gradients_are_laid_out_like_their_parameters() -> None:
-    net, eager = pair(Aliases(), torch.randn(6, 4))
-    x = torch.randn(6, 4)
+def test_gradients_are_laid_out_like_their_parameters(on: Place) -> None:
+    net, eager = pair(on(Aliases()), on(torch.randn(6, 4)))
+    x = on(torch.randn(6, 4))
     for model in (eager, net):
         model(x).sin().sum().backward()
         for one in model.parameters():
@@ -441,29 +509,32 @@ def test_clipping_a_gradient_that_two_parameters_share() -> None:
 # -- what autograd is asked ------------------------------------------------------------------------------------------
 
 
-def test_gradients_of_some_tensors() -> None:
-    net, eager = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
-    x = torch.randn(6, 8, requires_grad=True)
+def test_gradients_of_some_tensors(on: Place) -> None:
+    net, eager = pair(on(perceptron()), on(torch.randn(6, 8)).requires_grad_())
+    x = on(torch.randn(6, 8)).requires_grad_()
     found = [
         torch.autograd.grad(one(x).sin().sum(), [layer(one, 0).weight, x, layer(one, 4).bias]) for one in (net, eager)
     ]
-    assert_values(list(found[0]), list(found[1]), rtol=1e-6)
+    assert_values(list(found[0]), list(found[1]), rtol=on.near)
+    kept = [one.clone() for one in found[0]]
+    torch.autograd.grad(net(x * 2).sin().sum(), [layer(net, 0).weight, x])
+    assert_values(list(found[0]), kept)
     assert all(one.grad is None for one in (*net.parameters(), x))
     found = [torch.autograd.grad(one(x).sin().sum(), [x])[0] for one in (net, eager)]
-    assert_values(found[0], found[1], rtol=1e-6)
+    assert_values(found[0], found[1], rtol=on.near)
     net.close()
 
 
-def test_backward_for_some_tensors() -> None:
-    net, eager = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
-    data = torch.randn(6, 8)
+def test_backward_for_some_tensors(on: Place) -> None:
+    net, eager = pair(on(perceptron()), on(torch.randn(6, 8)).requires_grad_())
+    data = on(torch.randn(6, 8))
     grads = []
     for model in (net, eager):
         x = data.clone().requires_grad_()
         model(x).sin().sum().backward(inputs=[layer(model, 0).weight, x])
         grads.append(x.grad)
-    assert_values(grads[0], grads[1], rtol=1e-6)
-    assert_same_gradients(net, eager, rtol=1e-6)
+    assert_values(grads[0], grads[1], rtol=on.near)
+    assert_same_gradients(net, eager, rtol=on.near)
     assert layer(net, 4).bias.grad is None
     net.close()
 
@@ -477,9 +548,9 @@ def test_a_gradient_given_to_backward() -> None:
     net.close()
 
 
-def test_a_graph_kept_for_another_backward() -> None:
-    net, eager = pair(Residual(), images()[0])
-    x = images()[0]
+def test_a_graph_kept_for_another_backward(on: Place) -> None:
+    net, eager = pair(on(Residual()), on(images()[0]), options=on.options)
+    x = on(images()[0])
     for model in (net, eager):
         loss = model(x).sin().sum()
         loss.backward(retain_graph=True)
@@ -487,7 +558,7 @@ def test_a_graph_kept_for_another_backward() -> None:
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
-    assert_same_gradients(net, eager, rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=on.near)
     net.close()
 
 
@@ -509,9 +580,9 @@ def twice(loss: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("way", ["backward", "grad"])
-def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing(way: str) -> None:
-    net, _ = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
-    x = torch.randn(6, 8, requires_grad=True)
+def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing(way: str, on: Place) -> None:
+    net, _ = pair(on(perceptron()), on(torch.randn(6, 8)).requires_grad_())
+    x = on(torch.randn(6, 8)).requires_grad_()
     loss = net(x).sin().sum()
     ask = {"grad": lambda: torch.autograd.grad(loss, [x], create_graph=True), "backward": lambda: twice(loss)}
     with pytest.raises(InputError, match="create_graph"):
@@ -539,8 +610,8 @@ def test_other_kernels_keep_strides_that_address_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
-def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str) -> None:
-    net, eager = pair(perceptron(), torch.randn(6, 8))
+def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str, on: Place) -> None:
+    net, eager = pair(on(perceptron()), on(torch.randn(6, 8)))
     seen: dict[nn.Module, list[torch.Tensor]] = {net: [], eager: []}
     for model in (net, eager):
         weight = layer(model, 2).weight
@@ -557,13 +628,13 @@ def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str) ->
             weight.register_hook(doubled)
         else:
             weight.register_post_accumulate_grad_hook(accumulated)
-    x = torch.randn(6, 8)
+    x = on(torch.randn(6, 8))
     for model in (net, eager):
         for _ in range(2):
             model(x).sin().sum().backward()
     assert len(seen[net]) == len(seen[eager]) == 2
-    assert_values(seen[net], seen[eager], rtol=1e-6)
-    assert_same_gradients(net, eager, rtol=1e-6)
+    assert_values(seen[net], seen[eager], rtol=on.near)
+    assert_same_gradients(net, eager, rtol=on.near)
     net.close()
 
 
@@ -713,8 +784,8 @@ def test_a_weight_written_before_the_backward_is_refused() -> None:
 # -- modes -----------------------------------------------------------------------------------------------------------
 
 
-def test_training_and_evaluation_in_turn() -> None:
-    found, net, eager = prepared("resnet")
+def test_training_and_evaluation_in_turn(on: Place) -> None:
+    found, net, eager = prepared("resnet", on.options, on.device)
     mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
     for _ in range(2):
         inputs, targets = found.draw()
@@ -725,14 +796,14 @@ def test_training_and_evaluation_in_turn() -> None:
         with torch.no_grad(), pytest.warns(NimbleWarning, match="not prepared in evaluation mode"):
             out = net.eval()(inputs)
         with torch.no_grad():
-            assert torch.equal(out, eager.eval()(inputs))
-    assert_same(state_of(found.model, mine), state_of(eager, theirs))
+            assert_values(out, eager.eval()(inputs), rtol=on.exact)
+    assert_same(state_of(found.model, mine), state_of(eager, theirs), rtol=on.exact)
 
     net.eval().prepare(inputs)
     assert len(net.engines) == 2
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        assert torch.equal(net(inputs), eager(inputs))
+        assert_values(net(inputs), eager(inputs), rtol=on.exact)
     net.train()
     assert net(inputs).requires_grad
     net.close()
@@ -1134,4 +1205,25 @@ def test_another_autocast_than_prepared_is_refused() -> None:
     net, _ = pair(nn.Linear(8, 4), torch.randn(6, 8))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast was off then"):
         net(torch.randn(6, 8))
+    net.close()
+
+
+def test_inputs_go_by_the_names_of_the_call() -> None:
+    """In what is recorded, and in what is refused."""
+
+    class Masked(nn.Linear):
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * mask.tanh()
+
+    net, _ = pair(Masked(8, 4), torch.randn(6, 8), mask=torch.randn(6, 4))
+    (engine,) = net.engines
+    assert engine.backward is not None
+    names = [
+        [program.storages[ref.storage].name for ref in program.inputs]
+        for program in (half.recorded.recording.program for half in (engine, engine.backward))
+    ]
+    assert names[0] == ["args[0]", "kwargs['mask']"]
+    assert names[1][0] == "gradients of outputs[0]"
+    with pytest.raises(InputError, match=r"kwargs\['mask'\] required no gradient then"):
+        net(torch.randn(6, 8), mask=torch.randn(6, 4, requires_grad=True))
     net.close()

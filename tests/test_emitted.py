@@ -55,20 +55,12 @@ def test_every_lost_wait_is_noticed(graph: CallGraph, data: st.DataObject) -> No
         check_emitted(schedule, replace(raw, edges=fewer), graph.edges)
 
 
-def test_waits_that_nobody_planned_are_noticed() -> None:
+def test_waits_that_nobody_planned_are_counted() -> None:
     schedule = Schedule("mine", (0, 1), (0, 1), ())
     raw = RawGraph((1, 2), ("kernel", "kernel"), ((0, 1),), (0, 1))
-    with pytest.raises(ScheduleError, match="call 0 -> call 1 is in the graph but not planned"):
-        check_emitted(schedule, raw, [])
+    check_emitted(schedule, raw, [])
     assert emitted_syncs(schedule, raw) == [(0, 1)]
-
-
-def test_edges_that_repeat_what_is_planned_are_no_news() -> None:
-    # A library forks to a stream of its own in calls 0 and 1, whose last node there is what call 2 sees as well.
-    schedule = Schedule("mine", (0, 1, 2), (0, 1, 2), ((0, 1), (1, 2)))
-    raw = RawGraph((1, 2, 3), ("kernel",) * 3, ((0, 1), (0, 2), (1, 2)), (0, 1, 2))
-    check_emitted(schedule, raw, [(0, 1), (1, 2)])
-    assert emitted_syncs(schedule, raw) == [(0, 1), (0, 2), (1, 2)]
+    assert (schedule.counts.planned, emitted_counts(schedule, raw).emitted) == (0, 1)
 
 
 def test_planned_waits_that_hazards_do_not_need_are_missed_too() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sample_reports import RENDERED, fused_report, old_report, sample_report
+from sample_reports import RENDERED, fused_report, old_report, profile_report, sample_report
 
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
@@ -144,6 +144,42 @@ def test_files_from_before_fused_calls_and_peers_load(tmp_path: Path) -> None:
     for one in report["candidates"]:
         del one["fuse"], one["fuse_s"]
     assert load(_file(tmp_path, _pack(tree))) == sample_report(12)
+
+
+def test_files_from_before_profiles_load(tmp_path: Path) -> None:
+    report = sample_report(12)
+    tree = _tree(tmp_path, report)
+    del tree["report"]["sampling"]
+    profile = tree["report"]["overhead"]
+    for name in ("waiting_ns", "loader_ns", "idle"):
+        del profile[name]
+    for row in profile["calls"]:
+        del row["tail_ns"]
+    assert load(_file(tmp_path, _pack(tree))) == report
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "field"),
+    [
+        (("sampling", "seen"), -1, "sampling"),
+        (("sampling", "bound", "input_ns"), -1.0, "sampling.bound"),
+        (("sampling", "loader_ns"), 1e30, "sampling.loader_ns"),
+        (("overhead", "idle", "launch_ns"), -1.0, "overhead.idle"),
+        (("overhead", "loader_ns"), -1.0, "overhead"),
+        (("overhead", "phases", 0, "phase"), "lunch", "$.report.overhead.phases[0].phase"),
+        (("overhead", "phases", 0, "tail_ns"), -1.0, "overhead.phases[0]"),
+        (("overhead", "calls", 0, "tail_ns"), 1e30, "overhead.calls[0]"),
+    ],
+)
+def test_damage_of_a_profile_is_named(tmp_path: Path, place: tuple[Any, ...], value: Any, field: str) -> None:
+    tree = _tree(tmp_path, profile_report())
+    holder = tree["report"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    with pytest.raises(ReportFileError) as caught:
+        load(_file(tmp_path, _pack(tree)))
+    assert caught.value.where == f"{tmp_path / 'report.nimble'}, {field}"
 
 
 def test_peers_keep_outputs_that_are_not_finite(tmp_path: Path) -> None:

@@ -425,7 +425,7 @@ def test_what_has_hooks_or_makes_some_is_no_alarm(part: Callable[[], nn.Module])
 
 @torch.no_grad()
 def test_a_whole_step_notices_hooks() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     step = TrainStep(net, torch.Tensor.mean, torch.optim.SGD(net.parameters(), 0.1), options=Options(tune="off"))
     step.prepare(torch.randn(2, 4))(torch.randn(2, 4))
     with net[1].register_full_backward_hook(nothing), pytest.raises(InputError, match="1 has a backward hook"):

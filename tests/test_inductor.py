@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -96,6 +97,22 @@ def test_every_kernel_says_what_it_stands_for(compiled: Any) -> None:
     assert any(name.startswith("cpp_") for name in kernels), told
     assert all(calls for _, calls in told), told
     assert {call for _, calls in told for call in calls} == set(range(len(found.recording.program.calls)))
+
+
+def test_what_was_compiled_before_comes_from_disk_under_its_own_names(compiled: Any) -> None:
+    from torch._dynamo.utils import counters
+
+    found, module, _, x = compiled
+    counters.clear()
+    torch.testing.assert_close(compile_graph(module, [x])(x)[0], found.model(x))
+    assert (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]) == (1, 0)
+    other = graph(found.recording)
+    for node in other.graph.nodes:
+        if node.op == "call_function":
+            node._rename(f"{node.name}_{uuid4().hex}")
+    other.recompile()
+    compile_graph(other, [x])
+    assert counters["inductor"]["fxgraph_cache_miss"] == 1, "comments name nodes, and these have other names"
 
 
 def test_inductor_itself_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -464,3 +464,41 @@ def test_a_compiled_function_inside_a_model_stays_when_the_rest_is_rewritten(com
     other = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(net(other), model(other), rtol=1e-4, atol=1e-5)
+
+
+class _CompiledBehind(torch.autograd.Function):
+    """Twice its input; its gradient is what a compiled function makes of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, behind: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.behind = behind
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.behind(gradients[0]), None
+
+
+@pytest.mark.compiler
+def test_kernels_launched_in_the_backward_belong_to_it(compiled: Compiled) -> None:
+    weight = compiled.args[1]
+
+    class Behind(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return _CompiledBehind.apply(y, lambda g: compiled.compiled(g, weight))  # type: ignore[no-untyped-call,no-any-return]
+
+    model, x = Behind(6, 6), compiled.args[0]
+    net = Nimble(model, Options(fuse="none", tune="off", policy="single")).prepare(x, training=True)
+    (engine,) = net.engines
+    assert engine.backward is not None
+    calls = engine.backward.recorded.recording.program.calls
+    assert [call.operator for call in calls if call.operator.startswith("cpp_")] == compiled.kernels()
+    assert {call.phase for call in calls} == {"backward"}
+    found = []
+    for one in (net, model):
+        one(x).sin().sum().backward()
+        found.append(model.weight.grad)
+        model.weight.grad = None
+    torch.testing.assert_close(*found)
+    net.close()

@@ -17,9 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from nimble_core.program import Call, Origin, Program
 from nimble_core.timeline import Timeline
-from nimble_viz.measure.overhead import align, eager_timeline, match_calls, measure_overhead, overhead_profile
+from nimble_viz.measure.overhead import (
+    align,
+    device_idle,
+    eager_timeline,
+    iteration_bound,
+    match_calls,
+    measure_overhead,
+    overhead_profile,
+)
 from nimble_viz.measure.profile import DeviceEvent, OperatorEvent, RuntimeEvent, Trace, outer_first, profile_eager
-from nimble_viz.report import CallOverhead, OverheadProfile
+from nimble_viz.report import Bound, CallOverhead, HostSync, OverheadProfile
 
 
 def program_of(*operators: str, lines: bool = False) -> Program:
@@ -36,7 +44,7 @@ def op(name: str, start: int, end: int, thread: int = 1) -> OperatorEvent:
 
 def host_ns(profile: OverheadProfile, device: str) -> float:
     work = sum(row.work_ns for row in profile.calls) if device == "cpu" else 0.0
-    return profile.overhead_ns + work + profile.remainder_ns
+    return profile.overhead_ns + work + profile.waiting_ns + profile.remainder_ns
 
 
 # One iteration, 0 to 200 ns on the host: linear around addmm, a view, relu, then the wait for the device.
@@ -71,15 +79,25 @@ TWO = program_of("addmm", "relu", lines=True)
 def test_each_nanosecond_has_one_cause() -> None:
     profile = overhead_profile(TWO, CUDA, 100.0)
     first, second = profile.calls
-    # 0–10 Python; linear to 60, less empty (22–30) and the launch (40–50); the device idles until 48.
-    assert first == CallOverhead(0, 10.0, 32.0, 8.0, 10.0, 42.0, exposed_ns=48.0)
-    # 60–70 and 75–80 Python, view and relu dispatch less the wait and the launch; idle 95–106, as 85–95 is waiting.
-    assert second == CallOverhead(1, 15.0, 19.0, 0.0, 6.0, 84.0, exposed_ns=11.0)
-    assert profile.remainder_ns == 200 - 60 - 40
+    # 0–10 Python; linear to 60, less empty (22–30), the launch (40–50) and what follows it; the device idles until 48.
+    assert first == CallOverhead(0, 10.0, 22.0, 8.0, 10.0, 42.0, exposed_ns=48.0, tail_ns=10.0)
+    # 60–70 and 75–80 Python, view and relu dispatch less the wait, the launch and the tail from 104 on; idle 95–106, as
+    # 85–95 is waiting.
+    assert second == CallOverhead(1, 15.0, 13.0, 0.0, 6.0, 84.0, exposed_ns=11.0, tail_ns=6.0)
+    assert (first.hidden_ns, second.hidden_ns) == (12.0, 29.0)
+    assert profile.waiting_ns == 10 + 40
+    assert profile.remainder_ns == 200 - 60 - 40 - 50
     assert profile.device_busy_ns == 42 + 84
     assert profile.device_idle_share == 1 - 126 / 200
     assert (profile.matched, profile.total, profile.slowdown) == (2, 2, 2.0)
-    assert profile.warnings == ()
+    assert profile.warnings == ("50 ns of the profiled iteration (25.0%) come after its last call and belong to none",)
+
+
+def test_a_remainder_within_the_bound_is_no_doubt() -> None:
+    profile = overhead_profile(TWO, replace(CUDA, run_end_ns=120), 100.0)
+    assert (profile.remainder_ns, profile.warnings) == (10.0, ())
+    optimizer = (("forward", 0, 110), ("optimizer", 110, 160))
+    assert overhead_profile(TWO, replace(CUDA, phases=optimizer), 100.0).warnings == ()
 
 
 def test_phases_come_in_the_order_of_a_step() -> None:
@@ -111,6 +129,88 @@ def test_host_synchronisations_by_kind_and_place() -> None:
         ("aten::item", 2, 34.0, "after model.py:2"),
         ("cudaStreamSynchronize", 1, 10.0, "model.py:2"),
     ]
+
+
+def waiting(*names: tuple[str, int, int], launch: int, wait: int, copy: str = "") -> list[HostSync]:
+    """Synchronisations of a run of nested operators with one launch and one wait for the stream after it."""
+    trace = Trace(
+        "cuda", 0, 100, 100, outer_first([op(*one) for one in names]),
+        runtime=(
+            RuntimeEvent("cudaMemcpyAsync", launch, launch + 2, 1, 7),
+            RuntimeEvent("cudaStreamSynchronize", wait, wait + 20, 1, 8),
+        ),
+        kernels=(DeviceEvent(copy, "memcpy", launch + 5, launch + 9, 7, 7),) if copy else (),
+    )  # fmt: skip
+    return list(overhead_profile(program_of("_to_copy"), trace, 0.0).host_syncs)
+
+
+def test_a_blocking_copy_is_named_after_the_copy() -> None:
+    copy = "Memcpy DtoH (Device -> Pinned)"
+    nested = ("to", 10, 60), ("_to_copy", 12, 58), ("copy_", 20, 55)
+    assert waiting(*nested, launch=25, wait=30, copy=copy) == [HostSync(copy, 1, 20.0, "")]
+    within = "Memcpy DtoD (Device -> Device)"
+    assert waiting(*nested, launch=25, wait=30, copy=within) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+    assert waiting(*nested, launch=25, wait=30) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+    assert waiting(*nested, launch=25, wait=70, copy=copy) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+
+
+def test_a_copy_to_pageable_memory_waits_by_itself() -> None:
+    copy = "Memcpy DtoH (Device -> Pageable)"
+    nested = ("to", 10, 60), ("_to_copy", 12, 58), ("copy_", 20, 55)
+    # The copy waits (25–27), then the stream is waited for (30–50): one synchronisation.
+    assert waiting(*nested, launch=25, wait=30, copy=copy) == [HostSync(copy, 1, 22.0, "")]
+    # non_blocking=True does not help where the memory is not pinned.
+    assert waiting(*nested, launch=25, wait=70, copy=copy) == [
+        HostSync("cudaStreamSynchronize", 1, 20.0, ""),
+        HostSync(copy, 1, 2.0, ""),
+    ]
+    assert waiting(launch=25, wait=70, copy=copy)[1] == HostSync(copy, 1, 2.0, "")
+
+
+def test_an_operator_whose_size_depends_on_data_is_one_synchronisation() -> None:
+    assert waiting(("nonzero", 10, 60), launch=25, wait=30) == [HostSync("aten::nonzero", 1, 50.0, "")]
+    # Where the host did not wait inside it, it is none.
+    assert waiting(("nonzero", 10, 60), launch=25, wait=70) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+
+
+def idle(*kernels: tuple[int, int, int], end: int = 100) -> tuple[float, float, float, float]:
+    """Causes for kernels of ``(launch, start, end)``; a launch of -1 was not seen."""
+    runtime = [
+        RuntimeEvent("cudaLaunchKernel", at, at + 1, 1, i + 1) for i, (at, _, _) in enumerate(kernels) if at >= 0
+    ]
+    trace = Trace(
+        "cuda", 0, end, end, (),
+        runtime=tuple(runtime),
+        kernels=tuple(DeviceEvent("k", "kernel", start, to, 7, i + 1) for i, (_, start, to) in enumerate(kernels)),
+    )  # fmt: skip
+    found = device_idle(trace)
+    return found.host_late_ns, found.launch_ns, found.dependency_ns, found.unknown_ns
+
+
+def test_the_cause_of_each_gap_of_the_device() -> None:
+    # Launched at 10, runs at 14: late until 10, latency 4; nothing follows 20.
+    assert idle((10, 14, 20)) == (10 + 80, 4, 0, 0)
+    # The second is queued while the first runs, long before: it waited for the first alone.
+    assert idle((10, 14, 50), (20, 53, 90)) == (10 + 10, 4, 3, 0)
+    # Queued 1 before the first ended: 3 of the usual latency of 4 are left, 2 more are dependency.
+    assert idle((10, 14, 50), (49, 55, 90)) == (10 + 10, 4 + 3, 2, 0)
+    assert idle((-1, 14, 50), (40, 60, 100)) == (0, 0, 10, 14)
+    assert idle() == (100, 0, 0, 0)
+    # Clocks that disagree: a kernel that seems to start before its launch.
+    assert idle((20, 15, 100)) == (15, 0, 0, 0)
+    # Kernels of the iteration before and after it count as far as they reach into it.
+    assert idle((-1, -10, 30), (25, 40, 200)) == (0, 0, 10, 0)
+
+
+def test_what_an_iteration_is_bound_by() -> None:
+    marks = (("loader", 0, 40), ("copy", 40, 50), ("forward", 50, 160))
+    trace = replace(CUDA, phases=marks)
+    # Busy 48–90 and 106–190; input 0–50 less the 2 of them; the rest is the host's.
+    assert iteration_bound(trace, overhead_profile(TWO, trace, 0.0)) == Bound(48.0, 126.0, 26.0)
+    host = Trace(
+        "cpu", 0, 100, 100, (op("mm", 50, 90),), floor_ns=5.0, phases=(("loader", 0, 30), ("forward", 30, 100))
+    )
+    assert iteration_bound(host, overhead_profile(program_of("mm"), host, 0.0)) == Bound(30.0, 35.0, 35.0)
 
 
 def test_timeline_of_a_cuda_run() -> None:
@@ -151,7 +251,7 @@ def test_work_on_the_host_is_self_time_above_the_floor() -> None:
     )  # fmt: skip
     (row,) = overhead_profile(program_of("addmm"), trace, 50.0).calls
     assert row.work_ns == 80 - 4 - 10 - 6
-    assert (row.python_ns, row.allocation_ns, row.dispatch_ns) == (5.0, 10.0, 90 - 60 - 10)
+    assert (row.python_ns, row.allocation_ns, row.dispatch_ns, row.tail_ns) == (5.0, 10.0, 90 - 60 - 10 - 5, 5.0)
     assert row.exposed_ns == row.overhead_ns
 
 
@@ -240,9 +340,16 @@ def test_parts_and_remainder_add_up_to_the_profiled_time(trace: Trace, program: 
     profile = overhead_profile(program, trace, 1.0)
     assert host_ns(profile, trace.device) == profile.profiled_ns == 1000.0
     assert profile.remainder_ns >= 0.0
+    if profile.idle:
+        causes = profile.idle
+        parts = (causes.host_late_ns, causes.launch_ns, causes.dependency_ns, causes.unknown_ns)
+        assert min(parts) >= 0.0
+        assert sum(parts) + profile.device_busy_ns == 1000.0
+    bound = iteration_bound(trace, profile)
+    assert bound.input_ns + bound.device_ns + bound.host_ns == 1000.0
     assert 0.0 <= profile.device_idle_share <= 1.0
     for row in profile.calls:
-        parts = (row.python_ns, row.dispatch_ns, row.allocation_ns, row.launch_ns, row.work_ns)
+        parts = (row.python_ns, row.dispatch_ns, row.allocation_ns, row.launch_ns, row.tail_ns, row.work_ns)
         assert min(parts) >= 0.0
         assert 0.0 <= row.exposed_ns <= row.overhead_ns
 

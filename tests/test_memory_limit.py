@@ -25,15 +25,23 @@ from nimble_core.simulate import simulate
 RECORDINGS = sorted((Path(__file__).parents[1] / "examples" / "recordings").glob("*.nimble"))
 
 
+def scratches(calls: int) -> st.SearchStrategy[list[int]]:
+    """Workspaces, of few calls."""
+    return st.lists(st.sampled_from([0, 0, 0, 1, 7, 8]), min_size=calls, max_size=calls)
+
+
 @given(tensor_programs(), st.data())
 def test_fits_and_every_reader_finds_its_own_bytes(program: Program, data: st.DataObject) -> None:
     graph = build_graph(program)
     costs = data.draw(costs_for(graph))
     schedule = nimble(graph, costs, max_streams=data.draw(st.sampled_from([2, 3, None])))
+    scratch = data.draw(scratches(graph.size))
     one = plan_memory(program, single(graph, costs), alignment=1).nbytes
-    limit = one + data.draw(st.integers(0, 10))
-    limited, plan = limit_memory(graph, program, schedule, limit, costs=costs, alignment=1)
-    assert plan.nbytes <= limit
+    # Calls take turns with workspaces larger than half the largest; the others may be used beside each other.
+    most = max(scratch, default=0)
+    limit = one + most + sum(one for one in scratch if 2 * one <= most) + data.draw(st.integers(0, 10))
+    limited, plan = limit_memory(graph, program, schedule, limit, costs=costs, scratch=scratch, alignment=1)
+    assert plan.nbytes + plan.scratch_nbytes <= limit
     assert check_schedule(graph, limited) is limited
     assert check_memory(program, limited, plan) is plan
     assert limited.stream == schedule.stream
@@ -47,15 +55,15 @@ def test_the_smallest_limit_in_the_error_works(program: Program, data: st.DataOb
     graph = build_graph(program)
     costs = data.draw(costs_for(graph))
     schedule = nimble(graph, costs)
-    limit = data.draw(st.integers(0, 40))
+    limit, scratch = data.draw(st.integers(0, 40)), data.draw(scratches(graph.size))
     try:
-        _, plan = limit_memory(graph, program, schedule, limit, costs=costs, alignment=1)
+        _, plan = limit_memory(graph, program, schedule, limit, costs=costs, scratch=scratch, alignment=1)
     except ScheduleError as error:
         smallest = int(error.fix.split()[-2])
         assert smallest > limit
-        _, plan = limit_memory(graph, program, schedule, smallest, costs=costs, alignment=1)
+        _, plan = limit_memory(graph, program, schedule, smallest, costs=costs, scratch=scratch, alignment=1)
         limit = smallest
-    assert plan.nbytes <= limit
+    assert plan.nbytes + plan.scratch_nbytes <= limit
 
 
 FORK = program_of([([0], [1]), ([1], [2]), ([0], [3]), ([3], [4]), ([2, 4], [5])], [8] * 6, outputs=[5])
@@ -79,8 +87,23 @@ def test_a_branch_waits_for_the_bytes_of_the_other() -> None:
     assert limited.added_order
     assert not limited.maximum_concurrency
     assert simulate(graph, schedule, costs).length_ns <= simulate(graph, limited, costs).length_ns < 5
-    with pytest.raises(ScheduleError, match="no arena of 23 bytes was found: the smallest has 24"):
+    with pytest.raises(ScheduleError, match="no memory of 23 bytes was found: the smallest has 24"):
         limit_memory(graph, FORK, schedule, 23, costs=costs, alignment=1)
+
+
+def test_large_workspaces_take_turns_first() -> None:
+    """Both branches ask for a workspace: one after the other they need one, and fewer bytes besides."""
+    graph = build_graph(FORK)
+    costs = uniform_costs(5)
+    schedule = nimble(graph, costs)
+    scratch = (0, 100, 0, 90, 3)
+    before = plan_memory(FORK, schedule, scratch=scratch, alignment=1)
+    assert (before.nbytes, before.scratch_nbytes) == (32, 190)
+    limited, plan = limit_memory(graph, FORK, schedule, 132, costs=costs, scratch=scratch, alignment=1)
+    assert (plan.nbytes, plan.scratch_nbytes) == (24, 100)
+    assert check_memory(FORK, limited, plan) is plan
+    assert limited.added_order == ((1, 3),)
+    assert (limited.stream, len(limited.syncs)) == (schedule.stream, len(schedule.syncs) + 1)
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,11 @@ NotebookClient = pytest.importorskip("nbclient", reason="needs nbclient: make te
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ADDRESS = r"""["']?(?:https?:)?//"""
+LOADED = re.compile(
+    rf"""\bsrc\s*=\s*{ADDRESS}|<link[^>]*\bhref\s*=\s*{ADDRESS}|\bimport\s*(?:\(|url\()?\s*{ADDRESS}"""
+    rf"""|\b(?:require|fetch)\(\[?\s*{ADDRESS}"""
+)
 
 
 def test_there_are_notebooks() -> None:
@@ -36,6 +43,29 @@ def test_committed_with_outputs_that_name_no_machine(path: Path) -> None:
     assert "/home/" not in text
     assert "/root/" not in text
     assert len(text) < 2_000_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_figures_are_seen_without_a_network(path: Path) -> None:
+    """In the notebook and in the page that nbconvert makes of it: nothing is loaded, no script from elsewhere draws."""
+    notebook = nbformat.read(path, as_version=4)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    pages = [html.unescape(output.get("data", {}).get("text/html", "")) for output in outputs]
+    assert any(pages)
+    assert [found[0] for page in pages for found in LOADED.finditer(page)] == []
+    assert not any("plotly" in kind for kind in _kinds(notebook))
+
+
+def test_what_is_loaded_is_seen() -> None:
+    for page in (
+        '<script type="module">import "https://a.b/c"</script>',
+        "<script charset=utf-8 src='https://a.b/c.js'></script>",
+        '<link rel="stylesheet" href="//a.b/c.css">',
+        "<style>@import url(https://a.b/c.css)</style>",
+        "<script>require(['https://a.b/c'])</script>",
+    ):
+        assert LOADED.search(page), page
+    assert not LOADED.search('<a href="https://a.b/c">seen when asked for</a> <img src="data:image/png;base64,AA==">')
 
 
 def _kinds(notebook: Any) -> set[str]:

@@ -21,9 +21,10 @@ from rewrite_models import (
     strides_that_matter,
     unchanged_by,
 )
-from test_training import both
+from test_training import both, train_both
 from torch import nn
 
+from nimble_core import fusing
 from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice
 from nimble_core.errors import CaptureError
@@ -289,6 +290,68 @@ def test_steps_that_take_images_by_their_strides_stay() -> None:
     step = TrainStep(Windows(), torch.sum, torch.optim.SGD(conv.parameters(), lr=0.1), options=Options(tune="off"))
     step.prepare(torch.randn(2, 3, 8, 8))
     assert train_channels_last(lift(step.engine.recorded.recording)) == 0  # type: ignore[union-attr]
+    step.close()
+
+
+class Shrinks(nn.Module):
+    """The last convolution sees a single pixel, which is in every layout at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x))).flatten(1)
+
+
+def test_weights_that_read_single_pixels_stay_as_they_are() -> None:
+    model = Shrinks()
+    step = TrainStep(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), options=Options(tune="off"))
+    module = lift(step.prepare(torch.randn(2, 3, 2, 2)).engine.recorded.recording)  # type: ignore[union-attr]
+    assert train_channels_last(module) == 2
+    clones = [node for node in module.graph.nodes if node.target is aten.clone.default]
+    assert [tuple(node.meta["ref"].sizes) for node in clones] == [(8, 3, 3, 3), (2, 3, 2, 2)]
+    step.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["library", "inductor"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_single_pixels_train_in_either_layout_on_a_gpu(kind: Any, size: int) -> None:
+    from nimble_core.devices.cuda import CudaDevice
+
+    model, device = Shrinks().cuda(), CudaDevice(torch.device("cuda"))
+    step = TrainStep(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), options=Options(tune="off"))
+    rec = step.prepare(torch.randn(2, 3, size, size, device="cuda")).engine.recorded  # type: ignore[union-attr]
+    first = next(call.index for call in rec.recording.program.calls if call.operator == "aten.convolution.default")
+    choices = [KernelChoice(first, "channels last")]
+    after = fuse(device, rec, kind, choices=choices, step=lambda name: nullcontext())
+    executable = capture(device, after, single(after.graph, uniform_costs(after.graph.size)))
+    check = eager_cases(rec).judged(kind, after, executable.run)
+    assert check.passed, check.reason
+    executable.close()
+    step.close()
+
+
+def test_results_that_a_compiler_padded_are_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor does on GPUs with products of odd widths; here it is done to all results with two dimensions."""
+    compile_graph = fusing.compile_graph
+
+    def padding(module: Any, inputs: Any, **how: Any) -> Any:
+        compiled = compile_graph(module, inputs, **how)
+
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            return [nn.functional.pad(one, (0, 3))[:, :-3] if one.dim() == 2 else one for one in compiled(*tensors)]
+
+        return run
+
+    monkeypatch.setattr(fusing, "compile_graph", padding)
+    given, step, eager = both("mlp", options=Options(fuse="inductor", policy="single"))
+    assert step.engine is not None
+    program = step.engine.recorded.recording.program
+    assert program.fuse == "inductor", step.engine.notes
+    assert any("constant_pad" in call.operator for call in program.calls)
+    train_both(given, step, eager, rtol=1e-5)
     step.close()
 
 

@@ -163,3 +163,32 @@ def test_hidden_tensors_are_an_error_at_preparation_and_no_match_in_a_call() -> 
         Signature((Box(),), {})
     signature = Signature((X, [3]), {})
     assert signature.bind((X, [Box()]), {}) is None
+
+
+@given(
+    depth=st.integers(0, 3),
+    wide=st.integers(0, 11),
+    at=st.integers(0, 1),
+    called=st.lists(st.sampled_from("abc"), max_size=2),
+)
+def test_positional_inputs_go_by_the_names_that_users_know(depth: int, wide: int, at: int, called: list[str]) -> None:
+    """In paths, in what differs, and in what is no input; those without a name are numbered."""
+
+    def inputs(value: Any) -> tuple[Any, ...]:
+        for _ in range(depth):
+            value = [*[0] * wide, value]
+        return (value, X) if at == 0 else (X, value)
+
+    signature = Signature(inputs(torch.zeros(1)), {"m": X[0]}, called)
+    root = called[at] if at < len(called) else f"args[{at}]"
+    path = root + f"[{wide}]" * depth
+    assert path in signature.paths
+    assert "kwargs['m']" in signature.paths
+    assert f"{path}: expected float32[1]" in refused(signature, inputs(torch.zeros(2)), {"m": X[0]})
+    assert f"{path}: expected a tensor, given 7" in refused(signature, inputs(7), {"m": X[0]})
+    hidden = type("Box", (), {})()
+    hidden.x = X
+    with pytest.raises(InputError) as caught:
+        signature.explain(inputs(hidden), {"m": X[0]})
+    assert caught.value.what.startswith(f"{path} is a Box")
+    assert caught.value.where == f"{path}.x"

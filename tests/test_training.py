@@ -25,6 +25,7 @@ from nimble_core.options import Options
 from nimble_core.plan import Plan, load_plan
 from nimble_core.structure import flatten
 from nimble_core.training import TrainStep, WholeStep
+from nimble_viz import compare
 
 QUICK = Options(tune="off", policy="single")
 
@@ -1209,6 +1210,209 @@ def test_bad_arguments(bad: dict[str, Any], match: str) -> None:
     good = {"model": model, "loss_fn": F.cross_entropy, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     with pytest.raises(InputError, match=match):
         TrainStep(**{**good, **bad})
+
+
+# -- one rule for the mode ---------------------------------------------------------------------------------------------
+
+
+def _by_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    TrainStep(model, F.cross_entropy, optimizer, options=QUICK).prepare(*vectors())
+
+
+def _by_drop_in(model: nn.Module) -> None:
+    Nimble(model, QUICK).prepare(vectors()[0], training=True)
+
+
+def _by_comparison(model: nn.Module) -> None:
+    x, y = vectors()
+    options = Options(tune="off", policy="single", fuse="none", budget_s=0.01)
+    compare(model, x, training=True, loss_fn=F.cross_entropy, target=y, options=options)
+
+
+WAYS = {"step": _by_step, "drop-in": _by_drop_in, "comparison": _by_comparison}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_trained_is_in_training_mode_and_parts_of_it_need_not_be(way: str) -> None:
+    """The same words, whoever trains; and a frozen batch norm is fine."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model.eval()
+    before = copy.deepcopy(state_of(model))
+    with pytest.raises(InputError, match="Sequential is in evaluation mode") as refused:
+        WAYS[way](model)
+    assert "model.train()" in refused.value.fix
+    model.train()
+    model[1].eval()
+    WAYS[way](model)
+    assert_same(before, state_of(model))
+
+
+@pytest.mark.parametrize("answer", ["error", "eager", "prepare"])
+def test_a_step_in_evaluation_mode_trains_nothing_whatever_new_shapes_do(answer: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    x, y = vectors()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    options = Options(tune="off", policy="single", on_new_shape=answer)
+    step = TrainStep(model, F.cross_entropy, optimizer, options=options).prepare(x, y)
+    model.eval()
+    before = everything(model, optimizer)
+    with pytest.raises(InputError, match="evaluation mode"):
+        step(x, y)
+    with pytest.raises(InputError, match="evaluation mode"):
+        step.prepare(x, y)
+    assert_untouched(before, everything(model, optimizer))
+    model.train()
+    step(x, y)
+    step.close()
+
+
+# -- words of the user's own -------------------------------------------------------------------------------------------
+
+
+def test_a_step_calls_its_data_inputs_and_targets() -> None:
+    given, step, _ = both("keywords")
+    inputs, targets = given.draw()
+    engine = step.engine
+    assert engine is not None
+    program = engine.recorded.recording.program
+    names = [program.storages[ref.storage].name for ref in program.inputs]
+    assert names == [f"{of}[{name!r}]" for of, one in (("inputs", inputs), ("targets", targets)) for name in one]
+    step.close()
+
+    model = perceptron()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()), options=QUICK)
+    x, y = vectors()
+    with pytest.raises(InputError, match="inputs is on cpu, targets on meta"):
+        step.prepare(x, y.to("meta"))
+    step.prepare(x, y)
+    for bad, words in (
+        ((x[:2], y), "inputs: expected"),
+        ((x, y.double()), "targets: expected"),
+        ((x, None), "targets:"),
+    ):
+        with pytest.raises(InputError, match=words) as refused:
+            step(*bad)
+        assert refused.value.where == f"prepared: {step.engine.signature}"  # type: ignore[union-attr]
+        assert "args" not in str(refused.value)
+    step.close()
+
+
+# -- where what is refused runs ----------------------------------------------------------------------------------------
+
+
+def _reading(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, target) * out.mean().item()  # read in the loss
+
+
+def _shaped(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return out[out > 0].sum()  # shaped in the loss
+
+
+class _Reading(nn.Module):
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, target) * out.mean().item()  # read in a loss that is a module
+
+
+class _ReadsBehind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * gradients[0].sum().item()  # read in the backward
+
+
+class _Behind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ReadsBehind.apply(self.head(x))  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Ahead(_Behind):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * x.mean().item()  # read in the forward
+
+
+class _Hooked(_Behind):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.head(x)
+        out.register_hook(
+            lambda gradient: gradient * gradient.sum().item()  # read in a hook
+        )
+        return out  # type: ignore[no-any-return]
+
+
+class _Picks(torch.optim.Optimizer):
+    """Steps by what is left of a gradient without zeros."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "capturable": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad[one.grad.abs() >= 0].reshape(one.shape))  # picked in the optimizer
+
+
+class _Reads(_Picks):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad * one.grad.norm().item())  # read in the optimizer
+
+
+def _line(marked: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(at for at, line in enumerate(lines, 1) if line.endswith('# ' + marked))}"
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "optimizer", "where", "marked"),
+    [
+        (perceptron, _reading, torch.optim.SGD, "in the loss at", "read in the loss"),
+        (perceptron, _shaped, torch.optim.SGD, "in the loss at", "shaped in the loss"),
+        (perceptron, _Reading(), torch.optim.SGD, "in the loss (loss_fn) at", "read in a loss that is a module"),
+        (_Behind, F.cross_entropy, torch.optim.SGD, "in the backward at", "read in the backward"),
+        (_Hooked, F.cross_entropy, torch.optim.SGD, "in the backward of head at", "read in a hook"),
+        (_Ahead, F.cross_entropy, torch.optim.SGD, "in the model at", "read in the forward"),
+        (perceptron, F.cross_entropy, _Picks, "in the optimizer at", "picked in the optimizer"),
+        (perceptron, F.cross_entropy, _Reads, "", "read in the optimizer"),
+    ],
+    ids=lambda one: one if isinstance(one, str) and one.count(" ") > 1 and not one.startswith("in ") else "",
+)
+def test_a_refusal_says_which_part_of_the_step_it_is_about(
+    model: Callable[[], nn.Module], loss_fn: Any, optimizer: Any, where: str, marked: str
+) -> None:
+    net = model()
+    with pytest.raises(NimbleError) as refused:
+        TrainStep(
+            net,
+            loss_fn,
+            optimizer(net.parameters(), **({} if issubclass(optimizer, _Picks) else {"lr": 0.1})),
+            options=QUICK,
+        ).prepare(*vectors())
+    assert refused.value.where.endswith(f"{where} {_line(marked)}".strip())
+
+
+def test_a_loss_that_is_not_static_is_named_as_the_loss() -> None:
+    runs: list[int] = []
+
+    def changing(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        loss = F.cross_entropy(out, target)
+        return loss.sin() if len(runs) % 2 else loss.cos()
+
+    net = perceptron()
+    with pytest.raises(NotStaticError) as refused:
+        TrainStep(net, changing, OPTIMIZERS["sgd"](net.parameters()), options=QUICK).prepare(*vectors())
+    assert " in the loss at test_training.py:" in refused.value.where
 
 
 @pytest.mark.parametrize(

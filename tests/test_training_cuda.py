@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from test_differentiable import (
-    SameGradient,
+    CLOSE,
     assert_same_gradients,
-    called,
-    layer,
+    exact_products,
     loss_of,
     pair,
     prepared,
@@ -26,10 +25,8 @@ from test_training import (
     OPTIMIZERS,
     PROBLEMS,
     RUNS,
-    Aliases,
     Eager,
     Fails,
-    Gan,
     Residual,
     assert_same,
     assert_untouched,
@@ -38,7 +35,6 @@ from test_training import (
     curves,
     everything,
     gan_curves,
-    gan_data,
     images,
     made,
     one_thread,
@@ -63,20 +59,13 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SINGLE = Options(tune="off", policy="single")
 STREAMS = Options(tune="off", policy="nimble")
-CLOSE = 1e-3
-"""Relative and absolute: float32 sums in another order, over a few steps."""
 
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
     """Products and convolutions in float32, by the same kernels in each run."""
-    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    deterministic = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.deterministic = True
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
-    torch.backends.cudnn.deterministic = deterministic
+    with exact_products():
+        yield
 
 
 def on(*tensors: torch.Tensor) -> Any:
@@ -376,22 +365,6 @@ def test_what_no_longer_fits_is_refused_before_anything_is_written(change: Calla
 # -- drop-in: equal to eager -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads none", "grads zero"])
-@pytest.mark.parametrize("name", STEADY)
-def test_training_equals_eager(name: str, set_to_none: bool) -> None:
-    found, net, eager = prepared(name, STREAMS, DEVICE)
-    mine, theirs = OPTIMIZERS["momentum"](net.parameters()), OPTIMIZERS["momentum"](eager.parameters())
-    for _ in range(4):
-        inputs, targets = found.draw()
-        for model, optimizer in ((net, mine), (eager, theirs)):
-            optimizer.zero_grad(set_to_none)
-            loss_of(found, model, inputs, targets).backward()
-            optimizer.step()
-        assert_same_gradients(found.model, eager, rtol=CLOSE)
-        assert_same(state_of(found.model, mine), state_of(eager, theirs), rtol=CLOSE)
-    net.close()
-
-
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_drop_in_loss_curves_are_those_of_eager(name: str) -> None:
     found, net, eager = prepared(name, STREAMS, DEVICE)
@@ -410,23 +383,6 @@ def test_drop_in_loss_curves_are_those_of_eager(name: str) -> None:
     net.close()
 
 
-def test_between_other_trainable_modules() -> None:
-    below, above = nn.Linear(5, 8).to(DEVICE), nn.Linear(4, 3).to(DEVICE)
-    model = perceptron().to(DEVICE)
-    eager = copy.deepcopy(nn.Sequential(below, model, above))
-    net = Nimble(model, STREAMS).prepare(on(torch.randn(6, 8)).requires_grad_(), training=True)
-    whole = nn.Sequential(below, net, above)
-    mine, theirs = OPTIMIZERS["momentum"](whole.parameters()), OPTIMIZERS["momentum"](eager.parameters())
-    for _ in range(3):
-        x = on(torch.randn(6, 5))
-        for one, optimizer in ((whole, mine), (eager, theirs)):
-            optimizer.zero_grad()
-            one(x).square().mean().backward()
-            optimizer.step()
-        assert_values(list(whole.parameters()), list(eager.parameters()), rtol=CLOSE)
-    net.close()
-
-
 def test_accumulating_on_gradients_that_are_there() -> None:
     net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)), options=STREAMS)
     grads = [torch.randn_like(one) for one in net.parameters()]
@@ -442,44 +398,6 @@ def test_accumulating_on_gradients_that_are_there() -> None:
     for model in (net, eager):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
-
-
-def test_each_gradient_has_memory_of_its_own() -> None:
-    net, eager = pair(SameGradient().to(DEVICE), on(torch.randn(4, 4)))
-    x = on(torch.randn(4, 4))
-    for model in (eager, net):
-        model(x).sin().sum().backward()
-        for at, one in enumerate(model.parameters()):
-            assert one.grad is not None
-            one.grad.mul_(at + 2)
-    assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
-
-
-def test_gradients_are_laid_out_like_their_parameters() -> None:
-    net, eager = pair(Aliases().to(DEVICE), on(torch.randn(6, 4)))
-    x = on(torch.randn(6, 4))
-    for model in (eager, net):
-        model(x).sin().sum().backward()
-        for one in model.parameters():
-            assert one.grad is not None
-            assert one.grad.stride() == one.stride()
-    net.close()
-
-
-@pytest.mark.xfail(
-    strict=True, reason="on CUDA .grad is the engine's memory, overwritten even where it is kept elsewhere"
-)
-def test_gradients_kept_elsewhere_are_not_overwritten() -> None:
-    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
-    net(on(torch.randn(6, 8))).sin().sum().backward()
-    kept = [one.grad for one in net.parameters()]
-    values = [one.clone() for one in kept if one is not None]
-    for one in net.parameters():
-        one.grad = None
-    net(on(torch.randn(6, 8))).sin().sum().backward()
-    assert_values(kept, values)
     net.close()
 
 
@@ -525,20 +443,6 @@ def test_drop_in_with_float16_and_a_scaler() -> None:
         assert training[0][2].state_dict() == training[1][2].state_dict()
     assert_same(state_of(found.model), state_of(eager), rtol=3e-2)
     assert training[0][2].get_scale() == 128.0
-    net.close()
-
-
-def test_drop_in_dropout_draws_fresh_masks() -> None:
-    net, _ = pair(nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4)).to(DEVICE), on(torch.ones(5000, 4)).requires_grad_())
-    masks = []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed)
-        x = on(torch.ones(5000, 4)).requires_grad_()
-        net(x).sum().backward()
-        masks.append(x.grad != 0)
-    assert not torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[0], masks[2])
-    assert masks[0].float().mean().item() == pytest.approx(0.75, abs=0.015)
     net.close()
 
 
@@ -601,102 +505,7 @@ def test_the_backward_of_a_forward_that_was_overwritten_is_refused() -> None:
     net.close()
 
 
-def test_a_gan_whose_discriminator_is_called_twice() -> None:
-    ours, theirs = Gan(DEVICE), Gan(DEVICE)
-    data = gan_data(40, DEVICE)
-    real, noise = data[0]
-    critic = Nimble(ours.critic, STREAMS).prepare(real.clone().requires_grad_(), training=True)
-    generator = Nimble(ours.generator, STREAMS).prepare(noise, training=True)
-    losses: list[list[torch.Tensor]] = []
-    said: list[warnings.WarningMessage] = []
-    for gan, d, g in ((ours, critic, generator), (theirs, theirs.critic, theirs.generator)):
-        losses.append([])
-        for real, noise in data:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                fake = g(noise)
-                gan.d.zero_grad()
-                loss = F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
-            loss.backward()
-            gan.d.step()
-            losses[-1].append(loss.detach())
-            gan.g.zero_grad()
-            loss = F.softplus(-d(fake)).mean()
-            loss.backward()
-            gan.g.step()
-            losses[-1].append(loss.detach())
-            said += caught
-    assert said
-    assert all(issubclass(one.category, NimbleWarning) for one in said)
-    torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=2e-2, atol=2e-2)
-    critic.close()
-    generator.close()
-
-
 # -- drop-in: what autograd is asked ---------------------------------------------------------------------------------
-
-
-def test_gradients_of_some_tensors() -> None:
-    net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)).requires_grad_())
-    x = on(torch.randn(6, 8)).requires_grad_()
-    found = [
-        torch.autograd.grad(one(x).sin().sum(), [layer(one, 0).weight, x, layer(one, 4).bias]) for one in (net, eager)
-    ]
-    assert_values(list(found[0]), list(found[1]), rtol=CLOSE)
-    kept = [one.clone() for one in found[0]]
-    torch.autograd.grad(net(x * 2).sin().sum(), [layer(net, 0).weight, x])
-    assert_values(list(found[0]), kept)
-    assert all(one.grad is None for one in (*net.parameters(), x))
-    for model in (net, eager):
-        model(x).sin().sum().backward(inputs=[layer(model, 0).weight])
-    assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
-
-
-def test_a_graph_kept_for_another_backward() -> None:
-    net, eager = pair(Residual().to(DEVICE), on(images()[0]), options=STREAMS)
-    x = on(images()[0])
-    for model in (net, eager):
-        loss = model(x).sin().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-    assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
-
-
-def test_a_gradient_of_a_gradient_is_refused_and_adds_nothing() -> None:
-    net, _ = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)).requires_grad_())
-    x = on(torch.randn(6, 8)).requires_grad_()
-    loss = net(x).sin().sum()
-    with pytest.raises(InputError, match="create_graph"):
-        torch.autograd.grad(loss, [x], create_graph=True)
-    assert all(one.grad is None for one in (*net.parameters(), x))
-    net.close()
-
-
-@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_called(kind: str) -> None:
-    net, eager = pair(perceptron().to(DEVICE), on(torch.randn(6, 8)))
-    seen: dict[nn.Module, list[torch.Tensor]] = {net: [], eager: []}
-
-    def hook(of: nn.Module) -> Callable[[torch.Tensor], None]:
-        def see(one: torch.Tensor) -> None:
-            seen[of].append((one if kind == "hook" else one.grad).clone())  # type: ignore[union-attr]
-
-        return see
-
-    for model in (net, eager):
-        getattr(layer(model, 2).weight, f"register_{kind}")(hook(model))
-    x = on(torch.randn(6, 8))
-    for model in (net, eager):
-        for _ in range(2):
-            model(x).sin().sum().backward()
-    assert len(seen[net]) == len(seen[eager]) == 2
-    assert_values(seen[net], seen[eager], rtol=CLOSE)
-    assert_same_gradients(net, eager, rtol=CLOSE)
-    net.close()
 
 
 def test_outputs_may_be_written_and_inputs_changed_before_the_backward() -> None:
@@ -726,22 +535,4 @@ def test_on_any_stream(stream: str) -> None:
                 optimizer.step()
     torch.cuda.synchronize()
     assert_same(state_of(net, mine), state_of(eager, theirs), rtol=CLOSE)
-    net.close()
-
-
-def test_training_and_evaluation_in_turn() -> None:
-    found, net, eager = prepared("resnet", STREAMS, DEVICE)
-    for _ in range(2):
-        inputs, targets = found.draw()
-        for model in (net, eager):
-            loss_of(found, model.train(), inputs, targets).backward()
-        with torch.no_grad(), pytest.warns(NimbleWarning, match="not prepared in evaluation mode"):
-            out = called(net.eval(), inputs)
-        with torch.no_grad():
-            assert_values(out, eager.eval()(inputs), rtol=CLOSE)
-    net.eval().prepare(inputs)
-    with torch.no_grad():
-        assert_values(net(inputs), eager(inputs), rtol=CLOSE)
-    assert net.train()(inputs).requires_grad
-    assert_same_gradients(found.model, eager, rtol=CLOSE)
     net.close()

@@ -15,6 +15,7 @@ from sample_reports import (
     fused_report,
     old_report,
     plan_report,
+    profile_report,
     sample_report,
     tangled_report,
     training_report,
@@ -126,6 +127,32 @@ def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
         shown.page.click("#nv-tab-syncs")
         assert "false" not in shown.page.inner_text("#nv-pane-syncs")
         assert shown.troubles == []
+
+
+def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
+    shown = opened(page(profile_report()))
+    assert "host-bound: 51.8%" in shown.page.inner_text(".nv-verdict")
+    text = shown.page.inner_text("#nv-pane-summary")
+    for part in ("What an iteration is spent on", "One iteration by phase", "loader", "copy", "Not in this report"):
+        assert part in text
+    for part in ("Preparation", "Same outputs as eager?", "Over eager", "Plans and synchronisations"):
+        assert part not in text
+    shown.page.click("#nv-tab-overhead")
+    overhead = shown.page.inner_text("#nv-pane-overhead")
+    for part in (
+        "Tail",
+        "Waits for the data loader",
+        "Idle: host late, nothing queued",
+        "not timed without the profiler",
+    ):
+        assert part in overhead
+    shown.page.click("#nv-tab-dag")
+    assert "No DAG here" in shown.page.inner_text("#nv-pane-dag")
+    shown.page.click("#nv-tab-syncs")
+    syncs = shown.page.inner_text("#nv-pane-syncs")
+    assert "Memcpy HtoD (Pageable -> Device)" in syncs
+    assert "false" not in syncs
+    assert shown.troubles == []
 
 
 def test_arrow_keys_move_between_tabs(opened):

@@ -28,6 +28,7 @@ from nimble_core.program import Call, Origin
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import H200, simulate
 from nimble_core.timeline import Lane, Span, Timeline
+from nimble_core.units import format_percent
 from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult
 from nimble_viz.views import concurrency, verdict, view_data
 from nimble_viz.views.candidates import candidates, pays_back
@@ -574,7 +575,25 @@ def test_timelines_start_at_zero_eager_first_and_mark_distortion():
     assert all(min(line["columns"]["start"]) == 0 for line in shown)
     assert shown[0]["distorted"]
     assert not shown[2]["distorted"]
-    assert all(0 <= lane["idle"] < 1 for line in shown for lane in line["lanes"])
+    assert all((lane["idle"] is None) == (lane["kind"] == "host") for line in shown for lane in line["lanes"])
+    assert all(0 <= lane["idle"] < 1 for line in shown for lane in line["lanes"] if lane["kind"] != "host")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_how_long_the_device_was_idle_is_one_number(device):
+    """What the profile of eager found is what overhead, timeline and the lane of its only stream show."""
+    report = sample_report(60, device=device)
+    eager = replace(report.timeline("eager"), profiled_ns=report.overhead.profiled_ns)
+    report = replace(report, timelines=(eager, *report.timelines[1:]))
+    shown, *replays = timelines(report)
+    share = report.overhead.device_idle_share
+    assert shown["idle"] == share > 0
+    assert dict(overhead(report)["facts"])["Device idle"] == format_percent(share)
+    assert [lane["idle"] for lane in shown["lanes"]] == ([None, round(share, 4)] if device == "cuda" else [None])
+    for line in replays:  # busy while any of the streams is
+        assert 0 <= line["idle"] <= min(lane["idle"] for lane in line["lanes"])
+    alone = next(line for line in replays if len(line["lanes"]) == 1)
+    assert alone["idle"] == alone["lanes"][0]["idle"]
 
 
 def test_host_syncs_come_with_advice():

@@ -33,6 +33,7 @@ from nimble_core.memory import release_plan
 from nimble_core.occupancy import Multiprocessors, call_demands
 from nimble_core.preserve import random_state_kept, run_preserved
 from nimble_core.program import Program
+from nimble_core.ranges import call_ranges, capture_range, replays_marked
 from nimble_core.rawgraph import CaptureProbe, read_graph
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, collector_paused, issuing
@@ -164,8 +165,13 @@ class CudaDevice:
         bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
+        range_of = call_ranges(recording.program, schedule)
         try:
-            with self._capturing(graph, max(schedule.streams, 1)) as (streams, probe), issuing("cuda"):
+            with (
+                capture_range(recording.program, schedule),
+                self._capturing(graph, max(schedule.streams, 1)) as (streams, probe),
+                issuing("cuda"),
+            ):
                 lanes = _Lanes(self.device, schedule)
                 nodes = probe.nodes()
                 with lanes.joined(streams):
@@ -176,7 +182,7 @@ class CudaDevice:
                         for storage in arena.dead_before(position):
                             issuer.release(storage)
                         try:
-                            with arena.placing(call):
+                            with range_of(call), arena.placing(call):
                                 issuer.issue(call)
                         except (RuntimeError, TypeError, ValueError) as error:
                             if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
@@ -214,9 +220,10 @@ class CudaDevice:
             owner[first:last] = [call] * (last - first)
         raw = replace(raw, owner=tuple(owner))
         kept = tuple(recording.given.values())
-        return CudaExecutable(
+        executable = CudaExecutable(
             self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
         )
+        return replays_marked(executable, recording.program, schedule)
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
@@ -234,12 +241,13 @@ class CudaDevice:
         held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
         calls = len(recording.program.calls)
         schedule = Schedule("single", (0,) * calls, tuple(range(calls)), ())
-        return CudaExecutable(
+        executable = CudaExecutable(
             self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, None, ()
         )
+        return replays_marked(executable, recording.program, schedule)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
-        """Times of every replayed node, by call, through CUPTI; without it, no times and a note why."""
+        """Times of every replayed node, by call, through CUPTI; none and a note why where it is not ours."""
         if not isinstance(executable, CudaExecutable):
             raise DeviceError(f"a {type(executable).__name__} does not run on a GPU")
         wall = _event_times_ns(executable, max(replays, 5))
@@ -248,8 +256,10 @@ class CudaDevice:
             for _ in range(replays):
                 executable.replay()
 
-        seen = cupti.collect(replay, self.synchronize)
-        return _observation(executable, seen, replays, median(wall), _multiprocessors(self.device))
+        why_not = cupti.unavailable()
+        seen = [] if why_not else cupti.collect(replay, self.synchronize)
+        note = f"{why_not}: replayed kernels have no times" if why_not else ""
+        return _observation(executable, seen, replays, median(wall), _multiprocessors(self.device), note)
 
     def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
         """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
@@ -811,6 +821,7 @@ def _observation(
     replays: int,
     wall_ns: float,
     gpu: Multiprocessors,
+    note: str,
 ) -> Observation:
     schedule, calls = executable.schedule, len(executable.schedule.stream)
     timed = [i for i, kind in enumerate(executable.raw.kinds) if kind in ("kernel", "memcpy", "memset")]
@@ -842,7 +853,6 @@ def _observation(
                 middle,
             )
         )
-    note = "" if cupti.available() else "cupti-python is not installed: replayed kernels have no times"
     costs = Costs(
         ns=tuple(cost),
         source=f"CUPTI, kernels of {replays} replays of policy {schedule.policy}" if complete else "unknown: " + note,

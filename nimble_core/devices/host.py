@@ -37,6 +37,7 @@ from nimble_core.host_info import cpu_name
 from nimble_core.layout import Layout
 from nimble_core.measurement import quantile
 from nimble_core.preserve import run_preserved
+from nimble_core.ranges import capture_range, replays_marked
 from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
 from nimble_core.rewritten import Rewritten
@@ -118,8 +119,14 @@ class HostDevice:
             memory = plan_memory(recording.program, schedule, place=layout.arena)
         state = torch.get_rng_state()
         try:
-            with torch.inference_mode(False), issuing("cpu"), torch._C.DisableTorchFunction():
-                return HostExecutable(compile_recording(recording, schedule, inputs, memory), inputs)
+            with (
+                capture_range(recording.program, schedule),
+                torch.inference_mode(False),
+                issuing("cpu"),
+                torch._C.DisableTorchFunction(),
+            ):
+                executable = HostExecutable(compile_recording(recording, schedule, inputs, memory), inputs)
+                return replays_marked(executable, recording.program, schedule)
         except NimbleError:
             raise
         except MemoryError as error:
@@ -134,7 +141,8 @@ class HostDevice:
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> WholeExecutable:
         """The model itself, called without autograd: what is left where calls cannot be issued one by one."""
-        return WholeExecutable(model, recording, signature)
+        executable = WholeExecutable(model, recording, signature)
+        return replays_marked(executable, recording.program, executable.schedule)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Time each call in ``replays`` replays, with as many unobserved ones between them.

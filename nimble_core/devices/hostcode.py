@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.arena import MemoryPlan
 from nimble_core.layout import Layout
+from nimble_core.ranges import call_ranges
 from nimble_core.recording import Recording, Slot, Step, fill, flat_tensors
 from nimble_core.schedule import Schedule
 
@@ -340,10 +341,12 @@ class _Plan:
         for index, step in enumerate(recording.steps):
             last |= dict.fromkeys((*step.reads, *step.outputs), index)
         tensors = _without_effect(recording, inputs)
+        range_of = call_ranges(recording.program, self.schedule)
         forms = []
         for index, (step, fresh) in enumerate(zip(recording.steps, _made(recording), strict=True)):
             args, kwargs = fill(list(step.args), tensors), {name: fill(value, tensors) for name, value in step.kwargs}
-            result = step.func(*args, **kwargs)
+            with range_of(step.call):
+                result = step.func(*args, **kwargs)
             made = [
                 (slot, tensor) for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True) if slot >= 0
             ]

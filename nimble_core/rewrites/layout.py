@@ -19,6 +19,7 @@ from nimble_core.strides import laid_out, restrided
 
 __all__ = [
     "keep_strides",
+    "results_laid_out",
     "speaks_of_strides",
     "to_channels_last",
     "train_channels_last",
@@ -78,6 +79,8 @@ def train_channels_last(module: fx.GraphModule) -> int:
     wanted: dict[fx.Node, list[fx.Node]] = {}
     for node in (*forwards, *backwards):
         given = arguments_of(node)
+        if _has_no_layout(given["input"]):
+            continue
         sources = [given["weight"], *([given["input"]] if not _comes_channels_last(given["input"]) else [])]
         for source in sources:
             if not _is_channels_last(source):
@@ -125,6 +128,12 @@ def _has_images(node: object) -> bool:
     return recorded is not None and len(recorded.sizes) == 4
 
 
+def _has_no_layout(node: fx.Node) -> bool:
+    """Whether images are single pixels: libraries and compilers then disagree about what they are told by strides."""
+    recorded = reference_of(node)
+    return recorded is not None and recorded.sizes[2:] == (1, 1)
+
+
 def _fixes_images(node: fx.Node) -> bool:
     """Whether an operator depends on the strides of images, or writes them through what may be a copy of them."""
     through = node.target in _STRIDED or (node.target in _COPIES and pinned(node))
@@ -168,6 +177,22 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False) -> None:
             kept = add_call(module.graph, function, (result, recorded.strides), (result,))
         kept.meta["pinned"] = pinned(result)
         outputs.replace_input_with(result, kept)
+
+
+def results_laid_out(module: fx.GraphModule) -> fx.GraphModule:
+    """What gives results of ``module`` eager's strides after the fact, where a compiler returned others.
+
+    Compilers pad the rows of products, and may hand out the padded memory for what the graph says is contiguous.
+    """
+    graph = fx.Graph()
+    (results,) = module.graph.output_node().args
+    kept: list[fx.Node] = []
+    for position, result in enumerate(results):  # type: ignore[arg-type]  # a tuple, as ``lift`` and ``cut`` make it
+        one = graph.placeholder(f"result_{position}")
+        recorded = reference_of(result) if isinstance(result, fx.Node) else None
+        kept.append(one if recorded is None else add_call(graph, laid_out, (one, recorded.strides), (result,)))
+    graph.output(tuple(kept))
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def writes_through_views(module: fx.GraphModule) -> bool:

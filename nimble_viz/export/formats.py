@@ -11,12 +11,21 @@ from nimble_viz.report import Report
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
 
-Format = Literal["perfetto", "chrome", "csv"]
+Format = Literal["perfetto", "chrome", "nsys", "csv"]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-_SUFFIXES: dict[str, Format] = {".pftrace": "perfetto", ".perfetto-trace": "perfetto", ".json": "chrome", ".csv": "csv"}
-_KNOWN = "OUT.pftrace or OUT.perfetto-trace (Perfetto), OUT.json (Chrome), a folder or KIND.csv (tables)"
+_SUFFIXES: dict[str, Format] = {
+    ".pftrace": "perfetto",
+    ".perfetto-trace": "perfetto",
+    ".json": "chrome",
+    ".nsys-rep": "nsys",
+    ".csv": "csv",
+}
+_KNOWN = (
+    "OUT.pftrace or OUT.perfetto-trace (Perfetto), OUT.json (Chrome), OUT.nsys-rep (Nsight Systems), a folder or "
+    "KIND.csv (tables)"
+)
 
 
 def format_of(path: Path) -> Format:
@@ -41,7 +50,8 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
     Args:
         report: what to write.
         path: the file; for ``"csv"`` a folder that gets one file per table, or a file named after one (``calls.csv``).
-        format: ``"perfetto"``, ``"chrome"`` or ``"csv"``; None for the one that ``path`` asks for (``format_of``).
+        format: ``"perfetto"``, ``"chrome"``, ``"nsys"`` or ``"csv"``; None for the one that ``path`` asks for
+            (``format_of``).
 
     Returns:
         ``path``.
@@ -56,6 +66,10 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
         raise InputError(f"there is no format {kind!r}", fix=f"one of {', '.join(FORMATS)}")
     if kind == "csv":
         return _write_csv(report, target)
+    if kind == "nsys":
+        from nimble_viz.export.nsys import write_nsys
+
+        return write_nsys(report, target)
     from nimble_viz.export.trace import make_trace
 
     trace = make_trace(report)

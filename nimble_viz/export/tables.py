@@ -435,7 +435,7 @@ def _peers(report: Report) -> Table:
     )
 
 
-_PARTS = ("python", "dispatch", "allocation", "launch", "work", "exposed")
+_PARTS = ("python", "dispatch", "allocation", "launch", "tail", "work", "exposed")
 _PART_TYPES = {f"{part}_ns": float for part in _PARTS}
 
 

@@ -7,33 +7,60 @@ nanosecond what the host was doing; ``eager_timeline`` draws the same events.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from statistics import median
+from typing import Literal
 
-from nimble_core.program import Phase, Program
+from nimble_core.program import Program
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_ns, format_percent
 from nimble_viz.measure.profile import (
     DeviceEvent,
     OperatorEvent,
+    RuntimeEvent,
     Trace,
     is_launch,
     is_synchronisation,
     outer_first,
     profile_eager,
 )
-from nimble_viz.report import CallOverhead, HostSync, OverheadProfile, PhaseOverhead
+from nimble_viz.report import (
+    INPUT,
+    STAGES,
+    Bound,
+    CallOverhead,
+    DeviceIdle,
+    HostSync,
+    OverheadProfile,
+    PhaseOverhead,
+    Stage,
+)
 
-__all__ = ["align", "eager_timeline", "match_calls", "measure_overhead", "overhead_profile"]
+__all__ = [
+    "Forest",
+    "align",
+    "covers",
+    "device_idle",
+    "eager_timeline",
+    "iteration_bound",
+    "match_calls",
+    "match_positions",
+    "measure_overhead",
+    "overhead_profile",
+    "union",
+]
 
 MATCHED_BOUND = 0.95
 """Below this share of calls found in the profile the split is marked as doubtful."""
 
 SPREAD_BOUND = 1.5
 """Above this ratio of the longest to the shortest profiled iteration the split is marked as doubtful."""
+
+REMAINDER_BOUND = 0.05
+"""Above this share of the profiled iteration that belongs to no call the split is marked as doubtful."""
 
 UNPROFILED_BOUND = 1.1
 """Above this ratio of unprofiled to profiled time something other than the profiler made the difference."""
@@ -42,10 +69,23 @@ _ALLOCATING_OPERATORS = ("aten::empty", "aten::new_empty", "aten::resize_")
 _NO_WORK = (*_ALLOCATING_OPERATORS, "autograd::")
 _ALLOCATING_RUNTIME = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemCreate", "cuMemMap", "cuMemAddressReserve")
 _HOST_READS = ("aten::item", "aten::_local_scalar_dense")
+# What these return depends on values, so the host has to look at them.
+_DATA_DEPENDENT = (
+    "aten::nonzero",
+    "aten::unique",
+    "aten::_unique",
+    "aten::masked_select",
+    "aten::repeat_interleave",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::bincount",
+)
 
 _NOWHERE = -(1 << 60)
-_Cause = Literal["python", "dispatch", "allocation", "launch", "waiting"]
-_PRECEDENCE: tuple[_Cause, ...] = ("waiting", "launch", "allocation", "dispatch")
+_Cause = Literal["python", "dispatch", "allocation", "launch", "tail", "waiting", "loader"]
+_PRECEDENCE: tuple[_Cause, ...] = ("loader", "waiting", "launch", "allocation", "dispatch")
+
+_WAITS: tuple[_Cause, ...] = ("loader", "waiting")
 
 
 def measure_overhead(
@@ -77,15 +117,19 @@ def measure_overhead(
     return overhead, eager_timeline(program, trace, overhead)
 
 
-def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> OverheadProfile:
+def overhead_profile(
+    program: Program, trace: Trace, unprofiled_ns: float, matches: Sequence[tuple[int, int]] | None = None
+) -> OverheadProfile:
     """Split the profiled iteration's host time over the calls of ``program``.
 
     The host time of a call begins where that of the previous matched call ended and lasts to the end of the outermost
     operator around it (``aten::linear`` around ``aten::addmm``). Views, ``empty`` and other operators that are no call
-    of the Program count for the next call. Every nanosecond has one cause, the first that fits: waiting for the device,
-    launch (``cudaLaunchKernel``, ``cudaMemcpyAsync``, ...), allocation (``cudaMalloc``, ``aten::empty``, ...),
-    dispatch (an operator or autograd node is active), Python (none is). Waiting is no work of the framework: it is
-    counted in ``host_syncs`` and in the remainder.
+    of the Program count for the next call. Every nanosecond has one cause, the first that fits: waiting for the device
+    (a copy to pageable memory of the host waits too), launch (``cudaLaunchKernel``, ``cudaMemcpyAsync``, ...),
+    allocation (``cudaMalloc``, ``aten::empty``, ...), dispatch (an operator or autograd node is active), Python (none
+    is). Dispatch after the call's last launch, on the host after its own operator returned, is its tail: what unwinding
+    costs. Waiting is no work of the framework: it is counted in ``host_syncs`` and ``waiting_ns``. So is waiting for
+    the data loader, in ``loader_ns``.
 
     On the host no event tells an operator's own computing from its dispatch, so ``work_ns`` is an *estimate*: the self
     time of the call's operator and of those inside it, each less ``trace.floor_ns`` (what the profiler shows for an
@@ -93,14 +137,22 @@ def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> Ov
     high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time, no part of the
     host's sum.
 
-    So for each device: the rows' overhead (on the host: and work) plus ``remainder_ns`` is ``profiled_ns``, exactly.
-    ``profiled_ns`` includes the wait for the device at the end. Time is O(n log n) for n events, see ``align``.
+    So for each device: the rows' overhead (on the host: and work) plus ``waiting_ns``, ``loader_ns`` and
+    ``remainder_ns`` is ``profiled_ns``, exactly. ``profiled_ns`` includes the wait for the device at the end. Time is
+    O(n log n) for n events, see ``align``.
+
+    Args:
+        program: the calls to find.
+        trace: one profiled iteration.
+        unprofiled_ns: median wall time of an iteration without the profiler; 0 if unknown.
+        matches: ``(call, operator)`` where they are known; by default those of ``match_calls``.
     """
-    forest = _Forest.of(trace.operators)
-    matches = _match(program, forest)
+    forest = Forest.of(trace.operators)
+    matches = match_positions(program, forest) if matches is None else matches
     cuts = _cuts(trace, forest, matches)
-    busy = _union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
-    split = _split(_causes(trace, busy), cuts)
+    busy = union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
+    stretches = tuple(_causes(trace, busy, _tails(trace, forest, matches, cuts)))
+    split = _split(stretches, cuts)
     gpu_ns = _device_time(trace, forest, matches, cuts)
     rows = []
     for (call, event), parts in zip(matches, split, strict=True):
@@ -108,7 +160,7 @@ def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> Ov
         if trace.device == "cpu":
             work_ns = min(dispatch_ns, _work(forest, event, trace.floor_ns))
             dispatch_ns -= work_ns
-        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"]
+        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
         rows.append(
             CallOverhead(
                 call=call,
@@ -118,34 +170,104 @@ def overhead_profile(program: Program, trace: Trace, unprofiled_ns: float) -> Ov
                 launch_ns=float(parts["launch"]),
                 work_ns=float(work_ns),
                 exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
+                tail_ns=float(parts["tail"]),
             )
         )
+    lasted: Counter[str] = Counter()
+    for stretch in stretches:
+        lasted[stretch.cause] += stretch.end_ns - stretch.start_ns
     on_host = sum(row.overhead_ns + (row.work_ns if trace.device == "cpu" else 0.0) for row in rows)
     busy_ns = sum(row.work_ns for row in rows) if trace.device == "cpu" else float(sum(e - s for s, e in busy))
     return OverheadProfile(
         calls=tuple(rows),
         profiled_ns=float(trace.length_ns),
         unprofiled_ns=float(unprofiled_ns),
-        remainder_ns=trace.length_ns - on_host,
+        remainder_ns=trace.length_ns - lasted["waiting"] - lasted["loader"] - on_host,
         device_busy_ns=busy_ns,
         device_idle_share=1.0 - busy_ns / trace.length_ns if trace.length_ns else 0.0,
         matched=len(matches),
         total=len(program.calls),
         host_syncs=_host_syncs(program, trace, forest, matches),
         source=_source(trace),
-        warnings=(*trace.warnings, *_doubts(program, trace, matches, unprofiled_ns)),
-        phases=tuple(_phases(trace, forest, busy)),
+        warnings=(
+            *trace.warnings,
+            *_doubts(program, trace, matches, unprofiled_ns),
+            *_homeless(trace, stretches, cuts[-1] if cuts else trace.start_ns),
+        ),
+        phases=tuple(_phases(trace, forest, stretches)),
+        waiting_ns=float(lasted["waiting"]),
+        loader_ns=float(lasted["loader"]),
+        idle=device_idle(trace) if trace.device == "cuda" else None,
     )
 
 
-def eager_timeline(program: Program, trace: Trace, overhead: OverheadProfile) -> Timeline:
+def device_idle(trace: Trace) -> DeviceIdle:
+    """Why the device idled during the iteration: each gap between its busy stretches, by what ended it.
+
+    A gap is ended by a kernel (or copy). Up to the moment when the host began to launch that kernel nothing was queued:
+    the host was late. From there to the kernel's start it is launch latency. If the launch lies before the gap the
+    kernel was queued in time; what is left of the usual latency (the median over launches that found the device idle)
+    is still launch latency, and the rest is dependency: the device turning from one kernel to the next, or a stream
+    waiting for another. After the last kernel the host is late too: nothing more was queued. Gaps that end with a
+    kernel whose launch was not seen are unknown. Pure; O(n log n).
+    """
+    launched = {event.correlation: event.start_ns for event in trace.runtime if event.correlation}
+    inside = [kernel for kernel in trace.kernels if kernel.end_ns > trace.start_ns and kernel.start_ns < trace.end_ns]
+    gaps: list[tuple[int, int, int | None]] = []  # start, end, launch of what ended it
+    reached = trace.start_ns
+    for kernel in sorted(inside, key=lambda kernel: (kernel.start_ns, kernel.end_ns)):
+        if kernel.start_ns > reached:
+            gaps.append((reached, kernel.start_ns, launched.get(kernel.correlation)))
+        reached = max(reached, min(kernel.end_ns, trace.end_ns))
+    found: Counter[str] = Counter(host_late=max(0, trace.end_ns - reached))
+    usual = median([end - at for start, end, at in gaps if at is not None and start <= at <= end] or [0])
+    for start, end, at in gaps:
+        if at is None:
+            found["unknown"] += end - start
+            continue
+        late = min(max(at - start, 0), end - start)  # clocks disagree by microseconds: a kernel may precede its launch
+        latency = end - start - late if at >= start else min(end - start, max(0, round(at + usual) - start))
+        found["host_late"] += late
+        found["launch"] += latency
+        found["dependency"] += end - start - late - latency
+    return DeviceIdle(
+        host_late_ns=float(found["host_late"]),
+        launch_ns=float(found["launch"]),
+        dependency_ns=float(found["dependency"]),
+        unknown_ns=float(found["unknown"]),
+    )
+
+
+def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:
+    """What the iteration's wall time was spent on: waiting for input, the device at work, or the host's own overhead.
+
+    Each nanosecond counts once. On CUDA: the device was busy; else the host was in a phase of input (``"loader"``,
+    ``"copy"``); else it is the host's. On the host device: phases of input; else the calls' estimated work; else the
+    host's. Pure; O(n log n).
+    """
+    spans = union([(start, end) for name, start, end in trace.phases if name in INPUT])
+    feeding = sum(end - start for start, end in spans)
+    if trace.device == "cpu":
+        own = sum(one.work_ns for one in profile.phases if one.phase in INPUT)
+        work = max(0.0, min(profile.device_busy_ns - own, float(trace.length_ns - feeding)))
+        return Bound(float(feeding), work, trace.length_ns - feeding - work)
+    busy = union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
+    device = sum(end - start for start, end in busy)
+    either = sum(end - start for start, end in union([*busy, *spans]))
+    return Bound(float(either - device), float(device), float(trace.length_ns - either))
+
+
+def eager_timeline(
+    program: Program, trace: Trace, overhead: OverheadProfile, matches: Sequence[tuple[int, int]] | None = None
+) -> Timeline:
     """The profiled iteration as a timeline: one lane per host thread that issued operators, one per GPU stream.
 
     On a host lane stand the operators that are calls, and the outermost operators that hold none; what is inside
-    either is left out, so spans of a lane do not overlap. Times count from the start of the iteration.
+    either is left out, so spans of a lane do not overlap. Waiting for the data loader is a span too. Times count from
+    the start of the iteration.
     """
-    forest = _Forest.of(trace.operators)
-    matches = _match(program, forest)
+    forest = Forest.of(trace.operators)
+    matches = match_positions(program, forest) if matches is None else matches
     threads = sorted({event.thread for event in trace.operators})
     streams = sorted({kernel.stream for kernel in trace.kernels})
     hosts = [Lane(f"host thread {i}" if i else "host", "host") for i in range(len(threads))]
@@ -155,6 +277,11 @@ def eager_timeline(program: Program, trace: Trace, overhead: OverheadProfile) ->
     spans = [
         _span(lane_of_thread[event.thread], event, trace.start_ns, call)
         for event, call in _shown(forest, {event: call for call, event in matches})
+    ]
+    spans += [
+        Span(0, float(start - trace.start_ns), float(end - trace.start_ns), None, "data loader")
+        for name, start, end in trace.phases
+        if name == "loader" and hosts
     ]
     owners = _owners(trace, forest, matches, _cuts(trace, forest, matches))
     spans += [
@@ -181,12 +308,12 @@ def match_calls(program: Program, operators: Sequence[OperatorEvent]) -> tuple[t
     ``aten::addmm`` does inside it knows nothing. So the candidates are the outermost operators that carry the name of
     any call, and the pairs are a longest common subsequence of names, or nearly (see ``align``).
     """
-    forest = _Forest.of(operators)
-    return tuple((call, forest.events[event]) for call, event in _match(program, forest))
+    forest = Forest.of(operators)
+    return tuple((call, forest.events[event]) for call, event in match_positions(program, forest))
 
 
-def _match(program: Program, forest: _Forest) -> tuple[tuple[int, int], ...]:
-    """``(call, position in the forest)``, both increasing."""
+def match_positions(program: Program, forest: Forest) -> tuple[tuple[int, int], ...]:
+    """``match_calls`` as ``(call, position in the forest)``, both increasing."""
     # Autograd adds up gradients in place where nobody looks on.
     in_place = any(call.phase == "backward" for call in program.calls)
 
@@ -284,7 +411,7 @@ def _event_name(operator: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forest:
+class Forest:
     """Operators as nested by thread: preorder of the trees, the trees by start.
 
     ``ends[i]`` is one past the last operator inside ``i``, ``parents[i]`` the operator directly around it, -1 if none.
@@ -295,7 +422,8 @@ class _Forest:
     parents: tuple[int, ...]
 
     @staticmethod
-    def of(operators: Sequence[OperatorEvent]) -> _Forest:
+    def of(operators: Sequence[OperatorEvent]) -> Forest:
+        """Nest these operators; any order."""
         trees: list[list[OperatorEvent]] = []
         open_until: dict[int, int] = {}
         tree_of: dict[int, list[OperatorEvent]] = {}
@@ -318,7 +446,7 @@ class _Forest:
                 events.append(event)
             for unfinished in around:
                 ends[unfinished] = len(events)
-        return _Forest(tuple(events), tuple(ends), tuple(parents))
+        return Forest(tuple(events), tuple(ends), tuple(parents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +459,7 @@ class _Stretch:
     busy: bool
 
 
-def _cuts(trace: Trace, forest: _Forest, matches: Sequence[tuple[int, int]]) -> list[int]:
+def _cuts(trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]]) -> list[int]:
     """End of each matched call's host time: that of the outermost operator around it which holds no later call."""
     cuts = []
     reached = trace.start_ns
@@ -344,24 +472,45 @@ def _cuts(trace: Trace, forest: _Forest, matches: Sequence[tuple[int, int]]) -> 
     return cuts
 
 
-def _causes(trace: Trace, busy: Sequence[tuple[int, int]]) -> Iterator[_Stretch]:
+def _tails(
+    trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]], cuts: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """From each call's last launch (on the host: from the end of its own operator) to the end of its host time."""
+    if trace.device == "cpu":
+        yield from ((forest.events[event].end_ns, cut) for (_, event), cut in zip(matches, cuts, strict=True))
+        return
+    last: dict[int, int] = {}
+    for event in trace.runtime:
+        if is_launch(event.name):
+            position = bisect_right(cuts, event.start_ns)
+            last[position] = max(last.get(position, 0), event.end_ns)
+    yield from ((end, cuts[position]) for position, end in last.items() if position < len(cuts))
+
+
+def _causes(trace: Trace, busy: Sequence[tuple[int, int]], tails: Iterable[tuple[int, int]] = ()) -> Iterator[_Stretch]:
     """The iteration as consecutive stretches: one sweep over the ends of all events."""
     edges: list[tuple[int, int, str]] = []
     for event in trace.operators:
         cause = "allocation" if event.name.startswith(_ALLOCATING_OPERATORS) else "dispatch"
         edges += [(event.start_ns, 1, cause), (event.end_ns, -1, cause)]
+    blocking = _blocking_copies(trace)
     for call in trace.runtime:
-        runtime_cause = _runtime_cause(call.name)
+        runtime_cause = "waiting" if call.correlation in blocking else _runtime_cause(call.name)
         if runtime_cause:
             edges += [(call.start_ns, 1, runtime_cause), (call.end_ns, -1, runtime_cause)]
     edges += [edge for start, end in busy for edge in ((start, 1, "busy"), (end, -1, "busy"))]
-    edges += [(trace.run_end_ns, 1, "waiting"), (trace.end_ns, -1, "waiting")]
+    edges += [edge for start, end in tails if end > start for edge in ((start, 1, "after"), (end, -1, "after"))]
+    for name, start, end in trace.phases:
+        edges += [(start, 1, "loader"), (end, -1, "loader")] if name == "loader" else []
+    if trace.device == "cuda":
+        edges += [(trace.run_end_ns, 1, "waiting"), (trace.end_ns, -1, "waiting")]
     active: dict[str, int] = defaultdict(int)
     now = trace.start_ns
     for at, change, cause in sorted(edges):
         at = min(max(at, trace.start_ns), trace.end_ns)
         if at > now:
             current: _Cause = next((name for name in _PRECEDENCE if active[name]), "python")
+            current = "tail" if current == "dispatch" and active["after"] else current
             yield _Stretch(now, at, current, busy=active["busy"] > 0)
             now = at
         active[cause] += change
@@ -387,7 +536,7 @@ def _split(stretches: Iterable[_Stretch], cuts: Sequence[int]) -> list[Counter[s
         while call < len(cuts) and start < stretch.end_ns:
             end = max(start, min(stretch.end_ns, cuts[call]))
             split[call][stretch.cause] += end - start
-            if stretch.cause != "waiting" and not stretch.busy:
+            if stretch.cause not in _WAITS and not stretch.busy:
                 split[call]["exposed"] += end - start
             start = end
             if cuts[call] <= start:
@@ -395,25 +544,25 @@ def _split(stretches: Iterable[_Stretch], cuts: Sequence[int]) -> list[Counter[s
     return split
 
 
-def _phases(trace: Trace, forest: _Forest, busy: Sequence[tuple[int, int]]) -> Iterator[PhaseOverhead]:
+def _phases(trace: Trace, forest: Forest, stretches: Sequence[_Stretch]) -> Iterator[PhaseOverhead]:
     """Each phase's host time by cause, whatever operator it was spent on; in the order of a step."""
-    split = _split(_causes(trace, busy), [at for _, start, end in trace.phases for at in (start, end)])
+    split = _split(stretches, [at for _, start, end in trace.phases for at in (start, end)])
     roots = [at for at, parent in enumerate(forest.parents) if parent < 0]
     launched_at = {event.correlation: event.start_ns for event in trace.runtime}
     named = {name for name, _, _ in trace.phases}
-    for phase in (name for name in get_args(Phase) if name in named):  # gradients are zeroed before all else
+    for phase in (name for name in STAGES if name in named):  # gradients are zeroed before all else
         at = [position for position, (name, _, _) in enumerate(trace.phases) if name == phase]
         inside = [trace.phases[position][1:] for position in at]
         parts = sum((split[2 * position + 1] for position in at), Counter[str]())
         dispatch_ns = parts["dispatch"]
         if trace.device == "cpu":
-            own = (root for root in roots if _within(forest.events[root].start_ns, inside))
+            own = (root for root in roots if covers(inside, forest.events[root].start_ns))
             work_ns = min(dispatch_ns, sum(_work(forest, root, trace.floor_ns) for root in own))
             dispatch_ns -= work_ns
         else:
-            launched = (kernel for kernel in trace.kernels if _within(launched_at.get(kernel.correlation, -1), inside))
+            launched = (kernel for kernel in trace.kernels if covers(inside, launched_at.get(kernel.correlation, -1)))
             work_ns = sum(kernel.end_ns - kernel.start_ns for kernel in launched)
-        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"]
+        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
         yield PhaseOverhead(
             phase=phase,
             spans=tuple((float(start - trace.start_ns), float(end - trace.start_ns)) for start, end in inside),
@@ -423,14 +572,11 @@ def _phases(trace: Trace, forest: _Forest, busy: Sequence[tuple[int, int]]) -> I
             launch_ns=float(parts["launch"]),
             work_ns=float(work_ns),
             exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
+            tail_ns=float(parts["tail"]),
         )
 
 
-def _within(at: int, spans: Iterable[tuple[int, int]]) -> bool:
-    return any(start <= at < end for start, end in spans)
-
-
-def _work(forest: _Forest, event: int, floor_ns: float) -> int:
+def _work(forest: Forest, event: int, floor_ns: float) -> int:
     """Self time above the floor of an operator and those inside it, nanoseconds.
 
     Allocations are left out, and autograd's own nodes.
@@ -445,7 +591,7 @@ def _work(forest: _Forest, event: int, floor_ns: float) -> int:
     )
 
 
-def _owners(trace: Trace, forest: _Forest, matches: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[int | None]:
+def _owners(trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]], cuts: Sequence[int]) -> list[int | None]:
     """The call of each device event: that in whose host time it was launched; None if its launch is unknown."""
     launched_at = {event.correlation: event.start_ns for event in trace.runtime}
     operator_at = {event.correlation: event.start_ns for event in forest.events if event.correlation}
@@ -458,7 +604,7 @@ def _owners(trace: Trace, forest: _Forest, matches: Sequence[tuple[int, int]], c
 
 
 def _device_time(
-    trace: Trace, forest: _Forest, matches: Sequence[tuple[int, int]], cuts: Sequence[int]
+    trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]], cuts: Sequence[int]
 ) -> dict[int, int]:
     """Sum of the durations of each call's device events, by call."""
     total: dict[int, int] = defaultdict(int)
@@ -469,36 +615,96 @@ def _device_time(
 
 
 def _host_syncs(
-    program: Program, trace: Trace, forest: _Forest, matches: Sequence[tuple[int, int]]
+    program: Program, trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]]
 ) -> tuple[HostSync, ...]:
     """Host synchronisations by kind and place, the longest first.
 
-    A host read (``.item()``) is one synchronisation, not two, whatever the runtime does inside. No event says which
-    source line it came from; the recorded origin of the call under way, or of the last call before, is given instead.
+    No event says which source line they came from; the recorded origin of the call under way, or of the last call
+    before, is given instead.
     """
-    reads = [
-        (event.start_ns, event.end_ns, event.name)
-        for event, parent in zip(forest.events, forest.parents, strict=True)
-        if event.name in _HOST_READS and (parent < 0 or forest.events[parent].name not in _HOST_READS)
-    ]
-    inside = _union((start, end) for start, end, _ in reads)
-    waits = [
-        (event.start_ns, event.end_ns, event.name)
-        for event in trace.runtime
-        if is_synchronisation(event.name) and not _covers(inside, event.start_ns)
-    ]
     starts = [forest.events[event].start_ns for _, event in matches]
-    found: dict[tuple[str, str, Phase | Literal[""]], list[int]] = defaultdict(list)
-    for start, end, kind in (*reads, *waits):
+    phases = sorted(trace.phases, key=lambda one: one[1])
+    sums: dict[tuple[str, str, Stage | Literal[""]], list[int]] = defaultdict(list)
+    for start, end, kind in _waits(trace, forest):
         before = bisect_right(starts, start) - 1
         place = ""
         if before >= 0:
-            call, event = matches[before]
-            place = _place(program, call, within=start < forest.events[event].end_ns)
-        phase: Phase | Literal[""] = next((name for name, *span in trace.phases if span[0] <= start < span[1]), "")
-        found[kind, place, phase].append(end - start)
-    rows = [HostSync(kind, len(ns), float(sum(ns)), place, phase) for (kind, place, phase), ns in found.items()]
+            call, operator = matches[before]
+            place = _place(program, call, within=start < forest.events[operator].end_ns)
+        at = bisect_right(phases, start, key=lambda one: one[1]) - 1
+        phase: Stage | Literal[""] = phases[at][0] if at >= 0 and start < phases[at][2] else ""
+        sums[kind, place, phase].append(end - start)
+    rows = [HostSync(kind, len(ns), float(sum(ns)), place, phase) for (kind, place, phase), ns in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.kind, row.source)))
+
+
+def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
+    """``(start, end, kind)`` of what made the host wait.
+
+    A host read (``.item()``), an operator whose result has a size that depends on data (``nonzero``), and a copy that
+    the host waits for are one each, not two, whatever the runtime does inside; the last is named after the copy
+    (``"Memcpy DtoH (Device -> Pageable)"``).
+    """
+    blocking = _blocking_copies(trace)
+    waits = sorted(
+        (event for event in trace.runtime if is_synchronisation(event.name) or event.correlation in blocking),
+        key=lambda event: event.start_ns,
+    )
+    waited = [event.start_ns for event in waits]
+    reads = list(_outermost(forest, _HOST_READS))
+    # Only where the host did wait inside: on the host device nothing does, and not every one of them has to.
+    reads += [
+        one for one in _outermost(forest, _DATA_DEPENDENT) if bisect_left(waited, one[0]) < bisect_left(waited, one[1])
+    ]
+    yield from reads
+    inside = union((start, end) for start, end, _ in reads)
+    copies = _copies(trace, forest)
+    waited_in: dict[int, list[RuntimeEvent]] = defaultdict(list)
+    for event in waits:
+        if covers(inside, event.start_ns):
+            continue
+        copy = bisect_right(copies, event.start_ns, key=lambda one: one[0]) - 1
+        if copy >= 0 and event.start_ns < copies[copy][1]:
+            waited_in[copy].append(event)
+        else:
+            yield event.start_ns, event.end_ns, blocking.get(event.correlation, event.name)
+    for copy, own in waited_in.items():
+        yield own[0].start_ns, own[0].start_ns + sum(one.end_ns - one.start_ns for one in own), copies[copy][2]
+
+
+def _outermost(forest: Forest, names: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
+    """``(start, end, name)`` of the operators whose name begins so, without those inside another of them."""
+    until = -1
+    for at, event in enumerate(forest.events):
+        if at >= until and event.name.startswith(names):
+            until = forest.ends[at]
+            yield event.start_ns, event.end_ns, event.name
+
+
+def _blocking_copies(trace: Trace) -> dict[int, str]:
+    """Correlation and kind of the copies that wait by themselves: to memory of the host that is not pinned."""
+    return {
+        kernel.correlation: kernel.name
+        for kernel in trace.kernels
+        if kernel.kind == "memcpy" and kernel.correlation and "DtoH" in kernel.name and "Pageable" in kernel.name
+    }
+
+
+def _copies(trace: Trace, forest: Forest) -> list[tuple[int, int, str]]:
+    """``(start, end, kind)`` of the operators that copy between host and device, sorted by start, not nested."""
+    issued = sorted(
+        (event.start_ns, event.correlation) for event in trace.runtime if event.correlation and is_launch(event.name)
+    )
+    kind_of = {kernel.correlation: kernel.name for kernel in trace.kernels if kernel.kind == "memcpy"}
+    found: list[tuple[int, int, str]] = []
+    for event in forest.events:
+        if event.name == "aten::copy_":
+            inside = issued[bisect_left(issued, (event.start_ns, 0)) : bisect_left(issued, (event.end_ns, 0))]
+            kinds = (kind_of.get(correlation, "") for _, correlation in inside)
+            kind = next((kind for kind in kinds if "HtoD" in kind or "DtoH" in kind), "")
+            if kind:
+                found.append((event.start_ns, event.end_ns, kind))
+    return sorted(found)
 
 
 def _place(program: Program, call: int, within: bool) -> str:
@@ -530,6 +736,19 @@ def _doubts(program: Program, trace: Trace, matches: Sequence[tuple[int, int]], 
         )
 
 
+def _homeless(trace: Trace, stretches: Iterable[_Stretch], last: int) -> Iterator[str]:
+    """Said where too much host time after the last call belongs to none; an eager optimizer is known by phase."""
+    elsewhere = [(start, end) for name, start, end in trace.phases if name == "optimizer"]
+    lost = 0
+    for stretch in stretches:
+        start = max(stretch.start_ns, last)
+        if stretch.cause not in _WAITS and stretch.end_ns > start and not covers(elsewhere, start):
+            lost += stretch.end_ns - start
+    if lost > REMAINDER_BOUND * trace.length_ns:
+        share = format_percent(lost / trace.length_ns)
+        yield f"{format_ns(lost)} of the profiled iteration ({share}) come after its last call and belong to none"
+
+
 def _source(trace: Trace) -> str:
     rounds = (
         f"torch.profiler, median of {len(trace.iterations_ns)} iterations" if trace.iterations_ns else "torch.profiler"
@@ -539,7 +758,7 @@ def _source(trace: Trace) -> str:
     return f"{rounds}; work is estimated: operator self time less a floor of {trace.floor_ns:.0f} ns each"
 
 
-def _shown(forest: _Forest, call_of: dict[int, int]) -> Iterator[tuple[OperatorEvent, int | None]]:
+def _shown(forest: Forest, call_of: dict[int, int]) -> Iterator[tuple[OperatorEvent, int | None]]:
     """Matched operators, and the outermost others that hold no matched one."""
     holds = [False] * len(forest.events)
     for event in call_of:
@@ -561,7 +780,7 @@ def _span(lane: int, event: OperatorEvent | DeviceEvent, origin_ns: int, call: i
     return Span(lane, float(start_ns), float(max(start_ns, event.end_ns - origin_ns)), call, event.name)
 
 
-def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Disjoint, sorted intervals that cover the same; empty ones vanish."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
@@ -572,6 +791,7 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _covers(union: Sequence[tuple[int, int]], at: int) -> bool:
-    position = bisect_right(union, at, key=lambda interval: interval[0]) - 1
-    return position >= 0 and at < union[position][1]
+def covers(intervals: Sequence[tuple[int, int]], at: int) -> bool:
+    """Whether one of these disjoint, sorted intervals holds ``at``."""
+    position = bisect_right(intervals, at, key=lambda interval: interval[0]) - 1
+    return position >= 0 and at < intervals[position][1]

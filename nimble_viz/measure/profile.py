@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, get_args
 
+from nimble_core.cupti import attached_tool
 from nimble_core.errors import DeviceError
 from nimble_core.program import Phase
+from nimble_viz.report import Stage
 
 __all__ = [
     "PHASE",
@@ -28,11 +30,18 @@ __all__ = [
     "RawEvent",
     "RuntimeEvent",
     "Trace",
+    "calibrate",
     "dispatch_floor_ns",
+    "floor_of",
     "is_launch",
+    "is_runtime",
     "is_synchronisation",
+    "kind_of",
+    "lost_launches",
     "outer_first",
     "profile_eager",
+    "quiet_kineto",
+    "require_free",
     "trace_from_events",
 ]
 
@@ -137,7 +146,7 @@ class Trace:
         iterations_ns: length of every profiled iteration; this one is their (upper) median.
         floor_ns: what the profiler shows for an operator that has next to nothing to do; 0 if not measured.
         warnings: why it should be doubted.
-        phases: ``(phase, start, end)`` of a training step's annotated stretches, in order.
+        phases: ``(phase, start, end)`` of a step's stretches that are known to be for something, in order.
     """
 
     device: Literal["cuda", "cpu"]
@@ -150,7 +159,7 @@ class Trace:
     iterations_ns: tuple[int, ...] = ()
     floor_ns: float = 0.0
     warnings: tuple[str, ...] = ()
-    phases: tuple[tuple[Phase, int, int], ...] = ()
+    phases: tuple[tuple[Stage, int, int], ...] = ()
 
     @property
     def length_ns(self) -> int:
@@ -188,7 +197,7 @@ def is_synchronisation(name: str) -> bool:
     >>> is_synchronisation("cudaStreamSynchronize"), is_synchronisation("cudaMemcpy"), is_synchronisation("cudaMalloc")
     (True, True, False)
     """
-    waits = _is_runtime(name) and "Synchronize" in name
+    waits = is_runtime(name) and "Synchronize" in name
     return waits or name in _BLOCKING_COPIES or (name.startswith(_BLOCKING_DRIVER_COPIES) and "Async" not in name)
 
 
@@ -207,21 +216,20 @@ def profile_eager(
     autograd is the caller's.
 
     Raises:
-        DeviceError: another profiler is running, or the profiler gave no iteration back.
+        DeviceError: another profiler is running or attached, or the profiler gave no iteration back.
     """
     import torch
 
+    require_free(torch, cuda=device == "cuda")
     activities = [torch.profiler.ProfilerActivity.CPU]
     supported: set[Any] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
     missing = device == "cuda" and torch.profiler.ProfilerActivity.CUDA not in supported
     if device == "cuda" and not missing:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     mark = torch.profiler.record_function
-    if torch._C._autograd._profiler_enabled():  # a second one would end the first and lose what it holds
-        raise DeviceError("another profiler is running in this process", fix="leave its context first")
     synchronize()
     profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False, acc_events=True)
-    with _quiet_kineto():
+    with quiet_kineto():
         profiler.start()
         try:
             for _ in range(warmup):
@@ -233,11 +241,28 @@ def profile_eager(
                         run()
                     synchronize()
             if device == "cpu":
-                _calibrate(torch, mark)
+                calibrate(torch, mark)
         finally:
             profiler.stop()
     warnings = ("this build of torch cannot profile CUDA: no device events",) if missing else ()
     return trace_from_events(_raw_events(profiler), device=device, warnings=warnings)
+
+
+def require_free(torch: Any, *, cuda: bool) -> None:
+    """Refuse to start ``torch.profiler`` beside another profiler: a second one loses what either of them holds.
+
+    Args:
+        torch: the module.
+        cuda: whether it would watch a GPU, which tools like Nsight Systems keep to themselves.
+
+    Raises:
+        DeviceError: ``torch.profiler`` runs already, or such a tool is attached.
+    """
+    if torch._C._autograd._profiler_enabled():
+        raise DeviceError("another profiler is running in this process", fix="leave its context first")
+    tool = attached_tool() if cuda else ""
+    if tool:
+        raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
 
 
 def dispatch_floor_ns() -> float:
@@ -278,7 +303,7 @@ def trace_from_events(
         runtime=runtime,
         kernels=kernels,
         iterations_ns=tuple(event.end_ns - event.start_ns for event in iterations),
-        floor_ns=_floor(host, [event for event in marks if event.name == CALIBRATION]),
+        floor_ns=floor_of(host, [event for event in marks if event.name == CALIBRATION]),
         warnings=(*warnings, *_doubts(device, chosen, slices)),
         phases=tuple(_phases(iterations[chosen], marks)),
     )
@@ -309,18 +334,18 @@ def _slice(iteration: RawEvent, runs: list[RawEvent], host: list[RawEvent], on_d
     operators = outer_first(
         OperatorEvent(event.name, event.start_ns, event.end_ns, event.thread, event.correlation)
         for event in inside
-        if not _is_runtime(event.name)
+        if not is_runtime(event.name)
     )
     runtime = tuple(
         RuntimeEvent(event.name, event.start_ns, event.end_ns, event.thread, event.correlation)
         for event in sorted(inside, key=lambda event: event.start_ns)
-        if _is_runtime(event.name)
+        if is_runtime(event.name)
     )
-    launched = {event.correlation for event in host if _is_runtime(event.name)}
+    launched = {event.correlation for event in host if is_runtime(event.name)}
     mine = {event.correlation for event in runtime}
     kernels = tuple(
         DeviceEvent(
-            event.name, _kind(event.name), event.start_ns, event.end_ns, event.stream, event.correlation, event.linked
+            event.name, kind_of(event.name), event.start_ns, event.end_ns, event.stream, event.correlation, event.linked
         )
         for event in sorted(on_device, key=lambda event: event.start_ns)
         if event.correlation in mine
@@ -348,15 +373,21 @@ def _doubts(device: str, chosen: int, slices: list[_Slice]) -> Iterator[str]:
     if operators and not kernels:
         yield "the profiler saw no device event"
         return
+    lost = lost_launches(runtime, kernels)
+    if lost:
+        yield lost
+
+
+def lost_launches(runtime: Iterable[RuntimeEvent], kernels: Iterable[DeviceEvent]) -> str:
+    """How many launches have no device event, in words; empty if none is missing."""
     seen = {kernel.correlation for kernel in kernels}
     # A memset or copy of no bytes (cuDNN issues some) never becomes a device event: only kernels can be lost.
     launches = [event for event in runtime if is_launch(event.name) and "Mem" not in event.name]
     lost = sum(event.correlation not in seen for event in launches)
-    if lost:
-        yield f"{lost} of {len(launches)} kernel launches have no device event: the profiler lost them"
+    return f"{lost} of {len(launches)} kernel launches have no device event: the profiler lost them" if lost else ""
 
 
-def _floor(host: list[RawEvent], calibrations: list[RawEvent]) -> float:
+def floor_of(host: Sequence[RawEvent], calibrations: Sequence[RawEvent]) -> float:
     """Median duration of the trivial operators, the first half left out as warm-up; 0 if there are none."""
     durations = [
         event.end_ns - event.start_ns
@@ -370,9 +401,10 @@ def _floor(host: list[RawEvent], calibrations: list[RawEvent]) -> float:
 _TRIVIAL = ("aten::add", "aten::neg", "aten::mul", "aten::tanh")
 
 
-def _calibrate(torch: Any, mark: Callable[[str], Any], rounds: int = 100) -> None:
-    one = torch.ones(1)
+def calibrate(torch: Any, mark: Callable[[str], Any], rounds: int = 100) -> None:
+    """Run operators on one element, marked: what the profiler shows of them is its floor (``floor_of``)."""
     with torch.no_grad(), mark(CALIBRATION):
+        one = torch.ones(1)
         for _ in range(rounds):
             torch.add(one, one)
             torch.neg(one)
@@ -380,12 +412,13 @@ def _calibrate(torch: Any, mark: Callable[[str], Any], rounds: int = 100) -> Non
             torch.tanh(one)
 
 
-def _is_runtime(name: str) -> bool:
+def is_runtime(name: str) -> bool:
     """CUDA runtime and driver calls are ``cudaXxx`` and ``cuXxx``; operators have a namespace."""
     return "::" not in name and (name.startswith("cuda") or (name.startswith("cu") and name[2:3].isupper()))
 
 
-def _kind(name: str) -> Literal["kernel", "memcpy", "memset"]:
+def kind_of(name: str) -> Literal["kernel", "memcpy", "memset"]:
+    """What kind of device event has this name."""
     lowered = name.lower()
     return "memcpy" if lowered.startswith("memcpy") else "memset" if lowered.startswith("memset") else "kernel"
 
@@ -429,8 +462,11 @@ def _from_public(event: Any) -> RawEvent:
 
 
 @contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Kineto writes its progress to stderr unless this variable, read when it first starts, says not to."""
+def quiet_kineto() -> Iterator[None]:
+    """A profiler that is started inside says nothing on stderr.
+
+    Kineto writes its progress there unless this variable, read when it first starts, says not to.
+    """
     given = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:

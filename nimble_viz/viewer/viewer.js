@@ -209,7 +209,7 @@ const NimbleViewer = (() => {
       }
       const found = of.map((other) => overheadOf.get(other)).filter((row) => row !== undefined);
       if (found.length) {
-        const sum = (key) => found.reduce((all, row) => all + cost[key][row], 0), parts = ["python", "dispatch", "allocation", "launch"].map(sum);
+        const sum = (key) => found.reduce((all, row) => all + cost[key][row], 0), parts = ["python", "dispatch", "allocation", "launch", "tail"].map(sum);
         rows.push(["Overhead", `${time(parts.reduce((all, part) => all + part, 0))} in profiled eager${of.length > 1 ? `, ${count(of.length)} calls` : ""}: Python ${time(parts[0])}, dispatch ${time(parts[1])}, allocation ${time(parts[2])}, launch ${time(parts[3])}`], ["Exposed", `${time(sum("exposed"))} with the device idle`]);
       }
       for (const run of runs) {
@@ -356,47 +356,59 @@ const NimbleViewer = (() => {
           table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
             el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
       };
-      const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ["Of eager's peak", 1]], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held", "against"].map((key) => number(row[key]))))),
+      const spentOn = ({ rows, basis, facts: said }) => {
+        const most = Math.max(...rows.map((row) => row.ns), 1);
+        return [el("p", null, `Shares ${basis}.`), table([["Spent on"], [""], ["Time", 1], ["Share", 1]], rows.map((row) => el("tr", { class: row.name === facts.profiled.bound ? "nv-on" : null }, el("td", null, row.name, el("span", { class: "nv-small", style: "white-space:normal" }, row.meaning)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.ns) / most}%;margin-top:7px` })), number(row.text), number(row.share)))), el("div", { style: "margin-top:14px" }, definitions(said))];
+      };
+      const hostPhases = ({ rows }) => {
+        const most = Math.max(...rows.map((row) => row.eager_ns), 1);
+        return [el("p", null, "Host time under the profiler, with the share that is the framework's overhead. Forward is what is none of the others."), table([["Phase"], ["Calls", 1], [""], ["Host time", 1], ["Overhead", 1]], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.eager_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.eager), number(row.overhead))))];
+      };
+      const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => number(row[key]))))),
         el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
-        card("Speed", true,
+        !facts.profiled && card("Speed", true,
           el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
           facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
+        facts.profiled && card("What an iteration is spent on", true, ...spentOn(facts.profiled)),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
-        phased && card("The training step by phase", true, ...byPhase(facts.phases)),
+        phased && card(facts.profiled ? "One iteration by phase" : "The training step by phase", true, ...(facts.profiled ? hostPhases(facts.phases) : byPhase(facts.phases))),
         facts.peers.length > 0 && card("Against peers", true, ...rivals(facts.peers)),
         facts.candidates && card("Plans that were tried", true, ...tried(facts.candidates)),
-        card("Plans and synchronisations", true, facts.plans.length
+        !facts.profiled && card("Plans and synchronisations", true, facts.plans.length
           ? plansTable()
           : el("p", null, "No plan was made.")),
-        !facts.planned && card("Same outputs as eager?", false, facts.checks.length
+        !facts.planned && !facts.profiled && card("Same outputs as eager?", false, facts.checks.length
           ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small", style: "white-space:normal" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect)))), facts.checks.map((check) => check.reference && el("p", { class: "nv-under" }, `${check.run}: ${check.reference}.`))]
           : el("p", null, "Outputs were not compared.")),
         facts.what_if && card("How many streams are worth it?", false, el("p", { class: "nv-answer" }, facts.what_if.answer),
           table([["Streams", 1], [""], ["Simulated", 1], ["Over one stream", 1]], facts.what_if.rows.map((row) => el("tr", { class: row.enough ? "nv-on" : null }, el("td", { class: "nv-num" }, count(row.streams)), el("td", { style: "width:40%" }, el("div", { class: "nv-bar nv-simulated", style: `width:${(100 * row.ns) / facts.what_if.rows.reduce((most, other) => Math.max(most, other.ns), 1)}%` })), el("td", { class: "nv-num" }, row.text), el("td", { class: "nv-num" }, row.over)))),
           el("p", { class: "nv-under" }, facts.what_if.note)),
-        card("Program and limit", false, definitions(facts.facts)),
+        !facts.profiled && card("Program and limit", false, definitions(facts.facts)),
         facts.limit && card("Distance to the limit", false, ...distance(facts.limit)),
-        card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
-        !facts.planned && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engines(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
+        !facts.profiled && card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
+        facts.profiled && card("Not in this report", false, el("ul", { class: "nv-list" }, facts.profiled.absent.map((row) => el("li", null, `${row.what}: ${row.why}`)))),
+        !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engines(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
         card("Environment", false, definitions(facts.environment))));
     }
 
     // ---------------------------------------------------------------- Overhead
-    const PARTS = [["python", "Python"], ["dispatch", "Dispatch"], ["allocation", "Allocation"], ["launch", "Launch"]];
+    const WHOLE = [["waiting", "Waits for the device"], ["loader", "Waits for the data loader"], ["remainder", "Belongs to no call"]];
+    const PARTS = [["python", "Python"], ["dispatch", "Dispatch"], ["allocation", "Allocation"], ["launch", "Launch"], ["tail", "Tail"]];
     function buildOverhead(node) {
       if (!data.overhead) { node.append(el("div", { class: "nv-empty" }, "Eager was not profiled, so there is nothing to say about where its host time went.")); return; }
       if (!cost.call.length) { node.append(el("div", { class: "nv-empty" }, "No call of the program was found in the profile.")); return; }
       const { totals, serial } = data.overhead, view = { by: "operator", sort: "overhead", text: "", limit: 200 };
       const work = serial ? "Operator's own computing" : "GPU time (runs beside the host)";
       const bars = (row, scale) => el("div", { class: "nv-tracks" },
-        el("div", { class: "nv-stack", style: `width:${100 * row.host / scale}%` }, [...PARTS, ...(serial ? [["work", "Work"]] : []), ...(row.remainder ? [["remainder", "Belongs to no call"]] : [])].map(([key, label]) => row[key] > 0 && el("i", { style: `width:${(100 * row[key]) / row.host}%;background:var(--${key})`, title: `${label}: ${time(row[key])}` }))),
+        el("div", { class: "nv-stack", style: `width:${100 * row.host / scale}%` }, [...PARTS, ...(serial ? [["work", "Work"]] : []), ...WHOLE].map(([key, label]) => row[key] > 0 && el("i", { style: `width:${(100 * row[key]) / row.host}%;background:var(--${key})`, title: `${label}: ${time(row[key])}` }))),
         el("div", { class: "nv-strip nv-hatch", style: `width:${(100 * row.exposed) / scale}%`, title: `Exposed: ${time(row.exposed)}` }),
         !serial && el("div", { class: "nv-strip", style: `width:${(100 * row.work) / scale}%;background:var(--work)`, title: `GPU time: ${time(row.work)}` }));
       const overheadSum = PARTS.reduce((sum, [key]) => sum + totals[key], 0);
-      const whole = { ...totals, remainder: Math.max(0, data.overhead.remainder_ns), host: overheadSum + (serial ? totals.work : 0) + Math.max(0, data.overhead.remainder_ns) };
-      const spent = phased ? facts.phases.rows.filter((row) => row.parts.work !== undefined).map(({ phase, parts }) => ({ phase, ...parts, host: PARTS.reduce((sum, [key]) => sum + parts[key], serial ? parts.work : 0) || 1 })) : [];
+      const rest = { waiting: data.overhead.waiting_ns, loader: data.overhead.loader_ns, remainder: Math.max(0, data.overhead.remainder_ns) };
+      const whole = { ...totals, ...rest, host: overheadSum + (serial ? totals.work : 0) + rest.waiting + rest.loader + rest.remainder };
+      const spent = phased ? facts.phases.rows.filter((row) => row.parts.work !== undefined).map(({ phase, parts }) => ({ phase, ...parts, host: PARTS.reduce((sum, [key]) => sum + parts[key], serial ? parts.work : 0) })).filter((row) => row.host > 0 || row.work > 0) : [];
       const longestPhase = spent.reduce((most, row) => Math.max(most, row.host, row.work), 1);
       const list = el("div", { class: "nv-rows" }), status = el("span", { class: "nv-push", role: "status" });
       const buttons = {};
@@ -408,12 +420,12 @@ const NimbleViewer = (() => {
           if (keep && !keep.has(call)) return;
           const key = view.by === "call" ? call : view.by === "module" ? eager.module[call] || (phased && eager.phase[call] === "optimizer" ? "(the optimizer)" : "") : eager.operator[call];
           let row = groups.get(key);
-          if (!row) groups.set(key, (row = { key, first: call, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, work: 0, exposed: 0 }));
+          if (!row) groups.set(key, (row = { key, first: call, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, tail: 0, work: 0, exposed: 0 }));
           row.calls.add(call);
-          for (const part of ["python", "dispatch", "allocation", "launch", "work", "exposed"]) row[part] += cost[part][at];
+          for (const part of ["python", "dispatch", "allocation", "launch", "tail", "work", "exposed"]) row[part] += cost[part][at];
         });
         const all = [...groups.values()];
-        for (const row of all) { row.overhead = row.python + row.dispatch + row.allocation + row.launch; row.host = row.overhead + (serial ? row.work : 0); }
+        for (const row of all) { row.overhead = PARTS.reduce((sum, [key]) => sum + row[key], 0); row.host = row.overhead + (serial ? row.work : 0); }
         const value = { overhead: (row) => row.overhead, exposed: (row) => row.exposed, work: (row) => row.work, calls: (row) => (view.by === "call" ? -row.first : row.calls.size) }[view.sort];
         return all.sort((a, b) => value(b) - value(a) || a.first - b.first);
       }
@@ -444,14 +456,14 @@ const NimbleViewer = (() => {
       const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" },
         el("div", { class: "nv-grid", style: "margin-bottom:18px" },
           card("One eager iteration, profiled", true,
-            el("p", null, `${time(data.overhead.profiled_ns)} profiled; ${time(data.overhead.unprofiled_ns)} without the profiler. The parts are shares of the profiled run; believe wall times only from the unprofiled one.`),
+            el("p", null, `${time(data.overhead.profiled_ns)} profiled; ${data.overhead.unprofiled_ns ? time(data.overhead.unprofiled_ns) : "not timed"} without the profiler. The parts are shares of the profiled run; believe wall times only from the unprofiled one.`),
             el("div", { class: "nv-whole" }, bars(whole, whole.host || 1)),
             spent.length > 0 && el("div", { class: "nv-by-phase" }, spent.map((row) => [phaseChip(row.phase), bars(row, longestPhase), el("span", { class: "nv-num" }, time(row.host))])),
             el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value))))),
         data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);
       node.append(
         el("div", { class: "nv-tools" }, by("operator", "By operator"), by("module", "By module"), by("call", "By call"), field, status),
-        el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), whole.remainder > 0 && el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "Belongs to no call"), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
+        el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), WHOLE.map(([key, label]) => whole[key] > 0 && el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
         body);
       fill();
       const mark = (from) => { if (selected() && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
@@ -649,6 +661,7 @@ const NimbleViewer = (() => {
     }
     let dag = null;
     function buildDag(node) {
+      if (facts.profiled) { node.append(el("div", { class: "nv-empty" }, `No DAG here: ${facts.profiled.absent[0].why}. compare(model, inputs) records them.`)); return; }
       if (!size) { node.append(el("div", { class: "nv-empty" }, "The model made no call that reaches the device: there is no graph to draw.")); return; }
       const open = new Set(), view = { x: 0, y: 0, scale: 1, transitive: false, critical: false, syncs: true, edge: null };
       let level = [...(children.get(-1) || [])].filter(isGroup), budget = 400 - (children.get(-1) || []).length;
@@ -963,7 +976,7 @@ const NimbleViewer = (() => {
         const owner = plans.find((entry) => entry.policy === run.run);
         const streamLane = (lane) => run.lanes[lane].kind === "stream" || run.lanes[lane].kind === "worker";
         const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
-          el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled${run.run === "eager" ? "" : ", the bare replay"}` : "unprofiled length unknown"),
+          el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled${run.run === "eager" ? "" : ", the bare replay"}` : "unprofiled length unknown", ` · device idle ${percent(run.idle)}`),
           run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ profiled is ${run.factor.toFixed(2)}x of unprofiled`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
         const toX = (ns, width) => gutter() + ((ns - view.from) / (view.to - view.from)) * (width - gutter() - 8);
         const height = top * 2 + run.lanes.length * tall;
@@ -978,7 +991,7 @@ const NimbleViewer = (() => {
             if (tall > 10) {
               context.font = `11.5px ${sans}`; context.textBaseline = "middle"; context.textAlign = "left"; context.fillStyle = theme.value("soft");
               context.save(); context.beginPath(); context.rect(0, y, left - (width < 620 ? 6 : 62), tall); context.clip(); context.fillText(run.lanes[lane].name, 10, y + tall / 2); context.restore();
-              if (width >= 620) { context.textAlign = "right"; context.fillStyle = theme.value("faint"); context.fillText(`${percent(run.lanes[lane].idle)} idle`, left - 8, y + tall / 2); }
+              if (width >= 620) { context.textAlign = "right"; context.fillStyle = theme.value("faint"); if (run.lanes[lane].idle !== null) context.fillText(`${percent(run.lanes[lane].idle)} idle`, left - 8, y + tall / 2); }
             }
             context.save(); context.beginPath(); context.rect(left, 0, room + 8, height); context.clip();
             const idleFrom = Math.max(toX(0, width), left), idleTo = Math.min(toX(run.length_ns, width), width);
@@ -1116,7 +1129,7 @@ const NimbleViewer = (() => {
       const field = el("input", { type: "search", placeholder: "Operator, module, source", "aria-label": "Search synchronisations", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
       function fill() {
         const entry = facts.plans[state.plan], now = plan();
-        if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, "No plan was made, so nothing has to wait.")); return; }
+        if (!now) { counts.replaceChildren(el("div", { class: "nv-empty" }, facts.profiled ? `No plan here: ${facts.profiled.absent[0].why}.` : "No plan was made, so nothing has to wait.")); return; }
         counts.replaceChildren(el("div", { class: "nv-counts" }, data.sync_counts.map(([key, name, meaning]) => el("div", null, el("strong", null, entry[key] === null ? "not read" : count(entry[key])), el("em", null, name), el("small", null, meaning)))), kept(entry) || "", ends(entry) || "", entry.phases.length ? el("p", { class: "nv-sub" }, `Planned waits by phase: ${entry.phases.map((one) => one.text).join(", ")}.`) : "");
         const keep = view.text ? new Set(matches(view.text)) : null, rows = [];
         now.producer.forEach((u, at) => { const v = now.consumer[at]; if (!keep || keep.has(u) || keep.has(v)) rows.push([at, u, v]); });
@@ -1130,7 +1143,7 @@ const NimbleViewer = (() => {
           rows.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 200; fill(); } }, `Show ${Math.min(200, rows.length - view.limit)} more of ${count(rows.length)}`) : "", rows.length ? "" : el("p", { class: "nv-sub" }, "Nothing matches the search."));
       }
       const host = data.host_syncs;
-      node.append(plans.length > 0 && el("div", { class: "nv-tools" }, planPicker(), field), el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" },
+      node.append(plans.length > 0 ? el("div", { class: "nv-tools" }, planPicker(), field) : "", el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" },
         el("section", { "aria-label": "Counts" }, el("h2", { class: "nv-h2" }, "Synchronisations across streams, counted four ways"), el("p", { class: "nv-sub" }, "Fork from and join to the capture stream, and edges inside one call, are counted apart."), counts),
         el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Where eager made the host wait"),
           host === null ? el("p", null, "Eager was not profiled, so its host synchronisations are unknown.") : host.length ? table([["Kind"], ["Count", 1], ["Total", 1], ...(phased ? [["Phase"]] : []), ["Source line"], ["What to do"]], host.map((row) => el("tr", null, el("td", null, row.kind), el("td", { class: "nv-num" }, count(row.count)), el("td", { class: "nv-num" }, row.total), phased && el("td", null, row.phase ? phaseChip(row.phase) : "–"), el("td", null, row.source || "unknown"), el("td", null, row.hint)))) : el("p", null, facts.host ? "None: on the host device there is nothing to wait for." : "None was seen in the profiled iteration.")),

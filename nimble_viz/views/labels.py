@@ -33,6 +33,7 @@ SAME_BAND = 0.02
 """Ratios closer to 1 than this are called "as fast as": the machine cannot tell them apart."""
 
 _FUSED = ("library", "inductor")
+_UNNAMED = ("an unnamed CPU", "an unnamed GPU")
 _MOST_OPERATORS = 4
 _SHORT = (
     ("batch_norm", "bn"),
@@ -56,6 +57,9 @@ def planned(report: Report) -> bool:
 
 def context(report: Report) -> str:
     """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``; and if it is training."""
+    if report.sampling is not None:
+        where = report.environment
+        return f"profile of code as it is, {where.device_name or _UNNAMED[where.device == 'cuda']}"
     batch = f"batch {report.batch}" if report.batch else "no batch dimension"
     return f"{report.dtype}, {batch}, {'training, ' if trains(report) else ''}{_place(report)}"
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from nimble_core.units import format_ns, format_percent, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import OverheadProfile, Report
 
-__all__ = ["PARTS", "overhead"]
+__all__ = ["IDLE", "PARTS", "grouped", "idle_causes", "overhead"]
 
-PARTS = ("python", "dispatch", "allocation", "launch")
+PARTS = ("python", "dispatch", "allocation", "launch", "tail")
 """Kinds of overhead, in the order they are stacked."""
+
+IDLE = (
+    ("host_late_ns", "host late, nothing queued"),
+    ("launch_ns", "launch latency"),
+    ("dependency_ns", "dependency, queued behind others"),
+    ("unknown_ns", "unknown, launch not seen"),
+)
+"""Causes of an idle device: field of ``DeviceIdle``, name."""
+
+_SUMS = ("overhead", "exposed", "hidden", "work")
+_HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
 
 
 def overhead(report: Report) -> dict[str, Any] | None:
@@ -34,17 +45,69 @@ def overhead(report: Report) -> dict[str, Any] | None:
         "profiled_ns": profile.profiled_ns,
         "unprofiled_ns": profile.unprofiled_ns,
         "remainder_ns": profile.remainder_ns,
+        "waiting_ns": profile.waiting_ns,
+        "loader_ns": profile.loader_ns,
         "facts": [
             ("Framework overhead", f"{format_ns(profile.overhead_ns)}, {format_percent(share)} of the profiled run"),
             *([("Overhead inside the phases", of_phases)] if profile.phases else []),
             ("Exposed (device idle meanwhile)", format_ns(exposed)),
+            *([] if host else [("Hidden (device busy meanwhile)", format_ns(profile.overhead_ns - exposed))]),
             ("Device idle", format_percent(profile.device_idle_share)),
+            *idle_causes(profile),
             ("Profiled run", format_ns(profile.profiled_ns)),
-            ("Same run unprofiled", format_ns(profile.unprofiled_ns)),
+            ("Same run unprofiled", format_ns(profile.unprofiled_ns) if profile.unprofiled_ns else "not timed"),
             ("Profiler's slowdown", format_ratio(profile.slowdown) if profile.unprofiled_ns else "unknown"),
-            ("Belongs to no call", format_ns(profile.remainder_ns)),
+            *([("Waits for the device", format_ns(profile.waiting_ns))] if profile.waiting_ns else []),
+            *([("Waits for the data loader", format_ns(profile.loader_ns))] if profile.loader_ns else []),
+            ("Belongs to no call", _of(profile.remainder_ns, profile.profiled_ns)),
+            *_uncalled(report, profile),
             ("Calls found in the profile", f"{profile.matched:,} of {profile.total:,}"),
             ("Measured by", profile.source),
         ],
         "warnings": list(profile.warnings),
     }
+
+
+def grouped(report: Report, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
+    """Sums of the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
+
+    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``. The rows of
+    one grouping add up to those of any other.
+    """
+    if report.overhead is None:
+        return []
+    calls = report.eager_calls
+    rows: dict[str, dict[str, Any]] = {}
+    for row in report.overhead.calls:
+        call = calls[row.call]
+        where = call.module or (_OPTIMIZER if call.phase == "optimizer" else _HOMELESS)
+        name = call.label if by == "operator" else call.phase if by == "phase" else where
+        sums = rows.setdefault(name, {"name": name, "calls": 0} | dict.fromkeys((*_SUMS, *PARTS), 0.0))
+        sums["calls"] += 1
+        for part in (*_SUMS, *PARTS):
+            sums[part] += getattr(row, f"{part}_ns")
+    return sorted(rows.values(), key=lambda row: (-row["overhead"], row["name"]))
+
+
+def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
+    """Why the device idled, as name and time with its share of the profiled run; empty where it is not known."""
+    if profile.idle is None:
+        return []
+    causes = [(field, name, getattr(profile.idle, field)) for field, name in IDLE]
+    return [
+        (f"Idle: {name}", _of(ns, profile.profiled_ns)) for field, name, ns in causes if ns or field != "unknown_ns"
+    ]
+
+
+def _uncalled(report: Report, profile: OverheadProfile) -> list[tuple[str, str]]:
+    """The part of the remainder that is an eager optimizer's: it makes other calls than a captured one."""
+    phase = next((one for one in profile.phases if one.phase == "optimizer"), None)
+    rows = [row for row in profile.calls if report.eager_calls[row.call].phase == "optimizer"]
+    if phase is None or rows or not phase.overhead_ns:
+        return []
+    ns = phase.overhead_ns + (phase.work_ns if report.environment.device != "cuda" else 0.0)
+    return [("Of that in the optimizer, which is known by phase", _of(ns, profile.profiled_ns))]
+
+
+def _of(ns: float, whole: float) -> str:
+    return f"{format_ns(ns)}, {format_percent(ns / whole)}" if whole else format_ns(ns)

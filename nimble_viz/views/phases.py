@@ -1,42 +1,45 @@
-"""A training step by phase: forward, loss, backward, optimizer; in eager and in each replay."""
+"""A step by phase: loader, copy, forward, loss, backward, optimizer; in eager and in each replay."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any
 
-from nimble_core.program import Call, Phase
+from nimble_core.program import Call
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_count, format_ns, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import STAGES, Report, Stage
 from nimble_viz.views.labels import label_run, trains
 
 __all__ = ["PHASES", "phase_syncs", "phases", "span_phases"]
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES = STAGES
 """In the order in which a step runs them."""
 
 
 def phases(report: Report) -> dict[str, Any] | None:
-    """A row for each phase; None where nothing was trained.
+    """A row for each phase; None where nothing was trained and no phases were seen.
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
     profiled eager and how much of it is overhead, and for each replay (named in ``runs``) how long any of its calls
     ran: phases may run side by side, so these may add up to more than the replay takes.
     """
-    if not trains(report):
+    if not _phased(report):
         return None
     calls, ns = report.program.calls, report.costs.ns
     measured = report.costs.source != "uniform"
     critical = frozenset(report.critical_path)
+    stages = _stages(report, calls)
     profiled = {one.phase: one for one in report.overhead.phases} if report.overhead else {}
     lines = [line for line in report.timelines if line.run != "eager"]
     busy = [_busy(calls, line) for line in lines]
     total = report.costs.total_ns
     rows = []
     for phase in PHASES:
-        own = [call.index for call in calls if call.phase == phase]
+        own = [call.index for call in calls if stages[call.index] == phase]
         eager = profiled.get(phase)
         if not own and eager is None:
             continue
@@ -85,10 +88,10 @@ def span_phases(report: Report, line: Timeline) -> list[int]:
 
     That of its call; in the eager run of what belongs to no call, that during which it began.
     """
-    if not trains(report):
+    if not _phased(report):
         return [-1] * len(line.spans)
     eager = line.run == "eager"
-    calls = report.eager_calls if eager else report.program.calls
+    stages = _stages(report, report.eager_calls if eager else report.program.calls)
     marks = report.overhead.phases if eager and report.overhead else ()
     stretches = sorted((start, end, PHASES.index(one.phase)) for one in marks for start, end in one.spans)
     found, at = [], 0
@@ -96,7 +99,7 @@ def span_phases(report: Report, line: Timeline) -> list[int]:
         while at < len(stretches) and stretches[at][1] <= span.start_ns:
             at += 1
         if span.call is not None:
-            found.append(PHASES.index(calls[span.call].phase))
+            found.append(PHASES.index(stages[span.call]))
         elif at < len(stretches) and stretches[at][0] <= span.start_ns and not _on_device(line, span.lane):
             found.append(stretches[at][2])
         else:
@@ -104,21 +107,40 @@ def span_phases(report: Report, line: Timeline) -> list[int]:
     return found
 
 
+def _phased(report: Report) -> bool:
+    return trains(report) or bool(report.overhead and report.overhead.phases)
+
+
+def _stages(report: Report, calls: Sequence[Call]) -> list[Stage]:
+    """What each call is for: of code as it is when it began, where a call may copy input; else its own phase."""
+    found: list[Stage] = [call.phase for call in calls]
+    line = report.timeline("eager")
+    if report.sampling is None or report.overhead is None or line is None:
+        return found
+    stretches = sorted((start, end, one.phase) for one in report.overhead.phases for start, end in one.spans)
+    starts = [start for start, _, _ in stretches]
+    for span in line.spans:
+        at = bisect_right(starts, span.start_ns) - 1
+        if span.call is not None and at >= 0 and not _on_device(line, span.lane):
+            found[span.call] = stretches[at][2]
+    return found
+
+
 def _on_device(line: Timeline, lane: int) -> bool:
     return line.lanes[lane].kind == "gpu"
 
 
-def _parts(report: Report, phase: Phase) -> dict[str, int]:
+def _parts(report: Report, phase: Stage) -> dict[str, int]:
     one = next((one for one in report.overhead.phases if one.phase == phase), None) if report.overhead else None
     if one is None:
         return {}
-    parts = ("python", "dispatch", "allocation", "launch", "work", "exposed")
+    parts = ("python", "dispatch", "allocation", "launch", "tail", "work", "exposed")
     return {part: round(getattr(one, f"{part}_ns")) for part in parts}
 
 
-def _busy(calls: tuple[Call, ...], line: Timeline) -> dict[Phase, float]:
+def _busy(calls: tuple[Call, ...], line: Timeline) -> dict[Stage, float]:
     """Union of the spans of each phase's calls, ns; spans are sorted by start."""
-    busy: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+    busy: dict[Stage, float] = dict.fromkeys(PHASES, 0.0)
     reached = dict.fromkeys(PHASES, float("-inf"))
     for span in line.spans:
         if span.call is not None:

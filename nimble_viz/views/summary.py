@@ -27,6 +27,7 @@ from nimble_viz.views.limit import distance, limit
 from nimble_viz.views.memory import memory
 from nimble_viz.views.peers import against, best_peer, peers
 from nimble_viz.views.phases import phase_syncs, phases
+from nimble_viz.views.profiled import profiled, profiled_verdict
 from nimble_viz.views.provenance import provenance
 from nimble_viz.views.syncs import promise
 from nimble_viz.views.what_if import what_if
@@ -41,10 +42,12 @@ def verdict(report: Report) -> str:
     at 1.08x of the critical path; outputs equal eager's within tolerance."`` With peers, also how it compares with the
     fastest of them. It is about ``report.chosen`` if that was measured, else about the fastest replay. A replay with
     wrong outputs is named first, and wins nothing.
-    Of a plan it says that nothing was run.
+    Of a plan it says that nothing was run, of a profile what an iteration is bound by.
     """
     if planned(report):
         return _outlook(report)
+    if report.sampling is not None:
+        return profiled_verdict(report)
     doubts = _doubts(report)
     name = _best(report)
     over = report.ratio(name) if name else None
@@ -82,6 +85,7 @@ def summary(report: Report) -> dict[str, Any]:
         "host": report.environment.device != "cuda",
         "complete": report.complete,
         "planned": planned(report),
+        "profiled": profiled(report),
         "chosen": report.chosen,
         "speed": [_speed(report, taken) for taken in report.measurements],
         "peers": peers(report, best),
@@ -226,6 +230,8 @@ def _promises(concurrency: bool, syncs: bool) -> str:
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     calls = len(report.program.calls)
+    if report.sampling is not None:
+        return [("Calls of an iteration", format_count(calls))]
     measured = report.critical_path_ns > 0
     path = f"{format_count(len(report.critical_path))} calls"
     facts = [
@@ -253,7 +259,7 @@ def _environment(report: Report) -> list[tuple[str, str]]:
     rows = [
         ("Device", _device(report)),
         ("Host CPU", where.host_cpu),
-        ("Cores / torch threads", f"{where.cores} / {where.threads}"),
+        ("Cores / torch threads", f"{where.cores} / {where.threads}" if where.cores else ""),
         ("torch", where.torch),
         ("CUDA", where.cuda),
         ("Driver", where.driver),
@@ -262,7 +268,8 @@ def _environment(report: Report) -> list[tuple[str, str]]:
         ("SM clock before and after", " → ".join(f"{mhz} MHz" for mhz in where.sm_clock_mhz)),
         (
             "Throttling",
-            ", ".join(where.throttling) or ("none reported" if where.device == "cuda" and not planned(report) else ""),
+            ", ".join(where.throttling)
+            or ("none reported" if where.device == "cuda" and where.torch and not planned(report) else ""),
         ),
         ("Other processes on the GPU", "" if where.other_processes is None else str(where.other_processes)),
         ("Load of the host, 1 minute", f"{where.load:.2f}" if where.load >= 0 else ""),
@@ -276,6 +283,8 @@ def _device(report: Report) -> str:
     name = report.environment.device_name
     if planned(report) or report.environment.device == "cuda":
         return name
+    if report.sampling is not None:
+        return f"{name} (no GPU)" if name else "the host, no GPU"
     return f"{name} (host replay, no GPU)"
 
 

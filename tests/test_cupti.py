@@ -1,0 +1,212 @@
+"""CUPTI is left to whoever has it, and said to be; torch's own profiler sees as much beside us as without us."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nimble_viz
+from nimble_core import Options, cupti
+from nimble_core.cupti import attached_tool, collect, unavailable
+from nimble_core.devices.cuda import _observation
+from nimble_core.errors import DeviceError
+from nimble_core.occupancy import Multiprocessors
+from nimble_core.schedule import Schedule
+from nimble_viz.measure.profile import profile_eager
+
+ROOT = Path(__file__).parent.parent
+TOOLS = {
+    "NSYS_PROFILING_SESSION_ID": "Nsight Systems",
+    "NV_NSIGHT_INJECTION_TRANSPORT_TYPE": "Nsight Compute",
+    "NV_NSIGHT_INJECTION_PORT_BASE": "Nsight Compute",
+    "NV_COMPUTE_PROFILER_PERFWORKS_DIR": "Nsight Compute",
+    "CUDA_INJECTION64_PATH": "another tool",
+}
+PLAIN = Options(policy="nimble", tune="off", budget_s=0.1, fuse="none")
+
+
+class Untouchable:
+    """A CUPTI that must not be used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"cupti.{name} was used")
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TOOLS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def never() -> None:
+    raise AssertionError("nothing should run")
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_an_attached_tool_keeps_cupti_to_itself(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(cupti, "_cupti", Untouchable)
+    assert (attached_tool(), unavailable(), cupti.available()) == ("", "", True)
+    monkeypatch.setenv(name, "")
+    assert attached_tool() == ""
+    monkeypatch.setenv(name, "1")
+    assert attached_tool() == f"{TOOLS[name]} ({name} is set)"
+    assert unavailable() == f"{TOOLS[name]} ({name} is set) is attached, and CUPTI serves one tool at a time"
+    assert not cupti.available()
+    assert collect(never, never) == []
+
+
+def test_the_tool_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in reversed(TOOLS):
+        monkeypatch.setenv(name, "1")
+        assert attached_tool() == f"{TOOLS[name]} ({name} is set)"
+
+
+def test_a_running_profiler_keeps_cupti_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupti, "_cupti", Untouchable)
+    with torch.profiler.profile():
+        assert unavailable() == "torch.profiler is running, and CUPTI serves one tool at a time"
+        assert collect(never, never) == []
+    assert unavailable() == ""
+
+
+def test_without_cupti_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupti, "_cupti", lambda: None)
+    assert unavailable() == "cupti-python is not installed"
+    assert collect(never, never) == []
+
+
+def test_an_observation_says_why_it_has_no_times() -> None:
+    executable = SimpleNamespace(
+        schedule=Schedule("nimble", (0, 0), (0, 1), ()),
+        raw=SimpleNamespace(kinds=("kernel", "kernel"), nodes=(1, 2), owner=(0, 1)),
+    )
+    why = "somebody else has it: replayed kernels have no times"
+    gpu = Multiprocessors(132, 2048, 65536, 233472)
+    seen = _observation(executable, [], 3, 1000.0, gpu, why)  # type: ignore[arg-type]  # what it reads of one
+    assert (seen.timeline.note, seen.timeline.reliable, seen.timeline.spans) == (why, False, ())
+    assert (seen.costs.source, seen.costs.seen, seen.costs.expected) == (f"unknown: {why}", 0, 2)
+
+
+def test_under_a_tool_the_gpu_is_not_profiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    with pytest.raises(DeviceError, match=r"Nsight Systems .* is attached"):
+        profile_eager(never, device="cuda", synchronize=never)
+    # The host's own events are nobody else's.
+    trace = profile_eager(lambda: torch.ones(2).neg(), device="cpu", synchronize=lambda: None)
+    assert [event.name for event in trace.operators] == ["aten::ones", "aten::empty", "aten::fill_", "aten::neg"]
+
+
+@pytest.mark.gpu
+def test_compare_under_a_tool_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda().eval(), torch.ones(8, 64).cuda()
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    monkeypatch.setattr(cupti, "_cupti", Untouchable)
+    report = nimble_viz.compare(model, x, options=PLAIN)
+    said = "Nsight Systems (NSYS_PROFILING_SESSION_ID is set) is attached, and CUPTI serves one tool at a time"
+    assert report.overhead is None
+    assert f"eager could not be profiled: {said}" in report.warnings
+    assert any(line.note == f"{said}: replayed kernels have no times" for line in report.timelines)
+    assert not any(line.reliable for line in report.timelines)
+    with pytest.raises(DeviceError, match="is attached"):
+        nimble_viz.profile(model, x)
+
+
+NEIGHBOUR = """
+import json
+from collections import Counter
+import torch, nimble_viz
+from nimble_core import Options
+from nimble_viz.measure.profile import _BOOKKEEPING
+
+layers = (torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Tanh())
+model, x = torch.nn.Sequential(*layers).cuda().eval(), torch.randn(8, 64, device="cuda")
+options = Options(policy="nimble", tune="off", budget_s=0.1, fuse="none")
+activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+
+def profiled(run):
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        made = run()
+        torch.cuda.synchronize()
+    on_gpu = [one.name for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return made, Counter(name for name in on_gpu if name not in _BOOKKEEPING)
+
+@torch.no_grad()
+def five_runs():
+    for _ in range(5):
+        model(x)
+
+def compared():
+    return nimble_viz.compare(model, x, options=options)
+
+def watched(report):
+    return [[line.clock, line.reliable, len(line.spans), line.note] for line in report.timelines if line.run != "eager"]
+
+five_runs()
+profiled(five_runs)  # the first session of a process may lose events
+"""
+
+IN_TURN = """
+seen, reports = [profiled(five_runs)[1]], []
+for _ in range(2):
+    reports.append(compared())
+    seen.append(profiled(five_runs)[1])
+print(json.dumps({
+    "seen": seen, "watched": [watched(one) for one in reports],
+    "profiled": [one.overhead is not None and one.overhead.device_busy_ns > 0 for one in reports],
+}))
+"""
+
+AROUND = """
+def around():
+    report = compared()
+    for _ in range(5):
+        torch.atan2(x, x)
+    return report
+
+report, seen = profiled(around)
+print(json.dumps({
+    "atan2": sum(count for name, count in seen.items() if "atan2" in name),
+    "warnings": report.warnings, "watched": watched(report), "after": profiled(five_runs)[1],
+}))
+"""
+
+
+def neighbour(code: str) -> dict[str, Any]:
+    """What a new interpreter with nothing else in it says."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NEIGHBOUR + code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.gpu
+def test_torch_profiler_sees_the_same_before_between_and_after() -> None:
+    if not cupti.available():
+        pytest.skip(unavailable())
+    found = neighbour(IN_TURN)
+    before, between, after = found["seen"]
+    assert sum(before.values()) >= 5 * 4  # a kernel for each layer, or more
+    assert before == between == after
+    for lines in found["watched"]:
+        assert lines  # so that CUPTI was ours in between, and saw every node
+        assert all(clock.startswith("CUPTI") and reliable and spans for clock, reliable, spans, _ in lines), lines
+    assert found["profiled"] == [True, True]
+
+
+@pytest.mark.gpu
+def test_a_profiler_around_compare_keeps_its_events() -> None:
+    found = neighbour(AROUND)
+    assert found["atan2"] == 5
+    assert "eager could not be profiled: another profiler is running in this process" in found["warnings"]
+    assert found["watched"]
+    assert all("torch.profiler is running" in note for *_, note in found["watched"])
+    assert sum(found["after"].values()) >= 5 * 4
