@@ -12,9 +12,10 @@ and calls of ``torch.autograd.grad``, get copies through autograd.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -23,14 +24,16 @@ import torch
 from nimble_core.around import Around
 from nimble_core.devices.base import Device, Executable
 from nimble_core.equality import check_equality
-from nimble_core.errors import CaptureError, InputError
+from nimble_core.errors import CaptureError, InputError, NimbleError
 from nimble_core.graph import build_graph
 from nimble_core.halves import halve
 from nimble_core.judging import eager_cases
+from nimble_core.lift import lift
 from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.options import Options
 from nimble_core.phases import phase
 from nimble_core.pipeline import Recorded, record_static, state_kept
+from nimble_core.program import Program, TensorRef
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
 from nimble_core.strides import with_strides_of
@@ -63,13 +66,16 @@ class ForwardBackward(Around):
     Args:
         model: the module.
         leaves: positions of the input tensors whose gradients are wanted.
+        turned: names of weights that the module is given channels last, and all images with them: the same
+            computation, in which convolutions and all between them run in that layout.
     """
 
     input_names = ("args", "kwargs", "gradients of outputs")
 
-    def __init__(self, model: torch.nn.Module, leaves: Sequence[int]) -> None:
+    def __init__(self, model: torch.nn.Module, leaves: Sequence[int], turned: Collection[str] = ()) -> None:
         super().__init__(model)
         self.leaves = tuple(leaves)
+        self.turned = frozenset(turned)
         # What the last run found:
         self.structure: Structure | None = None
         self.outputs = 0
@@ -89,8 +95,14 @@ class ForwardBackward(Around):
                 tensors = [tensor.detach() for tensor in tensors]
                 for position in self.leaves:
                     tensors[position].requires_grad_()
-                args, kwargs = builder(around)(tensors)
-                result = self.model(*args, **kwargs)
+                if self.turned:
+                    args, kwargs = builder(around)([_channels_last(one) for one in tensors])
+                    owned = self.model.named_parameters()
+                    weights = {name: _channels_last(one) for name, one in owned if name in self.turned}
+                    result = torch.func.functional_call(self.model, weights, tuple(args), dict(kwargs))
+                else:
+                    args, kwargs = builder(around)(tensors)
+                    result = self.model(*args, **kwargs)
                 outputs, self.structure = flatten(result, what="output")
             self.differentiable = tuple(at for at, one in enumerate(outputs) if one.requires_grad)
             if not self.differentiable:
@@ -117,6 +129,10 @@ class ForwardBackward(Around):
             position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
         )
         return [one.detach() for one in outputs], gradients_made
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 @contextmanager
@@ -479,10 +495,11 @@ def make_trainable(
     structure = whole.structure
     assert structure is not None
     outputs = whole.outputs
-    halves = halve(joint.recording, len(signature.tensors), outputs)
+    cut = _in_better_layout(device, whole, joint, options, step)
+    halves = halve(cut.recording, len(signature.tensors), outputs)
     inputs = [tensor.detach() for tensor in signature.tensors]
     ahead = len(halves.forward.program.calls)
-    together = replace(joint.recording, outputs=halves.forward.outputs)
+    together = replace(cut.recording, outputs=halves.forward.outputs)
     first = _recorded(halves.forward, inputs, _Issued(together, ahead, after=templates))
     with state_kept(first):
         forward = tune(device, first, options, step=step)
@@ -496,8 +513,8 @@ def make_trainable(
         if isinstance(forward.best, _Fixed):
             saved += [forward.best.buffers[at] for at in halves.saved_inputs]
             # With the forward before it: eager and captures keep seeds in different places.
-            whole_run = replace(joint.recording, outputs=joint.recording.outputs[outputs:])
-            eager = _Issued(whole_run, len(joint.recording.program.calls), inputs, joint=joint, random=random)
+            whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
+            eager = _Issued(whole_run, len(cut.recording.program.calls), inputs, joint=cut, random=random)
             second = _recorded(halves.with_saved(saved), list(templates), eager)
         else:
             saved += [inputs[at] for at in halves.saved_inputs]
@@ -533,6 +550,59 @@ def make_trainable(
         behind.best.close()
         raise
     return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
+
+
+def _in_better_layout(
+    device: Device, whole: ForwardBackward, joint: Recorded, options: Options, step: Step
+) -> Recorded:
+    """Forward and backward as they are, or with all their images channels last, whichever takes less time.
+
+    What the forward saves is the backward's input: the layout is one for both, chosen before they are cut. Outputs keep
+    the layout that they have in eager: where one of them is an image, nothing is turned.
+    """
+    program = joint.recording.program
+    weights, fixed = _turnable(program), any(len(ref.sizes) == 4 for ref in program.outputs[: whole.outputs])
+    if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights or fixed:
+        return joint
+    turned = ForwardBackward(whole.model, whole.leaves, weights)
+    args, kwargs = builder(joint.signature.structure)(joint.signature.tensors)
+    try:
+        with step("record channels last"):
+            other = record_static(device, turned, joint.signature, args, kwargs, strict=True, step=step)
+        with step("choose layout"), state_kept(joint):
+            modules = [lift(one.recording) for one in (joint, other)]
+            runs = [partial(module, *joint.signature.tensors) for module in modules]
+            plain_ns, turned_ns = device.call_times_ns(runs)
+    except NimbleError:
+        return joint
+    faster = plain_ns is not None and turned_ns is not None and turned_ns < plain_ns
+    return other if faster else joint
+
+
+def _turnable(program: Program) -> frozenset[str]:
+    """Names of weights of convolutions that are not channels last yet.
+
+    Not of those that see single pixels, whose strides tell no layout: libraries and compilers then disagree about it.
+    """
+    cast: dict[int, TensorRef] = {}
+    wide: dict[int, TensorRef] = {}
+    pixels: set[int] = set()
+    for call in program.calls:
+        images = [cast.get(ref.storage, ref) for ref in call.reads if len(ref.sizes) == 4]
+        if call.operator == "aten.convolution.default" and len(images) == 2:
+            image, weight = images
+            wide[weight.storage] = weight
+            if image.sizes[2:] == (1, 1):
+                pixels.add(weight.storage)
+        elif len(call.reads) == len(call.writes) == len(images) == 1 and call.writes[0].sizes == images[0].sizes:
+            cast[call.writes[0].storage] = images[0]
+    return frozenset(
+        program.storages[home].name
+        for home, ref in wide.items()
+        if home not in pixels
+        and program.storages[home].role == "parameter"
+        and min(ref.sizes[1:]) > 1 != ref.strides[1]
+    )
 
 
 def _borrowed(backward: Recording) -> tuple[int, ...]:

@@ -196,9 +196,15 @@ def _stepped(
         return outputs, [one.tensor.clone() for one in _state_of(recorded)]
 
 
-def issued(device: Device, recorded: Recorded) -> Run:
-    """The calls of a recording one after the other, as eager would make them; results are the caller's."""
-    tuned = recorded.recording.program.fuse != "none"
+def issued(device: Device, recorded: Recorded, *, tuned: bool = True) -> Run:
+    """The calls of a recording one after the other, as eager would make them; results are the caller's.
+
+    Args:
+        device: where.
+        recorded: whose calls.
+        tuned: kernels other than eager's are those that a capture takes: libraries try theirs out where they have not.
+    """
+    tuned = tuned and recorded.recording.program.fuse != "none"
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where = recorded.signature.device
@@ -303,14 +309,16 @@ class Judge:
         kind = variant.recording.program.fuse
         if kind in self._kernels:
             return self._kernels[kind]
-        run, how = issued(self.device, variant), "in full precision"
+        # In another precision libraries would try all of their kernels anew, which takes most of the time.
+        run, how = issued(self.device, variant, tuned=False), "in full precision"
         found = None
         with full_precision(variant.signature.device.type):
             if working_precision(cases.eager[0][1], cases.lowest) == "float32":
                 self._precise = self._precise or eager_cases(self.recorded)
                 found = self._precise.judged(kind, variant, run)
         if found is None or found.reason.startswith(DROWNED):
-            found, how = _of_same_sizes(kind, cases, from_same_state(variant, run)), "by the sizes of gradients"
+            run, how = issued(self.device, variant), "by the sizes of gradients"
+            found = _of_same_sizes(kind, cases, from_same_state(variant, run))
             found = (found.passed and cases.miswritten(kind, variant, run)) or found
         self.notes.append(
             f"{kind}: rounding alone changes this step's gradients as much as inputs do: kernels were compared {how}"

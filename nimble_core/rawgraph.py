@@ -6,8 +6,9 @@ from typing import Any
 
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
+from nimble_core.observation import Launch
 
-__all__ = ["CaptureProbe", "read_graph"]
+__all__ = ["CaptureProbe", "read_graph", "read_launches"]
 
 
 def _driver() -> Any:
@@ -69,6 +70,29 @@ def read_graph(handle: int) -> RawGraph:
         place = {node: position for position, node in enumerate(nodes)}
         edges = sorted((place[int(a)], place[int(b)]) for a, b in zip(tails, heads, strict=True))
     return RawGraph(nodes, kinds, tuple(edges))
+
+
+def read_launches(raw: RawGraph) -> tuple[Launch, ...]:
+    """What each node launches; the name is empty where the driver does not say. Raises DeviceError.
+
+    The graph must not have been destroyed.
+    """
+    driver = _driver()
+    return tuple(
+        _launch(driver, driver.CUgraphNode(init_value=node)) if kind == "kernel" else Launch()
+        for node, kind in zip(raw.nodes, raw.kinds, strict=True)
+    )
+
+
+def _launch(driver: Any, node: Any) -> Launch:
+    (found,) = _checked(driver.cuGraphKernelNodeGetParams(node), "cuGraphKernelNodeGetParams")
+    name = ""
+    for read, handle in (("cuFuncGetName", found.func), ("cuKernelGetName", getattr(found, "kern", None))):
+        if not name and handle is not None and int(handle) and hasattr(driver, read):
+            code, said = getattr(driver, read)(handle)
+            name = bytes(said).decode(errors="replace") if int(code) == 0 and said else ""
+    grid = (int(found.gridDimX), int(found.gridDimY), int(found.gridDimZ))
+    return Launch(name, grid, (int(found.blockDimX), int(found.blockDimY), int(found.blockDimZ)))
 
 
 def _kind(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Lane", "Span", "Timeline"]
+__all__ = ["Lane", "SelfCheck", "Span", "Timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,30 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """Whether every node of a captured graph was seen in every watched replay, and how each was told.
+
+    Args:
+        expected: nodes that a replay runs.
+        seen: of them seen in every replay.
+        by: ``"graph node id"``, ``"name and order"`` where there were no ids, or empty if nothing was seen.
+        ambiguous: of those told by name and order, how many could have been another node with the same kernel.
+        unexpected: kernels and copies that no node explains, over all replays.
+    """
+
+    expected: int
+    seen: int
+    by: Literal["graph node id", "name and order", ""] = ""
+    ambiguous: int = 0
+    unexpected: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether kernels seen and nodes expected are the same."""
+        return 0 < self.expected == self.seen and not self.unexpected
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """Spans of one run.
 
@@ -49,6 +73,9 @@ class Timeline:
         unprofiled_ns: median wall time of the same run without a profiler; 0 if unknown.
         reliable: False if the self-check (kernels seen = nodes expected) failed.
         note: what the reader should know.
+        streams: the device's own number of the stream on which it ran each span; empty if unknown. The lanes of a
+            replay are the planned streams: a driver may spread them over its streams as it likes.
+        check: what ``reliable`` rests on; None where every span was timed by ourselves.
     """
 
     run: str
@@ -60,6 +87,8 @@ class Timeline:
     unprofiled_ns: float = 0.0
     reliable: bool = True
     note: str = ""
+    streams: tuple[int, ...] = ()
+    check: SelfCheck | None = None
 
     @property
     def length_ns(self) -> float:

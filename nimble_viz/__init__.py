@@ -15,6 +15,7 @@ from nimble_core import __version__
 
 if TYPE_CHECKING:
     from nimble_core.options import Options
+    from nimble_viz.ablation import ablate
     from nimble_viz.comparison import compare
     from nimble_viz.file import load
     from nimble_viz.nvtx_ranges import annotated
@@ -23,12 +24,24 @@ if TYPE_CHECKING:
     from nimble_viz.report import Report
     from nimble_viz.trace_files import from_trace
 
-__all__ = ["Options", "Report", "__version__", "annotated", "compare", "from_trace", "load", "plan", "profile"]
+__all__ = [
+    "Options",
+    "Report",
+    "__version__",
+    "ablate",
+    "annotated",
+    "compare",
+    "from_trace",
+    "load",
+    "plan",
+    "profile",
+]
 
 # No name here may also be the name of a submodule: importing the submodule would put the module in its place.
 _HOMES = {
     "Options": "nimble_core.options",
     "Report": "nimble_viz.report",
+    "ablate": "nimble_viz.ablation",
     "annotated": "nimble_viz.nvtx_ranges",
     "compare": "nimble_viz.comparison",
     "from_trace": "nimble_viz.trace_files",

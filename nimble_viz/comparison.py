@@ -22,7 +22,7 @@ from nimble_core.measurement import TIE, Measurement, interleave, ratio
 from nimble_core.options import Options, require_options
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
-from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Report
+from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Report, Work
 
 if TYPE_CHECKING:
     import torch
@@ -478,7 +478,22 @@ class _Comparison:
             peers=self.peers.results if self.peers else (),
             warnings=(*self.warnings, *(self.peers.warnings if self.peers else ())),
             complete=not self.interrupted,
+            work=self._work(),
         )
+
+    def _work(self) -> Work:
+        """What the calls compute, and the GPU they run on."""
+        from nimble_viz.measure.work import count_work
+
+        assert self.recorded is not None
+        assert self.replayed is not None
+        processors = None
+        if self.device.kind == "cuda":
+            from nimble_core.devices.cuda import multiprocessors
+
+            processors = multiprocessors(self.signature.device)
+        eager = None if self.replayed.recording.program.fuse == "none" else self.recorded.recording
+        return count_work(self.replayed.recording, eager, processors)
 
     def _dtype(self) -> str:
         """Of weights and inputs, and what they are cast to."""

@@ -5,10 +5,12 @@ The format is described in ``docs/report-format.md``.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from gzip import compress
 from itertools import pairwise
@@ -30,9 +32,10 @@ from nimble_viz.report import (
     OverheadProfile,
     PhaseOverhead,
     Report,
+    Work,
 )
 
-__all__ = ["MAX_BYTES", "MAX_NUMBER", "check_report", "load", "save"]
+__all__ = ["MAX_BYTES", "MAX_NUMBER", "MAX_RATIO", "Wire", "check_report", "load", "save"]
 
 MAX_BYTES = 512 << 20
 """A file that unpacks to more than this is refused unread."""
@@ -40,7 +43,12 @@ MAX_BYTES = 512 << 20
 MAX_NUMBER = 1e18
 """Largest number a report may hold: 32 years in nanoseconds, an exabyte. Keeps sums and ratios finite in every view."""
 
+MAX_RATIO = 200
+"""A file that unpacks to more than 16 MiB and to more than this many times its size is refused unread: reports shrink
+to about a ninth, and what a small file can ask for should be small."""
+
 _COMPRESSION = 4
+_SMALL = 16 << 20
 _GZIP = b"\x1f\x8b"
 _HAZARDS = frozenset({"RAW", "WAR", "WAW"})
 _TAKE_AGAIN = "take the report again, or ask for an undamaged copy"
@@ -53,8 +61,14 @@ class _Head(msgspec.Struct):
     nimble_report: int
 
 
-class _Wire(msgspec.Struct):
-    """What a file holds. ``not_finite`` names the numbers of equality checks that JSON cannot write (0 there)."""
+class Wire(msgspec.Struct):
+    """What a file holds.
+
+    Args:
+        nimble_report: the version of the format.
+        report: all of it.
+        not_finite: check, field and value of the numbers of equality checks that JSON cannot write (0 there).
+    """
 
     nimble_report: int
     report: Report
@@ -62,7 +76,7 @@ class _Wire(msgspec.Struct):
 
 
 _head = msgspec.json.Decoder(_Head)
-_wire = msgspec.json.Decoder(_Wire)
+_wire = msgspec.json.Decoder(Wire)
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> Path:
@@ -77,7 +91,8 @@ def save(report: Report, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     try:
         data = _encode(check_report(report))
-        _decode(data)
+        with _collector_paused():
+            _decode(data)
     except ReportFileError as error:
         raise ReportFileError(f"this report cannot be saved: {error.what}", where=error.where, fix=error.fix) from error
     packed = compress(data, _COMPRESSION, mtime=0)
@@ -107,21 +122,41 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:
     with open(path, "rb") as file:
         packed = file.read(max_bytes + 1)
     try:
-        return check_report(_decode(_unpack(packed, max_bytes)))
+        data = _unpack(packed, max_bytes)
+        with _collector_paused():
+            return check_report(_decode(data))
     except ReportFileError as error:
         place = f"{os.fspath(path)}, {error.where}" if error.where else os.fspath(path)
         raise ReportFileError(error.what, where=place, fix=error.fix or _TAKE_AGAIN) from error
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A report is a great many new values without a cycle: the garbage collector would walk them again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def _unpack(packed: bytes, max_bytes: int) -> bytes:
-    """The bytes inside a gzip member of at most ``max_bytes``."""
+    """The bytes inside a gzip member of at most ``max_bytes``, and of no more than a report's ratio allows."""
     if not packed.startswith(_GZIP):
         raise ReportFileError("not a nimble report: it is not a gzip file", fix="give a file that report.save() wrote")
     unpacker = zlib.decompressobj(wbits=31)
+    most = min(max_bytes, max(_SMALL, MAX_RATIO * len(packed)))
     try:
-        data = unpacker.decompress(packed, max_bytes + 1)
+        data = unpacker.decompress(packed, most + 1)
     except zlib.error as error:
         raise ReportFileError(f"the file is damaged: {error}") from error
+    if len(data) > most and most < max_bytes:
+        raise ReportFileError(
+            f"the file unpacks to more than {MAX_RATIO} times its size, which no report does",
+            fix="do not trust it; take the report again",
+        )
     if len(data) > max_bytes or len(packed) > max_bytes:
         raise ReportFileError(
             f"the file unpacks to more than {max_bytes:,} bytes",
@@ -143,7 +178,7 @@ def _encode(report: Report) -> bytes:
             if not math.isfinite(value):
                 found.append((index, name, "nan" if value != value else "inf" if value > 0 else "-inf"))
                 checks[index] = _with(checks[index], name, 0.0)
-    wire = _Wire(SCHEMA_VERSION, _with_checks(report, checks) if found else report, tuple(found))
+    wire = Wire(SCHEMA_VERSION, _with_checks(report, checks) if found else report, tuple(found))
     try:
         return msgspec.json.encode(wire)
     except (TypeError, ValueError, OverflowError) as error:
@@ -237,6 +272,8 @@ def check_report(report: Report) -> Report:
         _amounts((taken_of.seen, taken_of.timed, taken_of.profiled), "sampling")
         _finite((taken_of.loader_ns,), "sampling.loader_ns")
         _amounts((bound.input_ns, bound.device_ns, bound.host_ns), "sampling.bound")
+    if report.work is not None:
+        _check_work(report.work, size, len(report.eager.calls) if report.eager is not None else 0)
     memory = report.memory
     _amounts((memory.eager_peak, memory.compare_peak, *(held for _, held in memory.engines)), "memory")
     for k, planned in enumerate(memory.planned):
@@ -305,6 +342,16 @@ def _check_costs(report: Report, size: int) -> None:
     _amounts((costs.observed, costs.expected, costs.seen), "costs")
 
 
+def _check_work(work: Work, size: int, eager: int) -> None:
+    for where, flops, calls in (("work.flops", work.flops, size), ("work.eager", work.eager, eager)):
+        _require(len(flops) == calls, where, f"{len(flops)} counts for {calls} calls")
+        _amounts((count for count in flops if count is not None), where)
+    if work.processors is not None:
+        held = work.processors
+        limits = (held.count, held.threads, held.registers, held.shared_bytes, held.blocks, held.warp)
+        _within(limits, 1, "work.processors")
+
+
 def _check_schedule(plan: Schedule, size: int, where: str) -> None:
     _require(len(plan.stream) == size, f"{where}.stream", f"{len(plan.stream)} streams for {size} calls")
     _require(set(plan.stream) == set(range(len(set(plan.stream)))), f"{where}.stream", "streams have gaps")
@@ -352,6 +399,12 @@ def _parts(row: CallOverhead | PhaseOverhead) -> tuple[float, ...]:
 def _check_timeline(line: Timeline, size: int, where: str) -> None:
     lanes, before = len(line.lanes), 0.0
     _amounts((line.profiled_ns, line.unprofiled_ns), where)
+    spans, streams = len(line.spans), len(line.streams)
+    _require(streams in (0, spans), f"{where}.streams", f"{streams} device streams for {spans} spans")
+    _finite(line.streams, f"{where}.streams")
+    if line.check is not None:
+        seen = line.check
+        _amounts((seen.expected, seen.seen, seen.ambiguous, seen.unexpected), f"{where}.check")
     for k, span in enumerate(line.spans):
         if (
             0 <= span.lane < lanes

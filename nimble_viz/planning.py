@@ -62,6 +62,7 @@ def plan(
     from nimble_core.pipeline import Recorded, schedule_by
     from nimble_core.preserve import random_state_kept
     from nimble_core.static import check_static
+    from nimble_viz.measure.work import count_work
 
     options = Options() if options is None else options
     require_options(options)
@@ -111,6 +112,7 @@ def plan(
         preparation=tuple(steps),
         chosen=chosen,
         warnings=tuple(warnings),
+        work=count_work(recording, None, None),
     )
 
 

@@ -15,6 +15,7 @@ from nimble_core.costs import Costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement, Ratio, ratio
+from nimble_core.occupancy import Multiprocessors
 from nimble_core.program import Call, Program
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
@@ -46,6 +47,7 @@ __all__ = [
     "Report",
     "Sampling",
     "Stage",
+    "Work",
 ]
 
 SCHEMA_VERSION = 1
@@ -305,6 +307,22 @@ class PeerResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What the calls compute, and what the device that ran them holds.
+
+    Args:
+        flops: floating-point operations of each call of the program, a multiply and an add counted as two; None for a
+            call of which it is not known.
+        eager: likewise of each eager call, where ``Report.eager`` holds them; else empty.
+        processors: multiprocessors of the GPU; None off CUDA.
+    """
+
+    flops: tuple[int | None, ...]
+    eager: tuple[int | None, ...] = ()
+    processors: Multiprocessors | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything ``compare`` found out.
 
@@ -334,6 +352,7 @@ class Report:
             ``"eager"`` count in eager calls, everything else in calls of ``program``.
         sampling: how code that nobody wrapped was profiled; None for what ``compare`` and ``plan`` make. With it there
             is no engine: no schedules, costs, checks or replays, and the graph has no edges.
+        work: what the calls compute; None in older files, and where it was not counted.
         warnings: everything the reader should know before believing a figure.
         complete: False if the run was interrupted and this is what there was.
         schema_version: of the file format.
@@ -363,6 +382,7 @@ class Report:
     complete: bool = True
     schema_version: int = SCHEMA_VERSION
     sampling: Sampling | None = None
+    work: Work | None = None
 
     @property
     def eager_calls(self) -> tuple[Call, ...]:

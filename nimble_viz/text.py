@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import Report
+from nimble_viz.views.gaps import CAUSES
 from nimble_viz.views.labels import label_call, plural, trains
 from nimble_viz.views.overhead import PARTS, grouped, overhead
 from nimble_viz.views.provenance import fused_calls, module_of
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import ENDS, host_syncs
+from nimble_viz.views.timeline import axis_note, timelines
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -28,6 +30,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 200
 """Columns that the text is laid out for."""
 
 _TOP = 10
+_GAPS = 5
 _PLAN_COLUMNS, _PEER_COLUMNS = (36, 7, 7, 8, 12), (28, 7, 22, 11)
 _PATH_ENDS = 3
 _NAMES = 46
@@ -149,8 +152,14 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
     if tables["plans"]:
         yield "Streams and synchronisations", _plans(tables["plans"])
         yield "Concurrency", _concurrency(tables)
+    lines = timelines(report)
+    if lines:
+        chosen = next((line for line in lines if line["run"] == report.chosen), lines[-1])
+        yield "Timelines", _timelines(lines, chosen, axis_note(report))
     if not tables["profiled"]:
         yield "Limits", _limits(report, tables)
+    if tables["advice"]:
+        yield "What would help next", _advice(tables["advice"])
     if tables["provenance"]:
         yield "What fused calls stand for, the most expensive first", _provenance(report)
     profile = overhead(report)
@@ -263,6 +272,22 @@ def _ratio(cell: dict[str, Any] | None) -> Text:
     return _text(f"{cell['text']}\n[{low}, {high}]{doubt}", colour, lines=True)
 
 
+def _advice(found: dict[str, Any]) -> list[RenderableType]:
+    body: list[RenderableType] = []
+    if found["sentence"]:
+        body.append(_text(found["sentence"], "bold"))
+        body.append(_text(found["why"], "dim"))
+    for change in found["changes"][1:]:
+        body.append(_bullet(f"{change['what']}: {change['gain']}; {change['why']}"))
+    for split in (found["replay"], found["eager"]):
+        if split:
+            table = _table((split["run"], ""), ("time", "r"), ("share", "r"), ("what it is", ""))
+            for row in split["rows"]:
+                table.add_row(*(_text(row[key]) for key in ("name", "text", "share")), _text(row["meaning"], "dim"))
+            body += [table, _text(split["note"], "dim")]
+    return body
+
+
 def _checks(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     table = _table(
         ("replay", ""), ("result", ""), ("relative error", "r"), ("tolerance", "r"), ("inputs move it by", "r")
@@ -316,10 +341,11 @@ def _figures(cells: Sequence[str], widths: Sequence[int], style: str) -> Rendera
     return Constrain(line, sum(widths) + 2 * (len(widths) - 1))
 
 
-def _indented(content: str) -> RenderableType:
+def _indented(content: str | RenderableType) -> RenderableType:
+    """Two columns to the right; a string dim."""
     from rich.padding import Padding
 
-    return Padding(_text(content, "dim"), (0, 0, 0, 2))
+    return Padding(_text(content, "dim") if isinstance(content, str) else content, (0, 0, 0, 2))
 
 
 def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
@@ -374,6 +400,25 @@ def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
             table.add_row(*(_text(cell, "green" if row["enough"] else "") for cell in cells))
         body += [table, _text(asked["note"], "dim")]
     return body
+
+
+def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], note: str) -> list[RenderableType]:
+    """What each run's lanes show: both lengths, what to doubt, and what the streams' time went to."""
+    body: list[RenderableType] = []
+    for line in lines:
+        idle = f", device idle {format_percent(line['idle'])}"
+        body.append(_text(f"{line['label']}: {line['lengths']}{idle} ({line['source']}, {line['clock']})", "bold"))
+        body += [_indented(_text(mark, "bold red")) for mark in line["marks"]]
+        body += [_indented(_pairs(line["facts"]))] if line["facts"] else []
+    if chosen["longest"]:
+        table = _table(("call that waited", ""), ("for the end of", ""), ("stream idle", "r"), ("why", ""))
+        for row in chosen["longest"][:_GAPS]:
+            name = f"{row['call']} {row['label']} on {row['lane']}"
+            table.add_row(_text(name), _text(row["after"]), _text(row["text"]), _text(row["why"]))
+        title = f"Gaps of {chosen['label']} that a faster launch or another order could save:"
+        body += [_text(""), _text(title), table]
+        body += [_text(f"{name}: {meaning}", "dim") for _, name, meaning in CAUSES]
+    return [*body, _text(note, "dim")]
 
 
 def _memory(held: dict[str, Any]) -> list[RenderableType]:

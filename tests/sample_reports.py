@@ -18,6 +18,7 @@ from nimble_core.costs import Costs, Kernel, uniform_costs
 from nimble_core.environment import Environment
 from nimble_core.graph import CallGraph, graph_from_edges
 from nimble_core.measurement import Measurement, summarize
+from nimble_core.occupancy import Multiprocessors
 from nimble_core.program import Access, Call, Origin, Phase, Program, Storage, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.timeline import Lane, Span, Timeline
@@ -32,6 +33,7 @@ from nimble_viz.report import (
     PhaseOverhead,
     PrepareStep,
     Report,
+    Work,
 )
 from nimble_viz.trace_files import from_trace
 
@@ -63,6 +65,13 @@ _COST_NS = {
     _JOIN: 2900.0,
 }
 _OUT = (8, 64)
+_FLOPS = {
+    "aten.addmm.default": 65_536,
+    "aten.gelu.default": 512,
+    "aten.native_layer_norm.default": 3_584,
+    _SPLIT: 294_912,
+}
+_GPU = Multiprocessors(132, 2048, 65536, 228 << 10)
 
 
 def sample_report(
@@ -163,14 +172,16 @@ def sample_report(
         else (),
         warnings=() if complete else ("interrupted while measuring; what follows was measured before that",),
         complete=complete,
+        work=Work(_flops(program), (), _GPU if on_gpu else None),
     )
 
 
 def old_report() -> Report:
-    """A report as earlier versions wrote it: no candidates, no planned memory, of the graph only the emitted waits."""
+    """A report as earlier versions wrote it: no candidates, planned memory or FLOPs, only the graph's emitted waits."""
     report = sample_report(60)
     return replace(
         report,
+        work=None,
         costs=replace(report.costs, demand=()),
         schedules=tuple(
             replace(plan, counts=replace(plan.counts, forks=None, joins=None, inside=None)) for plan in report.schedules
@@ -245,11 +256,13 @@ def fused_report(calls: int = 60, *, width: int = 4, hostile: str = "") -> Repor
         for name, ns in {**ours, **others, "cuda-graph": 0.9 * best}.items()
     }
     everyone = (measured["eager"], measured["single"], *taken.values())
+    done = _flops(eager)
     eager_line = report.timelines[0]
     return replace(
         report,
         program=program,
         graph=graph,
+        work=Work(tuple(sum(done[index] for index in group) if group else None for group in groups), done, _GPU),
         costs=Costs(isolated, report.costs.source, (), (), 20, size, size, demand),
         critical_path=path,
         critical_path_ns=path_ns,
@@ -532,6 +545,10 @@ def _program(size: int, width: int, device: str, hostile: str) -> tuple[Program,
     program = Program(tuple(calls), tuple(storages), (ref(0),), outputs, host_steps=size // 3, device=device)
     ordered = tuple(sorted(edges))
     return program, ordered, tuple(edge for edge in ordered if edge not in transitive), tuple(branches)
+
+
+def _flops(program: Program) -> tuple[int, ...]:
+    return tuple(_FLOPS.get(call.origins[0].operator, 0) for call in program.calls)
 
 
 def _critical_path(size: int, edges: _Edges, ns: tuple[float, ...]) -> tuple[tuple[int, ...], float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sample_reports import RENDERED, fused_report, old_report, profile_report, sample_report
+from sample_reports import HOSTILE, RENDERED, fused_report, old_report, profile_report, sample_report
 
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
 from nimble_core.errors import ReportFileError
 from nimble_core.measurement import summarize
 from nimble_core.program import Call, Origin
-from nimble_core.timeline import Lane, Span, Timeline
+from nimble_core.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_viz import load
 from nimble_viz.export.html import embed_json, plain_summary
-from nimble_viz.file import MAX_NUMBER, check_report, save
+from nimble_viz.file import MAX_NUMBER, MAX_RATIO, check_report, save
 from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, Report
 from nimble_viz.text import plain_text
 from nimble_viz.views.payload import view_data
@@ -325,6 +328,92 @@ def test_bomb_is_refused(tmp_path: Path) -> None:
         load(path, max_bytes=1_000_000)
 
 
+def test_a_small_bomb_is_refused_by_its_ratio(tmp_path: Path) -> None:
+    path = _file(tmp_path, gzip.compress(b'{"nimble_report": 1, "report": [' + b"0," * 20_000_000))
+    assert path.stat().st_size < 50_000
+    with pytest.raises(ReportFileError, match=f"more than {MAX_RATIO} times its size"):
+        load(path)
+
+
+def test_a_report_of_one_thing_over_and_over_is_no_bomb(tmp_path: Path) -> None:
+    report = replace(sample_report(3), warnings=("x" * 10_000_000,))
+    assert load(report.save(tmp_path / "r.nimble")) == report
+
+
+@pytest.mark.parametrize("name", ["zip", "zstd", "bzip2", "xz", "pickle"])
+def test_other_containers_are_not_opened(tmp_path: Path, name: str) -> None:
+    heads = {
+        "zip": b"PK\x03\x04",
+        "zstd": b"\x28\xb5\x2f\xfd",
+        "bzip2": b"BZh9",
+        "xz": b"\xfd7zXZ\0",
+        "pickle": b"\x80\x05",
+    }
+    with pytest.raises(ReportFileError, match="not a gzip file"):
+        load(_file(tmp_path, heads[name] + bytes(64)))
+
+
+def test_loading_runs_nothing(tmp_path: Path) -> None:
+    """Python's own audit events while a hostile report is read: files are opened, nothing else."""
+    source = """
+import sys
+from nimble_viz import load
+good, hostile = sys.argv[1:]
+load(good)
+heard, on = [], [False]
+sys.addaudithook(lambda event, args: heard.append(event) if on[0] else None)
+on[0] = True
+load(hostile)
+on[0] = False
+print(sorted(set(heard) - {"open"}))
+"""
+    good, hostile = sample_report(3).save(tmp_path / "a"), sample_report(12, hostile=HOSTILE).save(tmp_path / "b")
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(good), str(hostile)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_collector_is_left_as_it_was(tmp_path: Path, collecting: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        path = sample_report(3).save(tmp_path / "r.nimble")
+        load(path)
+        with pytest.raises(ReportFileError):
+            load(_file(tmp_path, path.read_bytes()[:-9]))
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_files_from_before_work_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    del tree["report"]["work"]
+    assert load(_file(tmp_path, _pack(tree))) == replace(sample_report(12), work=None)
+
+
+def _lists(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    inside = [(key, value) for key, value in children if isinstance(value, dict | list)]
+    found = [(*path, key) for key, value in inside if isinstance(value, list)]
+    return found + [place for key, value in inside for place in _lists(value, (*path, key))]
+
+
+@given(data=st.data())
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_lists_of_any_length(tmp_path: Path, data: st.DataObject) -> None:
+    """A list repeated thousands of times, or cut: what does not fit the rest is refused, the rest is drawn."""
+    tree = _tree(tmp_path, data.draw(st.sampled_from([sample_report(5, width=2), fused_report(5, width=2)])))
+    *parents, last = data.draw(st.sampled_from(_lists(tree)))
+    holder: Any = tree
+    for key in parents:
+        holder = holder[key]
+    holder[last] = holder[last][: data.draw(st.integers(0, 3))] * data.draw(st.sampled_from([0, 1, 2, 1000]))
+    _refused_or_drawn(_file(tmp_path, _pack(tree)))
+
+
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
     whole = sample_report(3).save(tmp_path / "whole.nimble").read_bytes()
     for length in range(0, len(whole), 7):
@@ -423,7 +512,13 @@ _DAMAGE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "overhead.calls": (("overhead", "calls", 0, "call"), 12),
     "timelines[0].spans[1]": (("timelines", 0, "spans", 1, "lane"), 9),
     "timelines[0].spans[0]": (("timelines", 0, "spans", 0, "end_ns"), -1.0),
+    "timelines[1].streams": (("timelines", 1, "streams"), [7]),
+    "timelines[2].check": (("timelines", 2, "check"), {"expected": 12, "seen": -1}),
+    "$.report.timelines[1].check.by": (("timelines", 1, "check"), {"expected": 12, "seen": 12, "by": "a guess"}),
     "costs.demand": (("costs", "demand", 3), 1.5),
+    "work.flops": (("work", "flops", 3), -1),
+    "work.eager": (("work", "eager"), [1]),
+    "work.processors": (("work", "processors", "count"), 0),
     "schedules[1]": (("schedules", 1, "counts", "forks"), -1),
     "candidates[2]": (("candidates", 2, "simulated_ns"), -1.0),
     "candidates[0].measurement.samples_ns": (("candidates", 0, "measurement", "samples_ns", 0), 1e30),
@@ -432,6 +527,18 @@ _DAMAGE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "$.report.model": (("model",), 3),
     "$.report.graph.edges[0]": (("graph", "edges", 0), [0]),
 }
+
+
+def test_streams_and_the_self_check_of_a_timeline_are_kept_and_may_be_missing(tmp_path: Path) -> None:
+    report = sample_report(6)
+    *others, line = report.timelines
+    seen = replace(line, streams=(7, 9, 7, 9, 7, 7), check=SelfCheck(6, 6, "name and order", 2, 0))
+    made = replace(report, timelines=(*others, seen))
+    assert load(made.save(tmp_path / "new.nimble")) == made
+    tree = _tree(tmp_path, report)
+    for drawn in tree["report"]["timelines"]:  # as written before these fields were there
+        del drawn["streams"], drawn["check"]
+    assert load(_file(tmp_path, _pack(tree))) == report
 
 
 @pytest.mark.parametrize("field", _DAMAGE)

@@ -21,7 +21,9 @@ from sample_reports import (
     training_report,
 )
 
+from nimble_core.timeline import SelfCheck
 from nimble_viz.export.html import fragment, page
+from nimble_viz.views.gaps import gaps
 
 pytestmark = pytest.mark.browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not installed")
@@ -330,6 +332,56 @@ def test_boxes_and_the_map_do_not_hide_each_other(opened):
         assert all(right <= left for (_, right), (left, _) in itertools.pairwise(spans))
     shown.page.click("text=Fit")
     shown.page.wait_for_selector(".nv-map", state="hidden")
+
+
+def test_an_idle_stretch_says_which_call_waited_for_which_and_why(opened):
+    report = sample_report(60)
+    line, plan = report.timeline("nimble"), report.schedule("nimble")
+    gap = max(gaps(report.graph, plan, line), key=lambda one: one.unready_ns)
+    zero = line.spans[0].start_ns
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-timeline")
+    width = gap.end_ns - gap.start_ns
+    shown.page.evaluate(f"nimbleViewer.zoomTimeline({gap.start_ns - zero - width}, {gap.end_ns - zero + width})")
+    waiter = shown.page.evaluate(f"nimbleViewer.timelinePoint('nimble', {gap.call})")
+    board = shown.page.locator("#nv-pane-timeline canvas").last.bounding_box()
+    middle = board["x"] + 168 + (board["width"] - 168 - 8) / 2
+    shown.page.mouse.move(middle, waiter["y"])
+    text = shown.page.inner_text(".nv-tip")
+    assert waiter["x"] > middle
+    assert f"before call {gap.call} " in text
+    assert f"waited for call {gap.awaited} " in text
+    assert "nothing ready" in text
+
+
+def test_figures_of_a_run_open_below_its_lanes_and_lead_to_calls(opened):
+    report = sample_report(60)
+    line = report.timeline("nimble")
+    seen = replace(line, streams=tuple(20 + span.lane for span in line.spans), check=SelfCheck(60, 60, "graph node id"))
+    shown = opened(page(replace(report, timelines=(*report.timelines[:-1], seen))))
+    shown.page.click("#nv-tab-timeline")
+    shown.page.locator(".nv-figures summary").last.click()
+    text = shown.page.locator(".nv-figures").last.inner_text()
+    assert "60 kernels seen, 60 nodes expected" in text
+    assert "4 planned, 4 observed" in text
+    point = shown.page.evaluate("nimbleViewer.timelinePoint('nimble', 33)")
+    shown.page.mouse.move(point["x"], point["y"])
+    assert f"ran on stream {20 + report.schedule('nimble').stream[33]} of the device" in shown.page.inner_text(
+        ".nv-tip"
+    )
+    shown.page.locator(".nv-figures").last.locator(".nv-link").first.click()
+    assert shown.page.evaluate("nimbleViewer.selected()") >= 0
+
+
+def test_an_unreliable_replay_is_marked_and_has_no_gaps(opened):
+    report = sample_report(60)
+    lines = [replace(line, reliable=False, note="59 of 60 nodes seen in every replay") for line in report.timelines]
+    shown = opened(page(replace(report, timelines=tuple(lines))))
+    shown.page.click("#nv-tab-timeline")
+    assert shown.page.locator("#nv-pane-timeline h3 >> text=unreliable: self-check failed").count() == 3
+    assert "59 of 60 nodes seen" in shown.page.inner_text("#nv-pane-timeline")
+    shown.page.locator(".nv-figures summary").last.click()
+    assert "not derived: kernels are missing" in shown.page.locator(".nv-figures").last.inner_text()
 
 
 def test_the_timeline_zooms_to_the_replays_and_back(opened):

@@ -18,23 +18,21 @@ from typing import Any
 
 import torch
 
-from nimble_core import cupti
+from nimble_core import cupti, kineto
 from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
-from nimble_core.costs import Costs, Kernel
 from nimble_core.devices.base import Executable, Observation, PlacementError
 from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
-from nimble_core.kernel_names import short_kernel_name
 from nimble_core.layout import Layout, lay_out
-from nimble_core.measurement import quantile
 from nimble_core.memory import release_plan
-from nimble_core.occupancy import Multiprocessors, call_demands
+from nimble_core.observation import TIMED, Launch, observation, tell_by_id, tell_by_order
+from nimble_core.occupancy import Multiprocessors
 from nimble_core.preserve import random_state_kept, run_preserved
 from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
-from nimble_core.rawgraph import CaptureProbe, read_graph
+from nimble_core.rawgraph import CaptureProbe, read_graph, read_launches
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, collector_paused, issuing
 from nimble_core.rewritten import Rewritten
@@ -42,9 +40,8 @@ from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import H200
 from nimble_core.structure import builder, flatten
-from nimble_core.timeline import Lane, Span, Timeline
 
-__all__ = ["CudaDevice", "CudaExecutable"]
+__all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 
 _CAPTURE_LOCK = threading.RLock()
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
@@ -247,19 +244,27 @@ class CudaDevice:
         return replays_marked(executable, recording.program, schedule)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
-        """Times of every replayed node, by call, through CUPTI; none and a note why where it is not ours."""
+        """Times of every replayed node, by call; none and a note why where nothing can be seen.
+
+        Through CUPTI by graph node id; without ``cupti-python`` through ``torch.profiler``, by name and order.
+        """
         if not isinstance(executable, CudaExecutable):
             raise DeviceError(f"a {type(executable).__name__} does not run on a GPU")
         wall = _event_times_ns(executable, max(replays, 5))
+        watched: list[float] = []
 
         def replay() -> None:
-            for _ in range(replays):
-                executable.replay()
+            watched.extend(_event_times_ns(executable, replays))  # one by one: what is compared is taken alike
 
-        why_not = cupti.unavailable()
-        seen = [] if why_not else cupti.collect(replay, self.synchronize)
-        note = f"{why_not}: replayed kernels have no times" if why_not else ""
-        return _observation(executable, seen, replays, median(wall), _multiprocessors(self.device), note)
+        why_not, seen, clock = cupti.unavailable(), [], "CUPTI activity, GPU clock"
+        if not why_not:
+            seen = cupti.collect(replay, self.synchronize)
+        elif not kineto.unavailable():
+            seen, clock = kineto.collect(replay, self.synchronize), "torch.profiler, GPU clock"
+        note = f"{why_not}: replayed kernels have no times" if why_not and not seen else ""
+        profiled = median(watched) if watched else 0.0
+        gpu = multiprocessors(self.device)
+        return _observation(executable, seen, replays, median(wall), gpu, note, profiled, clock)
 
     def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
         """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
@@ -793,7 +798,8 @@ def _places_memory() -> bool:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> Multiprocessors:
+def multiprocessors(device: torch.device) -> Multiprocessors:
+    """What the multiprocessors of ``device`` hold."""
     found = torch.cuda.get_device_properties(device)
     return Multiprocessors(
         count=found.multi_processor_count,
@@ -822,77 +828,29 @@ def _observation(
     wall_ns: float,
     gpu: Multiprocessors,
     note: str,
+    profiled_ns: float = 0.0,
+    clock: str = "CUPTI activity, GPU clock",
 ) -> Observation:
-    schedule, calls = executable.schedule, len(executable.schedule.stream)
-    timed = [i for i, kind in enumerate(executable.raw.kinds) if kind in ("kernel", "memcpy", "memset")]
-    place = {cupti.node_id(executable.raw.nodes[i]): i for i in timed} if seen else {}
-    by_node: dict[int, list[cupti.Activity]] = {}
-    for activity in seen:
-        if activity.node in place:
-            by_node.setdefault(place[activity.node], []).append(activity)
-    complete = {node: runs for node, runs in by_node.items() if len(runs) == replays}
-    kernels = []
-    cost, spread = [0.0] * calls, [0.0] * calls
-    for node in sorted(complete):
-        runs = complete[node]
-        durations = [float(run.end_ns - run.start_ns) for run in runs]
-        middle, call = median(durations), executable.raw.owner[node]
-        if call is not None:
-            cost[call] += middle
-            spread[call] += quantile(durations, 0.75) - quantile(durations, 0.25)
-        first = runs[0]
-        kernels.append(
-            Kernel(
-                call,
-                short_kernel_name(first.name),
-                first.grid,
-                first.block,
-                first.registers,
-                first.shared_bytes,
-                first.node,
-                middle,
-            )
-        )
-    costs = Costs(
-        ns=tuple(cost),
-        source=f"CUPTI, kernels of {replays} replays of policy {schedule.policy}" if complete else "unknown: " + note,
-        spread_ns=tuple(spread),
-        kernels=tuple(kernels),
-        demand=call_demands(kernels, calls, gpu),
-        observed=replays,
-        expected=len(timed),
-        seen=len(complete),
-    )
-    reliable = costs.reliable and bool(complete)
-    spans, profiled = _median_replay(executable, complete, replays)
-    timeline = Timeline(
-        run=schedule.policy,
-        source="measured",
-        clock="CUPTI activity, GPU clock",
-        lanes=tuple(Lane(f"stream {index}", "stream") for index in range(max(schedule.streams, 1))),
-        spans=spans,
-        profiled_ns=profiled,
+    raw = executable.raw
+    ids = {cupti.node_id(raw.nodes[i]): i for i, kind in enumerate(raw.kinds) if kind in TIMED} if seen else {}
+    told = tell_by_id(seen, raw, ids, replays)
+    launches: tuple[Launch, ...] = ()
+    if seen and not any(activity.node for activity in seen):
+        try:
+            launches = read_launches(raw)
+        except DeviceError as error:
+            note = f"no graph node ids, and {error.what}"
+        else:
+            told = tell_by_order(seen, raw, launches, replays)
+    return observation(
+        told,
+        raw,
+        executable.schedule,
+        replays,
+        clock=clock,
+        profiled_ns=profiled_ns,
         unprofiled_ns=wall_ns,
-        reliable=reliable,
-        note=note or ("" if reliable else f"{len(complete)} of {len(timed)} nodes seen in every replay"),
+        gpu=gpu,
+        launches=launches,
+        note=note,
     )
-    return Observation(timeline, costs)
-
-
-def _median_replay(
-    executable: CudaExecutable, complete: Mapping[int, Sequence[cupti.Activity]], replays: int
-) -> tuple[tuple[Span, ...], float]:
-    if not complete:
-        return (), 0.0
-    starts = [min(runs[i].start_ns for runs in complete.values()) for i in range(replays)]
-    ends = [max(runs[i].end_ns for runs in complete.values()) for i in range(replays)]
-    order = sorted(range(replays), key=lambda i: ends[i] - starts[i])
-    chosen = order[len(order) // 2]
-    spans = []
-    for node, runs in complete.items():
-        call, run = executable.raw.owner[node], runs[chosen]
-        lane = executable.schedule.stream[call] if call is not None else 0
-        start, end = run.start_ns - starts[chosen], run.end_ns - starts[chosen]
-        spans.append(Span(lane, float(start), float(end), call, short_kernel_name(run.name)))
-    spans.sort(key=lambda span: (span.start_ns, span.lane))
-    return tuple(spans), float(ends[chosen] - starts[chosen])

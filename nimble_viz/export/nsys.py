@@ -72,7 +72,8 @@ def write_timelines(report: Report, session: Any) -> int:
     written = 0
     for line in report.timelines:
         calls = report.eager_calls if line.run == "eager" else report.program.calls
-        run = domain.get_scope(f"{label_run(report, line.run)} ({line.source})")
+        doubt = "" if line.reliable else ", UNRELIABLE"
+        run = domain.get_scope(f"{label_run(report, line.run)} ({line.source}{doubt})")
         device = [number for number, lane in enumerate(line.lanes) if lane.kind != "host"]
         for number, lane in enumerate(line.lanes):
             rows = _rows(line, number, calls, colour(device.index(number) if number in device else None))

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from nimble_core.errors import InputError
 from nimble_core.program import Call
 from nimble_viz.report import Report
+from nimble_viz.views.advice import advice
+from nimble_viz.views.gaps import replay_gaps
 from nimble_viz.views.labels import label_call, label_run
+from nimble_viz.views.timeline import distortion
+from nimble_viz.views.work import call_work, launches
 
 if TYPE_CHECKING:
     import pandas
@@ -27,6 +31,7 @@ Kind = Literal[
     "calls",
     "kernels",
     "spans",
+    "gaps",
     "syncs",
     "host_syncs",
     "schedules",
@@ -36,6 +41,8 @@ Kind = Literal[
     "peers",
     "overhead",
     "phases",
+    "split",
+    "advice",
 ]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -72,11 +79,13 @@ def make_table(report: Report, kind: str) -> Table:
     Args:
         report: what was found out.
         kind: ``"calls"``: calls of the program, their cost and place in the chosen schedule. ``"kernels"``: nodes of
-            the captured one-stream graph. ``"spans"``: all timelines. ``"syncs"``: waits of each schedule.
+            the captured one-stream graph. ``"spans"``: all timelines, with what to doubt of each.
+            ``"gaps"``: where a replay's streams stood still, and why. ``"syncs"``: waits of each schedule.
             ``"host_syncs"``: where eager made the host wait. ``"schedules"``: each plan's promises and counts.
             ``"candidates"``: plans that were tried. ``"measurements"``: wall times; ``"samples"``: each sample of
             them. ``"peers"``: other ways to run the model. ``"overhead"``: eager's host time by eager call;
-            ``"phases"``: by phase of a training step.
+            ``"phases"``: by phase of a training step. ``"split"``: what the replay and the eager run are made of;
+            ``"advice"``: what would help next.
 
     Raises:
         InputError: no such kind.
@@ -163,11 +172,16 @@ def _calls(report: Report) -> Table:
         "source": str,
         "origins": int,
         "eager_calls": str,
+        "flops": int,
         "bytes_read": int,
         "bytes_written": int,
         "cost_ns": float,
         "cost_spread_ns": float,
+        "gflops": float,
+        "gbytes": float,
         "demand": float,
+        "waves": float,
+        "occupancy": float,
         "critical": bool,
         "stream": int,
     }
@@ -185,15 +199,20 @@ def _calls(report: Report) -> Table:
                 _source(call),
                 len(call.origins),
                 _join(call.eager),
-                sum(ref.nbytes for ref in call.reads),
-                sum(ref.nbytes for ref in call.writes),
+                done.flops,
+                done.bytes_read,
+                done.bytes_written,
                 costs.ns[call.index],
                 costs.spread_ns[call.index] if costs.spread_ns else None,
-                costs.demand[call.index] if costs.demand else None,
+                done.gflops,
+                done.gbytes,
+                done.fill,
+                done.waves,
+                done.occupancy,
                 call.index in critical,
                 chosen.stream[call.index] if chosen else None,
             )
-            for call in report.program.calls
+            for call, done in zip(report.program.calls, call_work(report), strict=True)
         ),
     )
 
@@ -208,6 +227,10 @@ def _kernels(report: Report) -> Table:
         "shared_bytes": int,
         "node": int,
         "duration_ns": float,
+        "blocks": int,
+        "blocks_resident": int,
+        "waves": float,
+        "occupancy": float,
     }
     return _table(
         "kernels",
@@ -222,14 +245,27 @@ def _kernels(report: Report) -> Table:
                 one.shared_bytes,
                 one.node,
                 one.duration_ns,
+                *((lies.blocks, lies.resident, lies.waves, lies.occupancy) if lies else (None,) * 4),
             )
-            for one in report.costs.kernels
+            for one, lies in zip(report.costs.kernels, launches(report), strict=True)
         ),
     )
 
 
 def _spans(report: Report) -> Table:
-    types = {"run": str, "lane": str, "lane_kind": str, "start_ns": float, "end_ns": float, "call": int, "name": str}
+    types = {
+        "run": str,
+        "lane": str,
+        "lane_kind": str,
+        "start_ns": float,
+        "end_ns": float,
+        "call": int,
+        "name": str,
+        "device_stream": int,
+        "source": str,
+        "reliable": bool,
+        "profiled_over_unprofiled": float,
+    }
     return _table(
         "spans",
         types,
@@ -242,9 +278,46 @@ def _spans(report: Report) -> Table:
                 span.end_ns,
                 span.call,
                 span.name,
+                line.streams[at] if line.streams else None,
+                line.source,
+                line.reliable,
+                distortion(line) or None,
             )
             for line in report.timelines
-            for span in line.spans
+            for at, span in enumerate(line.spans)
+        ),
+    )
+
+
+def _gaps(report: Report) -> Table:
+    types = {
+        "run": str,
+        "lane": str,
+        "call": int,
+        "awaited": int,
+        "start_ns": float,
+        "end_ns": float,
+        "launch_ns": float,
+        "wait_ns": float,
+        "unready_ns": float,
+    }
+    return _table(
+        "gaps",
+        types,
+        (
+            (
+                line.run,
+                line.lanes[gap.lane].name,
+                gap.call,
+                gap.awaited,
+                gap.start_ns,
+                gap.end_ns,
+                gap.launch_ns,
+                gap.wait_ns,
+                gap.unready_ns,
+            )
+            for line in report.timelines
+            for gap in replay_gaps(report, line)
         ),
     )
 
@@ -467,11 +540,37 @@ def _phases(report: Report) -> Table:
     )
 
 
+def _split(report: Report) -> Table:
+    types = {"run": str, "part": str, "ns": float, "share": float}
+    found = advice(report)
+    return _table(
+        "split",
+        types,
+        (
+            (split.run, row.name, row.ns, row.share)
+            for split in (found.eager, found.replay)
+            if split
+            for row in split.rows
+        ),
+    )
+
+
+def _advice(report: Report) -> Table:
+    types = {"change": str, "run": str, "gain_ns": float, "of_ns": float, "basis": str, "per_sample": bool, "why": str}
+    rows = advice(report).changes
+    return _table(
+        "advice",
+        types,
+        ((one.what, one.run, one.gain_ns, one.of_ns, one.basis, one.per_sample, one.why) for one in rows),
+    )
+
+
 _MAKERS: Mapping[Kind, Callable[[Report], Table]] = MappingProxyType(
     {
         "calls": _calls,
         "kernels": _kernels,
         "spans": _spans,
+        "gaps": _gaps,
         "syncs": _syncs,
         "host_syncs": _host_syncs,
         "schedules": _schedules,
@@ -481,5 +580,7 @@ _MAKERS: Mapping[Kind, Callable[[Report], Table]] = MappingProxyType(
         "peers": _peers,
         "overhead": _overhead,
         "phases": _phases,
+        "split": _split,
+        "advice": _advice,
     }
 )

@@ -15,7 +15,7 @@ from nimble_core.units import format_ns
 from nimble_viz.report import Report
 from nimble_viz.views.labels import context, label_call, label_run
 from nimble_viz.views.phases import PHASES, span_phases
-from nimble_viz.views.timeline import DISTORTION_BOUND
+from nimble_viz.views.timeline import distorted, distortion
 
 __all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "edges_in_time", "make_trace"]
 
@@ -203,6 +203,8 @@ def _add_run(
                 category = PHASES[phase_of[index]] if phase_of[index] >= 0 else _category(calls, span)
                 known = arguments[span.call] if span.call is not None else ()
                 slice_of[index] = len(slices) + len(made)
+                if line.streams:
+                    known = (*known, ("device_stream", line.streams[index]))
                 made.append(Slice(len(tracks), start, end, _text(span.name), category, known))
             add_track(f"{lane.name} ({row + 1})" if row else lane.name, number, made)
     flows.extend(_flows(report, line, slices, slice_of))
@@ -273,7 +275,6 @@ def _phase_stretches(report: Report, line: Timeline, shift: float) -> list[tuple
 
 
 def _run_arguments(line: Timeline) -> tuple[Argument, ...]:
-    length = line.profiled_ns or line.length_ns
     found: list[Argument] = [
         ("source", line.source),
         ("clock", _text(line.clock)),
@@ -281,9 +282,13 @@ def _run_arguments(line: Timeline) -> tuple[Argument, ...]:
         ("unprofiled_ns", round(line.unprofiled_ns)),
     ]
     if line.unprofiled_ns:
-        found.append(("profiled_over_unprofiled", round(length / line.unprofiled_ns, 3)))
-        found.append(("distorted", _distorted(line)))
+        found.append(("profiled_over_unprofiled", round(distortion(line), 3)))
+        found.append(("distorted", distorted(line)))
     found.append(("reliable", line.reliable))
+    if line.check is not None:
+        found.append(("kernels_seen", line.check.seen))
+        found.append(("nodes_expected", line.check.expected))
+        found.append(("kernels_told_by", _text(line.check.by)))
     if line.note:
         found.append(("note", _text(line.note)))
     return tuple(found)
@@ -295,20 +300,12 @@ def _run_labels(line: Timeline) -> Iterator[str]:
         yield f"profiled {format_ns(line.profiled_ns)}"
     if line.unprofiled_ns:
         yield f"unprofiled {format_ns(line.unprofiled_ns)}"
-    if _distorted(line):
+    if distorted(line):
         yield "DISTORTED by the profiler"
     if not line.reliable:
         yield "UNRELIABLE"
     if line.note:
         yield _text(line.note)
-
-
-def _distorted(line: Timeline) -> bool:
-    """Whether the profiled run is no measure of the unprofiled one."""
-    if not line.unprofiled_ns:
-        return False
-    factor = (line.profiled_ns or line.length_ns) / line.unprofiled_ns
-    return not 1 / DISTORTION_BOUND <= factor <= DISTORTION_BOUND
 
 
 def _category(calls: Sequence[Call], span: Span) -> str:

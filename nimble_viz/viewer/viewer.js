@@ -28,6 +28,7 @@ const NimbleViewer = (() => {
   };
   const fixed = (value, digits) => value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   /** Points of time and lengths of runs: microseconds below 10 ms, milliseconds above. */
+  const scaled = (value, unit) => { let at = 0; while (value >= 999.5 && at < 6) { value /= 1000; at++; } return `${value >= 99.95 || !at ? value.toFixed(0) : value.toPrecision(3)} ${"\u00a0kMGTPE"[at].trim()}${unit}`; };
   const clock = (ns, digits = 1) => (Math.abs(ns) < 1e7 ? `${fixed(ns / 1e3, digits)} µs` : `${fixed(ns / 1e6, digits + 1)} ms`);
   const percent = (share) => share > 0.995 && share < 1 ? ">99%" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
   const lower = (array, value) => {
@@ -90,6 +91,7 @@ const NimbleViewer = (() => {
     const began = performance.now();
     const strings = data.strings;
     const calls = unpackAll(data.calls, strings);
+    const work = unpackAll(data.work, strings);
     const size = calls.label.length;
     // Overhead and the eager timeline count in eager calls; where nothing was fused, these are the program's own.
     const fused = data.eager !== null, eager = fused ? unpackAll(data.eager, strings) : calls;
@@ -98,7 +100,7 @@ const NimbleViewer = (() => {
     const graph = unpackAll(data.dag.columns, strings);
     const plans = data.dag.plans.map((plan) => ({ ...plan, ...unpackAll(plan.columns, strings) }));
     for (const plan of plans) plan.streams = plan.stream.reduce((most, stream) => Math.max(most, stream + 1), 0);
-    const runs = data.timelines.map((line) => ({ ...line, ...unpackAll(line.columns, strings) }));
+    const runs = data.timelines.map((line) => ({ ...line, ...unpackAll(line.columns, strings), gaps: unpackAll(line.gaps, strings), flights: unpackAll(line.flights, strings) }));
     const cost = data.overhead && unpackAll(data.overhead.columns, strings);
     const facts = data.summary, phased = facts.phases !== null;
     const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
@@ -204,6 +206,9 @@ const NimbleViewer = (() => {
         rows.push(["Reads", calls.reads[call] || "nothing"], ["Writes", calls.writes[call] || "nothing"]);
         if (calls.arguments[call]) rows.push(["Arguments", calls.arguments[call]]);
         rows.push(["Cost alone", `${time(calls.cost[call])}${calls.spread.length ? ` (spread ${time(calls.spread[call])})` : ""}`]);
+        rows.push(["Work", [work.flops[call] < 0 ? "FLOPs unknown" : scaled(work.flops[call], "FLOP"), scaled(work.bytes[call], "B"), calls.cost[call] > 0 && `${scaled((1e9 * work.bytes[call]) / calls.cost[call], "B/s")}`,
+          calls.cost[call] > 0 && work.flops[call] > 0 && scaled((1e9 * work.flops[call]) / calls.cost[call], "FLOP/s")].filter(Boolean).join(", ")]);
+        if (work.fill[call] >= 0) rows.push(["Fills the GPU", [percent(work.fill[call]), work.waves[call] >= 0 && `${work.waves[call].toFixed(2)} waves`, work.occupancy[call] >= 0 && `occupancy ${percent(work.occupancy[call])}`].filter(Boolean).join(", ")]);
         rows.push(["Critical path", critical.has(call) ? "yes" : "no"]);
         if (plan()) rows.push(["Stream", el("span", null, streamChip(streamOf(call)), `in ${plan().label}`)]);
       }
@@ -350,6 +355,12 @@ const NimbleViewer = (() => {
         return [el("p", { class: "nv-answer" }, `${facts.best}: ${over} of the limit, ${text} (${bound})`), sentence && el("p", null, `${sentence}.`),
           parts.length > 0 && table([["Above the limit"], [""], ["Time", 1]], parts.map((part) => el("tr", null, el("td", null, part.name, el("span", { class: "nv-small", style: "white-space:normal" }, part.meaning)), el("td", { style: "width:30%" }, el("div", { class: "nv-bar", style: `width:${(100 * part.ns) / most}%;margin-top:7px` })), number(part.text))))];
       };
+      const nextHelp = ({ sentence, why, changes, replay, eager }) => {
+        const parts = (split) => split && table([[split.run], [""], ["Time", 1], ["Share", 1]], split.rows.map((row) => el("tr", null, el("td", null, row.name, el("span", { class: "nv-small", style: "white-space:normal" }, row.meaning)), el("td", { style: "width:24%" }, el("div", { class: "nv-bar", style: `width:${row.share.startsWith("-") ? 0 : row.share};margin-top:7px` })), number(row.text), number(row.share))));
+        return [sentence && el("p", { class: "nv-answer" }, sentence), why && el("p", null, `Basis: ${why}.`),
+          changes.length > 1 && el("ul", { class: "nv-list" }, changes.slice(1).map((row) => el("li", null, `${row.what}: ${row.gain}`, el("span", { class: "nv-small" }, row.why)))),
+          [replay, eager].map((split) => split && [parts(split), el("p", { class: "nv-under" }, split.note)])];
+      };
       const byPhase = ({ rows, runs: names }) => {
         const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
         return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
@@ -387,6 +398,7 @@ const NimbleViewer = (() => {
           el("p", { class: "nv-under" }, facts.what_if.note)),
         !facts.profiled && card("Program and limit", false, definitions(facts.facts)),
         facts.limit && card("Distance to the limit", false, ...distance(facts.limit)),
+        facts.advice && card("What would help next", false, ...nextHelp(facts.advice)),
         !facts.profiled && card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
         facts.profiled && card("Not in this report", false, el("ul", { class: "nv-list" }, facts.profiled.absent.map((row) => el("li", null, `${row.what}: ${row.why}`)))),
         !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engines(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
@@ -950,8 +962,8 @@ const NimbleViewer = (() => {
     function buildTimeline(node) {
       const drawn = runs.filter((run) => run.call.length);
       if (!drawn.length) { node.append(el("div", { class: "nv-empty" }, runs.length ? "The timelines hold no spans: nothing ran on the device." : "No timeline was taken: neither eager nor a replay was traced.")); return; }
-      const longest = Math.max(...drawn.map((run) => Math.max(run.length_ns, run.unprofiled_ns)));
-      const view = { from: 0, to: longest * 1.02, syncs: true }, replays = drawn.filter((run) => run.run !== "eager");
+      const extent = Math.max(...drawn.map((run) => Math.max(run.length_ns, run.unprofiled_ns)));
+      const view = { from: 0, to: extent * 1.02, syncs: true }, replays = drawn.filter((run) => run.run !== "eager");
       const gutter = () => (node.clientWidth < 620 ? 84 : 168);
       const boards = [], body = el("div", { class: "nv-lanes" }), axisBox = el("div", { class: "nv-axis" });
       const refresh = () => { for (const board of boards) board.request(); };
@@ -970,7 +982,7 @@ const NimbleViewer = (() => {
       boards.push(axis);
       wire(axis, () => -1);
       for (const run of drawn) {
-        const tall = run.lanes.length > 40 ? 7 : run.lanes.length > 16 ? 14 : run.lanes.length > 8 ? 22 : 28, top = 6;
+        const tall = run.lanes.length > 40 ? 7 : run.lanes.length > 16 ? 14 : run.lanes.length > 8 ? 22 : 28, pad = 6, most = run.flights.running.reduce((a, b) => Math.max(a, b), 0), strip = most > 1 ? 26 : 0, top = pad + strip;
         const order = run.lanes.map(() => []), ends = run.lanes.map(() => []);
         run.start.forEach((start, span) => { const lane = run.lane[span], reach = ends[lane]; order[lane].push(span); reach.push(Math.max(reach.length ? reach[reach.length - 1] : 0, start + run.length[span])); });
         const owner = plans.find((entry) => entry.policy === run.run);
@@ -978,14 +990,17 @@ const NimbleViewer = (() => {
         const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
           el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled${run.run === "eager" ? "" : ", the bare replay"}` : "unprofiled length unknown", ` · device idle ${percent(run.idle)}`),
           run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ profiled is ${run.factor.toFixed(2)}x of unprofiled`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
+        const gapsOf = run.lanes.map(() => []);
+        run.gaps.start.forEach((_, gap) => gapsOf[run.gaps.lane[gap]].push(gap));
         const toX = (ns, width) => gutter() + ((ns - view.from) / (view.to - view.from)) * (width - gutter() - 8);
-        const height = top * 2 + run.lanes.length * tall;
+        const height = top + pad + run.lanes.length * tall;
         const board = surface(section, `${run.label}: ${run.lanes.length} lanes, ${count(run.call.length)} spans`, (context, width) => {
           const left = gutter(), room = width - left - 8, span = view.to - view.from, perNs = room / span, sans = theme.value("sans");
           const gap = step(span, room), marks = marksOf(run), table = tableOf(run);
           context.strokeStyle = theme.value("line"); context.lineWidth = 1; context.beginPath();
           for (let tick = Math.ceil(view.from / gap) * gap; tick <= view.to; tick += gap) { const at = Math.round(toX(tick, width)) + 0.5; context.moveTo(at, 0); context.lineTo(at, height); }
           context.stroke();
+          if (strip) drawFlights(context, width);
           for (let lane = 0; lane < run.lanes.length; lane++) {
             const y = top + lane * tall, bar = tall > 10 ? tall - 6 : tall - 2, list = order[lane];
             if (tall > 10) {
@@ -997,6 +1012,7 @@ const NimbleViewer = (() => {
             const idleFrom = Math.max(toX(0, width), left), idleTo = Math.min(toX(run.length_ns, width), width);
             if (idleTo > idleFrom) { context.fillStyle = theme.value("idle"); context.fillRect(idleFrom, y + (tall - bar) / 2, idleTo - idleFrom, bar); }
             let painted = -1;
+            drawGaps(context, lane, y + tall / 2);
             for (let at = lower(ends[lane], view.from); at < list.length; at++) {
               const index = list[at], start = run.start[index];
               if (start > view.to) break;
@@ -1027,6 +1043,39 @@ const NimbleViewer = (() => {
             context.fillStyle = theme.value("bad"); context.beginPath(); context.moveTo(at, 7); context.lineTo(at - 5, 0); context.lineTo(at + 5, 0); context.fill();
           }
           context.restore();
+          /** How many calls run at each time: what a reader would count in the lanes below. */
+          function drawFlights(paint, wideness) {
+            const { at, running } = run.flights, foot = pad + strip - 5, unit = (strip - 7) / most;
+            paint.font = `11px ${sans}`; paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = theme.value("faint");
+            paint.fillText(left > 100 ? `in flight, ${most} at most` : `≤ ${most}`, 10, pad + strip / 2 - 2);
+            paint.save(); paint.beginPath(); paint.rect(left, 0, room + 8, height); paint.clip();
+            paint.fillStyle = theme.value("accent"); paint.globalAlpha = 0.4;
+            let from = null, peak = 0;
+            for (let k = Math.max(0, lower(at, view.from) - 1); k + 1 < at.length && at[k] <= view.to; k++) {
+              from ??= toX(at[k], wideness);
+              peak = Math.max(peak, running[k]);
+              const to = toX(at[k + 1], wideness);
+              if (to - from < 1) continue; // within a pixel the most counts: short peaks stay visible
+              paint.fillRect(from, foot - peak * unit, to - from, peak * unit);
+              from = to; peak = 0;
+            }
+            paint.restore();
+          }
+          /** Thin lines through idle stretches: waiting for another call, then the launch gap. */
+          function drawGaps(paint, lane, middle) {
+            for (const gap of gapsOf[lane]) {
+              const from = run.gaps.start[gap], to = from + run.gaps.length[gap];
+              if (to < view.from) continue;
+              if (from > view.to) break;
+              if ((to - from) * perNs < 2) continue;
+              const turn = to - run.gaps.launch[gap], parts = [[from, turn, run.gaps.wait[gap] > 0 ? "sync" : "line-strong"], [turn, to, "launch"]];
+              for (const [since, until, colour] of parts) {
+                if ((until - since) * perNs < 0.5) continue;
+                paint.strokeStyle = theme.value(colour); paint.lineWidth = colour === "line-strong" ? 1 : 2.5;
+                paint.beginPath(); paint.moveTo(left + (since - view.from) * perNs, middle); paint.lineTo(left + (until - view.from) * perNs, middle); paint.stroke();
+              }
+            }
+          }
           function drawSyncs(paint, wideness) {
             const map = spansOf(run), lines = [];
             owner.producer.forEach((u, at) => {
@@ -1051,6 +1100,11 @@ const NimbleViewer = (() => {
         body.append(section);
         boards.push(board);
         run.box = { board, section, toX, top, tall };
+        run.gapAt = (x, y) => {
+          const lane = Math.floor((y - top) / tall), at = view.from + (x - gutter()) * (view.to - view.from) / (board.canvas.clientWidth - gutter() - 8);
+          return x < gutter() || !gapsOf[lane] ? undefined : gapsOf[lane].find((gap) => run.gaps.start[gap] <= at && at < run.gaps.start[gap] + run.gaps.length[gap]);
+        };
+        if (run.facts.length) section.append(el("details", { class: "nv-figures" }, el("summary", null, "Figures of this run"), definitions(run.facts), longest(run)));
         wire(board, (x, y) => {
           const lane = Math.floor((y - top) / tall);
           if (lane < 0 || lane >= run.lanes.length || x < gutter()) return -1;
@@ -1061,11 +1115,11 @@ const NimbleViewer = (() => {
         }, run);
       }
       function setRange(from, to) {
-        const wide = clamp(to - from, 1000, longest * 1.2), left = clamp(from, -longest * 0.05, longest * 1.1 - Math.min(wide, longest));
+        const wide = clamp(to - from, 1000, extent * 1.2), left = clamp(from, -extent * 0.05, extent * 1.1 - Math.min(wide, extent));
         view.from = left; view.to = left + wide;
         refresh();
       }
-      function zoomAt(by, x, width) { const share = clamp((x - gutter()) / (width - gutter() - 8), 0, 1), at = view.from + share * (view.to - view.from), wide = clamp((view.to - view.from) / by, 1000, longest * 1.2); setRange(at - share * wide, at + (1 - share) * wide); }
+      function zoomAt(by, x, width) { const share = clamp((x - gutter()) / (width - gutter() - 8), 0, 1), at = view.from + share * (view.to - view.from), wide = clamp((view.to - view.from) / by, 1000, extent * 1.2); setRange(at - share * wide, at + (1 - share) * wide); }
       function wire(board, hit, run) {
         const canvas = board.canvas, perPixel = () => (view.to - view.from) / (canvas.clientWidth - gutter() - 8);
         pointer(canvas, {
@@ -1073,9 +1127,9 @@ const NimbleViewer = (() => {
           click: (x, y) => { const span = hit(x, y), call = span >= 0 ? run.call[span] : -1; if (call >= 0 && isEager(run)) selectEager(call, "timeline"); else select(call, "timeline"); },
           hover: (event, x, y) => {
             const span = hit(x, y);
-            if (span < 0) { showTip(); return; }
+            if (span < 0) { const gap = run && run.gapAt(x, y); showTip(event, gap === undefined ? null : whyIdle(run, gap)); return; }
             const call = run.call[span];
-            showTip(event, [run.name[span], `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}${run.phase[span] >= 0 ? `, ${data.phases[run.phase[span]]}` : ""}`, ...(call < 0 ? ["belongs to no call"] : isEager(run) ? [`eager call ${call}: ${nameOf(call, eager)}`, sourceOf(call, eager), ...fate(call)] : [`call ${call}: ${nameOf(call)}`, ...origin(call)])]);
+            showTip(event, [run.name[span], run.stream.length > 0 && `ran on stream ${run.stream[span]} of the device`, `${clock(run.start[span], 2)} + ${time(run.length[span])} on ${run.lanes[run.lane[span]].name}${run.phase[span] >= 0 ? `, ${data.phases[run.phase[span]]}` : ""}`, ...(call < 0 ? ["belongs to no call"] : isEager(run) ? [`eager call ${call}: ${nameOf(call, eager)}`, sourceOf(call, eager), ...fate(call)] : [`call ${call}: ${nameOf(call)}`, ...origin(call)])]);
           },
         });
         canvas.addEventListener("wheel", (event) => {
@@ -1087,7 +1141,15 @@ const NimbleViewer = (() => {
           if (act) { event.preventDefault(); act(); }
         });
       }
-      const whole = () => setRange(0, longest * 1.02);
+      function whyIdle(run, gap) {
+        const { call, awaited, length, launch, wait } = run.gaps, waiter = call[gap], other = awaited[gap], unready = length[gap] - launch[gap] - wait[gap];
+        const after = other < 0 ? "it had nothing to wait for" : other === waiter ? "between two kernels of one call" : `waited for call ${other} ${calls.label[other]}, stream ${run.lane[(spansOf(run).get(other) || [0])[0]]}`;
+        return [`Idle for ${time(length[gap])} before call ${waiter} ${calls.label[waiter]}`, after, ...[[unready, "nothing ready: every call left needed one that was running"], [wait[gap], "wait on another stream, while other calls were ready"], [launch[gap], "launch gap: nothing was left to wait for"]].filter(([ns]) => ns > 0).map(([ns, why]) => `${time(ns)} ${why}`)];
+      }
+      function longest(run) {
+        return run.longest.length > 0 && [el("p", { class: "nv-sub" }, "Gaps that a faster launch or another order could save, longest first:"), table([["Call that waited"], ["For the end of"], ["Stream idle", 1], ["Why"]], run.longest.map((row) => el("tr", null, el("td", null, callLink(row.call), el("span", { class: "nv-small" }, row.lane)), el("td", null, row.after), el("td", { class: "nv-num" }, row.text), el("td", null, row.why))))];
+      }
+      const whole = () => setRange(0, extent * 1.02);
       function reveal(centre) {
         let low = Infinity, high = -Infinity;
         for (const run of drawn) {
@@ -1112,7 +1174,7 @@ const NimbleViewer = (() => {
           drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
           el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), replays.length > 0 && replays.length < drawn.length && tool("Replays", "Zoom to the replays", () => setRange(0, 1.02 * Math.max(...replays.map((run) => run.length_ns)))), tool("To selection", "Zoom to the selected call in the last run", goTo),
           el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
-        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : ""),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.gaps.call.length) && [["launch", "launch gap"], ["line-strong", "nothing ready"], ["sync", "wait while others were ready"]].map(([colour, name]) => el("span", null, el("i", { class: "nv-edge", style: `border-top:2.5px solid var(--${colour})` }), name)), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : "", data.axis && el("span", { style: "white-space:normal" }, data.axis)),
         axisBox, body);
       onSelect.push((from) => reveal(from !== "timeline"));
       panes.timeline.onshow = () => reveal(true);

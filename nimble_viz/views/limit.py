@@ -70,7 +70,8 @@ def limit(report: Report, run: str) -> dict[str, Any] | None:
     bound = limit_ns(report.costs, report.critical_path_ns)
     resources = bound > report.critical_path_ns
     line = report.timeline(run)
-    found = breakdown(report.graph, plan, report.costs, line, taken.median_ns) if line is not None else None
+    watched = line is not None and line.reliable  # where kernels are missing, nothing can be said about the gaps
+    found = breakdown(report.graph, plan, report.costs, line, taken.median_ns) if line and watched else None
     parts = _parts(found, bound, "slowdown" if plan.streams == 1 else "contention") if found else []
     return {
         "ns": bound,
@@ -163,7 +164,7 @@ def _sentence(far: float, above: float, parts: Sequence[tuple[str, float]], foun
     head = f"{format_ratio(far)} of the limit, {format_ns(above)} above it"
     total = sum(ns for _, ns in parts if ns > 0)
     if found is None or not total:
-        return f"{head}; the replay was not watched, so it is not known why"
+        return f"{head}; the replay was not watched, or not all of it, so it is not known why"
     shown = [(name, ns) for name, ns in parts if ns >= 0.1 * total] or list(parts[:1])
     named = []
     for name, ns in shown:

@@ -19,7 +19,8 @@ from nimble_viz.views.phases import PHASES
 from nimble_viz.views.provenance import module_of
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, ENDS, host_syncs
-from nimble_viz.views.timeline import timelines
+from nimble_viz.views.timeline import axis_note, timelines
+from nimble_viz.views.work import work
 
 __all__ = ["PAYLOAD_VERSION", "pack", "unpack", "view_data"]
 
@@ -43,7 +44,8 @@ def view_data(report: Report) -> dict[str, Any]:
         profile["columns"] = table(profile["columns"])
     lines = timelines(report)
     for line in lines:
-        line["columns"] = table(line["columns"])
+        for columns in ("columns", "gaps", "flights"):
+            line[columns] = table(line[columns])
     graph = dag(report)
     graph["columns"] = table(graph["columns"])
     graph["plans"] = [
@@ -53,10 +55,12 @@ def view_data(report: Report) -> dict[str, Any]:
         "version": PAYLOAD_VERSION,
         "summary": summary(report),
         "calls": table(_calls(report)),
+        "work": table(work(report)),
         "eager": table(_eager(report.eager)) if report.eager is not None else None,
         "overhead": profile,
         "dag": graph,
         "timelines": lines,
+        "axis": axis_note(report),
         "sync_counts": COUNTS,
         "sync_ends": ENDS,
         "phases": PHASES,

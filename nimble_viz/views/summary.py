@@ -10,6 +10,7 @@ from nimble_core.measurement import Measurement, Ratio
 from nimble_core.schedule import Schedule
 from nimble_core.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.report import Report
+from nimble_viz.views.advice import advice_data, best_run
 from nimble_viz.views.candidates import candidates
 from nimble_viz.views.concurrency import graph_width, observed
 from nimble_viz.views.labels import (
@@ -49,7 +50,7 @@ def verdict(report: Report) -> str:
     if report.sampling is not None:
         return profiled_verdict(report)
     doubts = _doubts(report)
-    name = _best(report)
+    name = best_run(report)
     over = report.ratio(name) if name else None
     if over is None or not report.program.calls:
         why = "the model made no call that reaches the device" if not report.program.calls else "no replay was measured"
@@ -73,11 +74,11 @@ def verdict(report: Report) -> str:
 
 
 def summary(report: Report) -> dict[str, Any]:
-    """Tables of the summary: speed, peers, limit, provenance, checks, candidates, plans, what-if, preparation, ….
+    """Tables of the summary: speed, peers, limit, advice, provenance, checks, candidates, plans, what-if, ….
 
     Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
     """
-    best = _best(report)
+    best = best_run(report)
     return {
         "model": report.model,
         "verdict": verdict(report),
@@ -92,6 +93,7 @@ def summary(report: Report) -> dict[str, Any]:
         "phases": phases(report),
         "best": label_run(report, best) if best else "",
         "limit": limit(report, best) if best else None,
+        "advice": advice_data(report),
         "provenance": provenance(report),
         "checks": [
             {
@@ -132,15 +134,6 @@ def _outlook(report: Report) -> str:
         f"{format_count(plan.counts.planned)} synchronisations, {format_count(plan.counts.full)} if every hazard were "
         f"waited for ({context(report)})."
     )
-
-
-def _best(report: Report) -> str:
-    """The run the verdict is about: the chosen plan, else the fastest replay that was measured."""
-    wrong = {check.name for check in report.checks if check.differs}
-    if report.measurement(report.chosen) and report.chosen not in wrong:
-        return report.chosen
-    replays = [taken for taken in report.measurements if report.schedule(taken.name) and taken.name not in wrong]
-    return min(replays, key=lambda taken: taken.median_ns).name if replays else ""
 
 
 def _mark(ratio: Ratio) -> str:

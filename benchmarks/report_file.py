@@ -1,0 +1,91 @@
+"""How long a large report takes to save and to load, and how large its file is.
+
+``python -m benchmarks.report_file`` makes reports of 10,000 calls (as they are, and fused, with the eager calls beside
+them; both with three timelines), saves and loads each a few times, prints the fastest of each, and fails (exit status
+1) where a limit is missed. A new process for each measurement with ``--cold``: what a first load after an import takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nimble_core.units import format_ns
+from nimble_viz import load
+from nimble_viz.report import Report
+
+ROOT = Path(__file__).parent.parent
+CALLS = 10_000
+LIMIT_S = 1.0
+"""Most seconds for saving, and for loading."""
+LIMIT_BYTES = 5_000_000
+"""Largest file."""
+
+
+def reports(calls: int = CALLS) -> dict[str, Callable[[], Report]]:
+    """Makers of the reports that are timed, by name; the tests' own samples."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from sample_reports import fused_report, sample_report
+
+    return {"eager's kernels": lambda: sample_report(calls, width=8), "fused": lambda: fused_report(calls, width=8)}
+
+
+def measured(report: Report, rounds: int) -> dict[str, float]:
+    """Fastest seconds of saving and of loading, and bytes of the file."""
+    saved, loaded = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "large.nimble"
+        for _ in range(rounds):
+            began = time.perf_counter()
+            report.save(path)
+            saved.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            load(path)
+            loaded.append(time.perf_counter() - began)
+        size = path.stat().st_size
+    return {"save_s": min(saved), "load_s": min(loaded), "bytes": size}
+
+
+def missed(row: dict[str, float]) -> list[str]:
+    """The limits that a row misses, in words."""
+    found = [
+        f"{what} {row[key]:.2f} s" for what, key in (("saving", "save_s"), ("loading", "load_s")) if row[key] > LIMIT_S
+    ]
+    return found + [f"{row['bytes']:,.0f} bytes"] * (row["bytes"] > LIMIT_BYTES)
+
+
+def main() -> int:
+    """Measure, print one line for each report; 1 where a limit is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report_file", description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
+    parser.add_argument("--rounds", type=int, default=5, help="of saving and loading (default: 5)")
+    parser.add_argument("--cold", action="store_true", help="each report in a process of its own, once")
+    parser.add_argument("--only", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only:
+        print(json.dumps(measured(reports(given.calls)[given.only](), 1)))
+        return 0
+    failed = False
+    for name, make in reports(given.calls).items():
+        if given.cold:
+            command = [sys.executable, "-m", "benchmarks.report_file", "--only", name, "--calls", str(given.calls)]
+            row = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+        else:
+            row = measured(make(), given.rounds)
+        wrong = missed(row)
+        failed |= bool(wrong)
+        figures = (
+            f"save {format_ns(row['save_s'] * 1e9)}, load {format_ns(row['load_s'] * 1e9)}, {row['bytes']:,} bytes"
+        )
+        print(f"{name}, {given.calls:,} calls: {figures}" + (f"; MISSED: {', '.join(wrong)}" if wrong else ""))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
