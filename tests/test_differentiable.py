@@ -1297,6 +1297,17 @@ def test_convolutions_train_in_the_layout_that_was_measured_to_be_faster() -> No
     net.close()
 
 
+class Views(nn.Module):
+    """Asks for a view that there is in one layout only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(144, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x)).view(len(x), -1))
+
+
 class Timed(HostDevice):
     """The host, which says that it is a GPU and how long runs took."""
 
@@ -1319,8 +1330,9 @@ class Timed(HostDevice):
         (Residual(), (1.0, None), False),
         (Residual().to(memory_format=torch.channels_last), (2.0, 1.0), False),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2.0, 1.0), False),
+        (Views(), (2.0, 1.0), False),
     ],
-    ids=["faster", "slower", "failed", "already", "returns images"],
+    ids=["faster", "slower", "failed", "already", "returns images", "views"],
 )
 def test_the_layout_is_that_of_the_faster_run(
     model: nn.Module, times_ns: tuple[float | None, ...], turned: bool

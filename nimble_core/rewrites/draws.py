@@ -43,7 +43,8 @@ def draws_apart(module: fx.GraphModule, where: torch.device) -> tuple[fx.GraphMo
     drawing = [node for node in graph.nodes if _draws(node)]
     if not drawing or not all(_can_be_ahead(node) for node in drawing):
         return None, module
-    first = next(node for node in graph.nodes if node.op in ("call_function", "output") and node not in drawing)
+    others = [node for node in graph.nodes if node.op in ("call_function", "output") and node not in drawing]
+    first = others[0]
     for node in drawing:
         with graph.inserting_before(first):
             drawn = _drawn(graph, node, where)
@@ -54,7 +55,8 @@ def draws_apart(module: fx.GraphModule, where: torch.device) -> tuple[fx.GraphMo
             node.replace_all_uses_with(drawn)
         graph.erase_node(node)  # numbers that nobody reads count as read
     drop_unused(module)
-    return cut_before(module, first)
+    kept = set(graph.nodes)  # memory that was filled is gone
+    return cut_before(module, next(node for node in others if node in kept))
 
 
 def _draws(node: fx.Node) -> bool:
