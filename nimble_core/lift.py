@@ -20,13 +20,14 @@ from nimble_core.errors import CaptureError
 from nimble_core.operators import draws_numbers, fills, makes_memory_only, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
-from nimble_core.strides import laid_out
+from nimble_core.strides import dense, laid_out
 
 __all__ = [
     "CALL_PREFIX",
     "add_call",
     "arguments_of",
     "calls_of",
+    "draws",
     "drop_unused",
     "is_view",
     "lift",
@@ -118,6 +119,13 @@ def only_computes(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or makes_memory_only(func):
         return False
     return torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return draws_numbers(node.target, node.args, node.kwargs)
 
 
 def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
@@ -313,13 +321,7 @@ def lift(recording: Recording) -> fx.GraphModule:
 
 
 def _row_by_row(ref: TensorRef) -> bool:
-    """Whether a tensor's elements lie next to each other, the last dimension's first."""
-    expected = 1
-    for size, stride in zip(reversed(ref.sizes), reversed(ref.strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return dense(ref.sizes, ref.strides, reversed(range(len(ref.sizes))))
 
 
 def _exact(recording: Recording) -> frozenset[int]:
@@ -350,8 +352,7 @@ def _matters(node: fx.Node) -> bool:
         return False
     if pinned(node) or schema is None:
         return pinned(node)
-    seeded = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
-    return schema.is_mutable or not schema.returns or (seeded and draws_numbers(node.target, node.args, node.kwargs))
+    return schema.is_mutable or not schema.returns or draws(node)
 
 
 def _written_slots(step: Step) -> tuple[int, ...]:

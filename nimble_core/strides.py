@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
-__all__ = ["laid_out", "restrided", "with_strides_of"]
+__all__ = ["dense", "laid_out", "restrided", "with_strides_of"]
+
+
+def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
+    """Whether elements lie next to each other, those of the first of ``dims`` first; strides of size 1 do not matter.
+
+    >>> dense((2, 3, 4, 5), (60, 1, 15, 3), (1, 3, 2, 0)), dense((2, 3), (1, 2), (1, 0))
+    (True, False)
+    """
+    expected = 1
+    for dim in dims:
+        if sizes[dim] != 1 and strides[dim] != expected:
+            return False
+        expected *= sizes[dim]
+    return True
 
 
 def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -258,9 +258,9 @@ def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     import torch
 
     packet = getattr(func, "overloadpacket", None)
-    if packet is None or func._schema.is_mutable:  # type: ignore[attr-defined]
+    if packet is None or func._schema.is_mutable:  # type: ignore[attr-defined]  # what has a packet has a schema
         return None
-    names = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]
+    names = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]  # likewise
     for overload in packet.overloads():
         other = getattr(packet, overload)
         schema = other._schema

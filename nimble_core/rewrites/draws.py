@@ -8,13 +8,12 @@ compiled kernels as inputs. Nothing waits for them, and kernels on both sides of
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
 
-from nimble_core.lift import add_call, arguments_of, drop_unused, pinned, reference_of
-from nimble_core.operators import draws_numbers, fills
+from nimble_core.lift import add_call, arguments_of, draws, drop_unused, pinned, reference_of
+from nimble_core.operators import fills
 from nimble_core.rewrites.cut import cut_before
 
 __all__ = ["draws_apart"]
@@ -40,7 +39,7 @@ def draws_apart(module: fx.GraphModule, where: torch.device) -> tuple[fx.GraphMo
         outputs. If nothing is drawn, or some of it cannot be drawn ahead: None, and ``module`` as it was.
     """
     graph = module.graph
-    drawing = [node for node in graph.nodes if _draws(node)]
+    drawing = [node for node in graph.nodes if draws(node)]
     if not drawing or not all(_can_be_ahead(node) for node in drawing):
         return None, module
     others = [node for node in graph.nodes if node.op in ("call_function", "output") and node not in drawing]
@@ -57,13 +56,6 @@ def draws_apart(module: fx.GraphModule, where: torch.device) -> tuple[fx.GraphMo
     drop_unused(module)
     kept = set(graph.nodes)  # memory that was filled is gone
     return cut_before(module, next(node for node in others if node in kept))
-
-
-def _draws(node: fx.Node) -> bool:
-    target: Any = node.target
-    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    return draws_numbers(target, node.args, dict(node.kwargs))
 
 
 def _can_be_ahead(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 
 from nimble_core.launchers import Relaunch
 from nimble_core.lift import add_call, arguments_of, is_view, pinned, reference_of
-from nimble_core.strides import laid_out, restrided
+from nimble_core.strides import dense, laid_out, restrided
 
 __all__ = [
     "keep_strides",
@@ -145,12 +145,7 @@ def _is_channels_last(node: fx.Node) -> bool:
     recorded = reference_of(node)
     if recorded is None or len(recorded.sizes) != 4:
         return False
-    expected = 1
-    for dim in (1, 3, 2, 0):
-        if recorded.sizes[dim] != 1 and recorded.strides[dim] != expected:
-            return False
-        expected *= recorded.sizes[dim]
-    return True
+    return dense(recorded.sizes, recorded.strides, (1, 3, 2, 0))
 
 
 def speaks_of_strides(module: fx.GraphModule) -> bool:

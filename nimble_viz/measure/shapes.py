@@ -58,7 +58,7 @@ def described(recording: Recording) -> Iterable[list[Any]]:
             kwargs = {name: _encode(value, recording) for name, value in step.kwargs}
         except TypeError:
             continue
-        yield [packet.__name__, step.func._overloadname, args, kwargs]  # type: ignore[attr-defined]
+        yield [packet.__name__, step.func._overloadname, args, kwargs]  # type: ignore[attr-defined]  # what has a packet has one
 
 
 def _encode(arg: Any, recording: Recording) -> Any:
