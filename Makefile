@@ -9,11 +9,15 @@
 #   make demo VENV_FLAGS=--system-site-packages
 # The pins of constraints.txt are then left out, so that pip keeps what it finds. Where no registry can be reached:
 #   PIP_FLAGS="--no-index --find-links DIRECTORY_OF_WHEELS --no-build-isolation"
+#
+# Tests run in WORKERS processes, each file whole in one of them. There are two; on a GPU, which they would share and
+# time, one (0: no processes beside it).
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 PIP_FLAGS ?=
+WORKERS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),0,2)
 
 BIN := $(VENV)/bin
 PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint constraints.txt)
@@ -26,7 +30,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 
 lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .

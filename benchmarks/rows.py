@@ -147,14 +147,15 @@ class Suite:
     Args:
         module: what ``python -m`` runs in a row's own process, with ``--child``; it calls ``run_suite`` on this suite.
         models: by name.
-        jobs: ``"measure"``, whose result is the row, and ``"warm"``, which compiles ahead: ``"wall s"``, ``"notes"`` of
-            ways that failed, and ``"ways s"`` if it knows what each took.
+        jobs: ``"measure"``, whose result is the row, and ``"warm"``, which compiles ahead what is named as the row's
+            peers: ``"wall s"``, ``"notes"`` of ways that failed, and ``"ways s"`` if it knows what each took.
         selected: rows to measure, from names of models and the keyword arguments ``patterns``, ``dtypes``, ``batches``
             and ``peers``.
         summary: what rows say together.
         line: one line for the terminal about a row, from its key and what was measured.
         table: results as lines for the terminal.
         markdown: the same as Markdown.
+        compiled: what there is to compile for a row, peers and ours; what takes longest first.
         timed: peers that choose by timing while they compile, and so are not compiled several at once.
     """
 
@@ -166,6 +167,7 @@ class Suite:
     line: Callable[[str, Mapping[str, Any]], str]
     table: Callable[[Results], list[str]]
     markdown: Callable[[Results], list[str]]
+    compiled: Callable[[Row], Sequence[str]] = lambda row: row.peers
     timed: tuple[str, ...] = ()
 
 
@@ -553,13 +555,11 @@ def run_suite(suite: Suite, given: argparse.Namespace) -> int:
     missing.sort(key=lambda row: row.key in results["failed"])
     with nullcontext() if given.in_process else children.ended_by(signal.SIGTERM):
         if given.warm_only:
-            if given.jobs > 1:
-                missing = [
-                    replace(row, peers=tuple(one for one in row.peers if one not in suite.timed)) for row in missing
-                ]
             if measured := len(rows) - len(missing):
                 print(f"measured already, and not compiled: {_counted(measured)}", flush=True)
-            fine = warm_all(missing, done, given.jobs, given.limit_s, given.cache, given.gpus)
+            fine = warm_all(
+                _to_compile(suite, missing, given.jobs), done, given.jobs, given.limit_s, given.cache, given.gpus
+            )
             return _TERMINATED if children.stopped else int(not fine)
         keeper = Keeper(suite, given.out, results, name)
         left = measure_all(missing, done, keeper, given.limit_s, given.gpus)
@@ -572,6 +572,16 @@ def run_suite(suite: Suite, given: argparse.Namespace) -> int:
 
 _TERMINATED = 128 + signal.SIGTERM
 """Exit status, as of whoever dies of it."""
+
+
+def _to_compile(suite: Suite, rows: Sequence[Row], jobs: int) -> list[Row]:
+    """What to compile, as peers of rows: a way at a time if there are several jobs, since each keeps to one core.
+
+    Row after row: where the time is up, it is up for whole rows.
+    """
+    if jobs == 1:
+        return [replace(row, peers=tuple(suite.compiled(row))) for row in rows]
+    return [replace(row, peers=(way,)) for row in rows for way in suite.compiled(row) if way not in suite.timed]
 
 
 def _counted(rows: int) -> str:
@@ -655,7 +665,7 @@ def measure_all(rows: Sequence[Row], done: Done, keeper: Keeper, limit_s: float,
 def warm_all(rows: Sequence[Row], done: Done, jobs: int, limit_s: float, cache: Path | None, gpus: int) -> bool:
     """Compile for all rows, ``jobs`` at once, on any GPU; returns whether all could be.
 
-    Says of each row what took how long, and at the end how many there are and what the cache holds. What compilers
+    Says of each what took how long, and at the end how many there are and what the cache holds. What compilers
     choose by timing is not kept from several at once: configurations of kernels that were picked are forgotten.
     """
     began = time.monotonic()
@@ -841,7 +851,7 @@ def parser(
     add("--cache", type=Path, help="directory of Inductor's caches, to be kept between runs")
     add("--warm-only", action="store_true", help="only compile, into the caches")
     add("--gpus", type=int, default=1, help="GPUs of this host that measure, a row each at a time")
-    add("--jobs", type=int, default=4, help="models that --warm-only compiles at once")
+    add("--jobs", type=int, default=4, help="processes in which --warm-only compiles at once")
     add("--again", action="store_true", help="measure rows that the file holds already")
     add("--show", action="store_true", help="only print what the file says")
     add("--in-process", action="store_true", help="all in this process, to debug")

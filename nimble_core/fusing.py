@@ -40,6 +40,7 @@ from nimble_core.rewrites.layout import (
 from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
+from nimble_core.rewrites.seeds import bring_seeds
 from nimble_core.rewrites.simplify import share_equal
 from nimble_core.rewrites.split_backward import split_backward
 from nimble_core.rewrites.vectors import row_products_as_sums
@@ -86,8 +87,6 @@ def fuse(
 def _fused(
     device: Device, recorded: Recorded, kind: Fuse, decisions: Decisions, *, thorough: bool, step: Step
 ) -> Recorded:
-    if device.kind == "cuda":
-        _refuse_seeds(recorded.recording.program)
     inputs = recorded.signature.tensors
     run: Run
     try:
@@ -149,6 +148,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     if compiled:
         _refuse_opaque(module)
     if recorded.trained:
+        bring_seeds(module)
         split_backward(module)
         keep_strides(module, exactly=True)
         return _in_better_layout(module, device, recorded, decisions)
@@ -176,6 +176,7 @@ def _in_better_layout(
 ) -> fx.GraphModule:
     """A training step as it is or with its convolutions channels last, whichever takes less time."""
     other = lift(recorded.recording)
+    bring_seeds(other)
     split_backward(other)
     if not train_channels_last(other):
         return module
@@ -250,25 +251,6 @@ def _given_names(recorded: Recorded) -> dict[str, str]:
     return {
         f"given_{slot}": storages[recording.storage_of[slot]].name or f"constant {slot}" for slot in recording.given
     }
-
-
-def _refuse_seeds(program: Program) -> None:
-    """Raise CaptureError for a backward alone whose attention drops what its forward dropped.
-
-    The seeds lie on the device, where the captured forward left them; outside of a capture its kernels look for them on
-    the host, and crash.
-    """
-    for call in program.calls:
-        given = dict(call.arguments)
-        seed = given.get("philox_seed", given.get("rng_state", ""))
-        if not seed.startswith("%") or given.get("dropout_p") == "0.0":
-            continue
-        if program.storages[int(seed[1:])].role != "intermediate":
-            raise CaptureError(
-                "attention with dropout keeps its seeds where other kernels cannot be tried out",
-                where=str(call),
-                fix='Options(fuse="none"), or TrainStep, which runs forward and backward together',
-            )
 
 
 def _require_layouts(kind: str, made: Program, eager: Program) -> None:

@@ -113,24 +113,20 @@ def build_graph(program: Program) -> CallGraph:
         Linear in accesses and edges where each storage is seen through one window; for storages with several, times
         the number of windows that one of them overlaps.
     """
-    written = {
-        access.ref.storage
-        for call in program.calls
-        for access in call.accesses
-        if access.write or program.storages[access.ref.storage].role == "generator"
-    }
+    generators = {index for index, storage in enumerate(program.storages) if storage.role == "generator"}
+    written = generators | {access.ref.storage for call in program.calls for access in call.accesses if access.write}
     histories: dict[int, _History] = {storage: _History() for storage in sorted(written)}
     windows: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], _Window] = {}
     for call in program.calls:
         for access in call.accesses:
-            history = histories.get(access.ref.storage)
+            ref = access.ref
+            history = histories.get(ref.storage)
             if history is None:
                 continue
-            if program.storages[access.ref.storage].role == "generator":
+            if ref.storage in generators:
                 history.touch(call.index, _WHOLE, write=False)
                 history.touch(call.index, _WHOLE, write=True)
             else:
-                ref = access.ref
                 layout = ref.offset, ref.sizes, ref.strides, ref.itemsize
                 window = windows.get(layout) or windows.setdefault(layout, _window(ref))
                 if window.end > window.start:
@@ -265,6 +261,8 @@ class _History:
 
     def _neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
         """For each cell, the other cells that may share bytes with it, and the cells (itself too) that it covers."""
+        if len(self.cells) == 1:  # most storages
+            return [[]], [[0]]
         windows: Sequence[_Window] = list(self.cells)
         others: list[list[int]] = [[] for _ in windows]
         inner: list[list[int]] = [[cell] for cell in range(len(windows))]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.errors import CaptureError
 from nimble_core.operators import draws_numbers, fills, makes_memory_only, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
@@ -185,7 +184,7 @@ class _Lift:
             for other, one in self.value.items():
                 if storages[other] == storages[slot]:
                     _pin(one)
-        self._take_all(step, node, schema)
+        self._take_all(step, node)
 
     def _same_window(self, step: Step) -> int | None:
         """The slot that ``as_strided`` gives again, but for strides that do not matter, as pools do; None otherwise."""
@@ -234,29 +233,15 @@ class _Lift:
         fresh = self.value[slot].target is torch.ops.aten.empty_strided.default and not self.value[slot].users
         return step.func if fresh and fills(step.func) else _without_write(step.func)
 
-    def _take_all(self, step: Step, node: fx.Node, schema: Any) -> None:
-        made = [(place, slot) for place, slot in enumerate(step.outputs) if slot >= 0]
-        if not made:
-            return
-        returns = [str(one.type) for one in schema.returns] if schema else []
-        if returns == ["Tensor"]:
-            self._take(made[0][1], node)
-            return
-        places = list(range(len(step.outputs)))
-        if schema and returns != ["List[Tensor]"]:
-            places = [place for place, kind in enumerate(returns) if kind == "Tensor"]
-            given = arguments_of(node)
-            mask = given.get("output_mask", given.get("grad_input_mask"))
-            if mask is not None:
-                # oneDNN computes a convolution's weight gradient beside that of its bias, asked for or not.
-                more = len(step.outputs) > sum(mask)
-                places = [place for place in places if mask[place] or (more and place == 1)]
-        for place, slot in made:
-            if len(places) != len(step.outputs) and place:
-                continue  # one of them was undefined: only the first is certain
-            item = self.graph.call_function(operator.getitem, (node, places[place]))
-            item.meta[_CALLS] = node.meta.get(_CALLS, ())
-            item.meta[_PINNED] = node.meta.get(_PINNED)
+    def _take_all(self, step: Step, node: fx.Node) -> None:
+        for slot, place in zip(step.outputs, step.places, strict=True):
+            if slot < 0:
+                continue
+            item = node
+            for at in place:
+                item = self.graph.call_function(operator.getitem, (item, at))
+                item.meta[_CALLS] = node.meta.get(_CALLS, ())
+                item.meta[_PINNED] = node.meta.get(_PINNED)
             self._take(slot, item)
 
     def _take(self, slot: int, node: fx.Node) -> None:
@@ -271,11 +256,6 @@ class _Lift:
 
     def _filled(self, arg: Any) -> Any:
         if type(arg) is Slot:
-            if arg.index not in self.value:
-                raise CaptureError(
-                    "a result that an operator may leave out is used: its calls cannot be rewritten",
-                    fix='Options(fuse="none")',
-                )
             return self.value[arg.index]
         if type(arg) in (list, tuple):
             return type(arg)(self._filled(item) for item in arg)

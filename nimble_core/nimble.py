@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from nimble_core.pipeline import (
     whole_note,
 )
 from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
-from nimble_core.recording import Recording
+from nimble_core.recording import Recording, collector_paused
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder
@@ -203,7 +203,9 @@ class Nimble(torch.nn.Module):
                 "a plan is one schedule; prepare(training=True) makes two, of forward and of backward",
                 fix="prepare without a plan; a whole step can follow one: TrainStep(...).prepare(x, y, plan=plan)",
             )
-        with preparing():
+        # What a preparation makes stays; only training and compilers leave garbage that is worth collecting meanwhile.
+        unfused = self._options.fuse == "none" and not training
+        with preparing(), collector_paused() if unfused else nullcontext():
             if training:
                 engine = _prepare_training(self._model, args, kwargs, self._options)
             else:

@@ -25,7 +25,7 @@ from nimble_core.timeline import Lane, SelfCheck, Span, Timeline
 if TYPE_CHECKING:
     from nimble_core.cupti import Activity
 
-__all__ = ["TIMED", "Launch", "Told", "observation", "tell_by_id", "tell_by_order"]
+__all__ = ["TIMED", "Launch", "Told", "observation", "replay_timeline", "tell_by_id", "tell_by_order"]
 
 TIMED = ("kernel", "memcpy", "memset")
 """Kinds of nodes that a GPU spends time on."""
@@ -176,8 +176,34 @@ def observation(
         expected=check.expected,
         seen=check.seen,
     )
-    spans, streams, length = _median_replay(runs, raw, schedule, replays)
-    timeline = Timeline(
+    timeline = replay_timeline(
+        told,
+        raw,
+        schedule,
+        replays,
+        clock=clock,
+        profiled_ns=profiled_ns,
+        unprofiled_ns=unprofiled_ns,
+        note=note,
+    )
+    return Observation(timeline, costs)
+
+
+def replay_timeline(
+    told: Told,
+    raw: RawGraph,
+    schedule: Schedule,
+    replays: int,
+    *,
+    clock: str,
+    profiled_ns: float = 0.0,
+    unprofiled_ns: float = 0.0,
+    note: str = "",
+) -> Timeline:
+    """The replay of median length, its lanes the planned streams; arguments are those of ``observation``."""
+    check = told.check
+    spans, streams, nodes, length = _median_replay(told.runs, raw, schedule, replays)
+    return Timeline(
         run=schedule.policy,
         source="measured",
         clock=clock,
@@ -189,8 +215,8 @@ def observation(
         note=note or _doubt(check),
         streams=streams,
         check=check,
+        nodes=nodes if check.by == "graph node id" else (),
     )
-    return Observation(timeline, costs)
 
 
 def _timed(raw: RawGraph) -> list[int]:
@@ -344,10 +370,10 @@ def _in_order(
 
 def _median_replay(
     runs: Mapping[int, Sequence[Activity]], raw: RawGraph, schedule: Schedule, replays: int
-) -> tuple[tuple[Span, ...], tuple[int, ...], float]:
-    """Spans of the replay of median length, the device's stream of each, and that length."""
+) -> tuple[tuple[Span, ...], tuple[int, ...], tuple[int, ...], float]:
+    """Spans of the replay of median length, the device's stream and the node id of each, and that length."""
     if not runs:
-        return (), (), 0.0
+        return (), (), (), 0.0
     starts = [min(run[i].start_ns for run in runs.values()) for i in range(replays)]
     ends = [max(run[i].end_ns for run in runs.values()) for i in range(replays)]
     order = sorted(range(replays), key=lambda i: ends[i] - starts[i])
@@ -357,6 +383,7 @@ def _median_replay(
         call, run = _owner(raw, node), of[chosen]
         lane = schedule.stream[call] if call is not None else 0
         start, end = float(run.start_ns - starts[chosen]), float(run.end_ns - starts[chosen])
-        drawn.append((Span(lane, start, end, call, short_kernel_name(run.name)), run.stream))
+        drawn.append((Span(lane, start, end, call, short_kernel_name(run.name)), run.stream, run.node))
     drawn.sort(key=lambda one: (one[0].start_ns, one[0].lane))
-    return tuple(span for span, _ in drawn), tuple(at for _, at in drawn), float(ends[chosen] - starts[chosen])
+    spans, streams, nodes = zip(*drawn, strict=True)
+    return spans, streams, nodes, float(ends[chosen] - starts[chosen])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from nimble_core.errors import CaptureError
 from nimble_core.program import Role
-from nimble_core.recording import flat_tensors
+from nimble_core.recording import Slot, flat_tensors
 
 __all__ = [
+    "Traits",
     "argument_texts",
     "copies_to_host",
     "draws_numbers",
@@ -23,6 +25,7 @@ __all__ = [
     "owned_tensors",
     "shape_depends_on_data",
     "storage_address",
+    "traits_of",
     "view_form",
     "written_arguments",
     "written_tensors",
@@ -38,6 +41,51 @@ _SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
     "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
 }
+
+
+_INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_COPIES = ("aten::copy_", "aten::_copy_from")
+_CHECKS = "aten::_linalg_check_errors"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the schema and tags of an operator say about every call of it: asking torch each time takes microseconds.
+
+    Args:
+        name: e.g. ``"aten::addmm"``.
+        text: e.g. ``"aten.addmm.default"``.
+        arguments: their names.
+        seeded: whether it may draw random numbers.
+        changes_view: whether it changes the shape of its argument, not the memory.
+        looks: whether it gives the host a value computed on the device.
+        doubtful: whether a call of it may make the host wait. Only then, or with a ``device`` among its arguments, are
+            the arguments worth a look.
+    """
+
+    name: str
+    text: str
+    arguments: tuple[str, ...]
+    seeded: bool
+    changes_view: bool
+    looks: bool
+    doubtful: bool
+
+
+@cache
+def traits_of(func: Any) -> Traits:
+    """Traits of an operator."""
+    name, tags = func._schema.name, func.tags
+    looks = torch.Tag.data_dependent_output in tags
+    return Traits(
+        name=name,
+        text=str(func),
+        arguments=tuple(argument.name for argument in func._schema.arguments),
+        seeded=torch.Tag.nondeterministic_seeded in tags,
+        changes_view=torch.Tag.inplace_view in tags,
+        looks=looks,
+        doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*_INDEXED, *_COPIES, _CHECKS),
+    )
 
 
 @cache
@@ -86,7 +134,8 @@ def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int,
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors that this call of ``func`` writes, by its schema or by the table of operators whose schema is silent."""
-    return flat_tensors(written_arguments(func, args, kwargs))
+    written = written_arguments(func, args, kwargs)
+    return flat_tensors(written) if written else written
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -119,7 +168,7 @@ def fills(func: Any) -> bool:
 def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host would have to look at data to know the shape of this call's result."""
     name = func._schema.name
-    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+    if name in _INDEXED:
         # Only a mask has to be counted; integer indices give a shape that is known.
         return any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
     if name == "aten::repeat_interleave":
@@ -133,7 +182,7 @@ def copies_to_host(
     """Whether this call brings device data to the host."""
     if not any(tensor.device.type != "cpu" for tensor in tensors):
         return False
-    if func._schema.name in ("aten::copy_", "aten::_copy_from"):
+    if func._schema.name in _COPIES:
         return isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "cpu"
@@ -154,27 +203,27 @@ def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def argument_texts(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], storage: Callable[[torch.Tensor], int]
+    names: Sequence[str], args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], storage_of: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
     """``(name, text)`` of every argument; tensors read ``%<storage>``.
 
     Args:
-        func: the operator.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        storage: number of a tensor's storage.
+        names: of the operator's arguments.
+        args: positional arguments; ``Slot`` stands for a tensor, lists may hold slots.
+        kwargs: keyword arguments, likewise.
+        storage_of: storage of each slot.
     """
-    names = [argument.name for argument in func._schema.arguments]
 
     def text(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"%{storage(value)}"
+        if type(value) is Slot:
+            return f"%{storage_of[value.index]}"
         if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(text(item) for item in value) + "]"
+            return "[" + ", ".join([text(item) for item in value]) + "]"
         return repr(value)
 
-    return tuple((names[i], text(value)) for i, value in enumerate(args)) + tuple(
-        (name, text(value)) for name, value in kwargs.items()
+    return (
+        *[(name, text(value)) for name, value in zip(names, args, strict=False)],
+        *[(name, text(value)) for name, value in kwargs],
     )
 
 

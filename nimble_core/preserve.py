@@ -28,6 +28,8 @@ __all__ = ["Guard", "Saved", "installed_by_runs", "preserved", "random_state_kep
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
+"""Most of a module's containers are empty: one copy serves all of a kind."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
@@ -60,9 +62,7 @@ def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[st
         names = []
         for path, containers in before.items():
             found: set[str] = set()
-            for name, (held, copy) in containers.items():
-                if _same_items(held, copy):
-                    continue
+            for name, held, copy in _different(containers):
                 if not name or name in _TABLES:
                     found |= {
                         key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)
@@ -76,21 +76,27 @@ def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[st
         yield changed
     finally:
         for containers in before.values():
-            for name, (held, copy) in containers.items():
-                if not _same_items(held, copy):
-                    if name in _HOOKS:
-                        _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
-                    _put_back(held, copy)
+            for name, held, copy in _different(containers):
+                if name in _HOOKS:
+                    _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
+                _put_back(held, copy)
 
 
-def _containers(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+def _containers(module: torch.nn.Module) -> list[tuple[str, Any, Any]]:
     """The module's attributes, under the name "", and the containers among them: each with a copy of what it holds."""
     attributes = module.__dict__
-    found: dict[str, tuple[Any, Any]] = {"": (attributes, attributes.copy())}
+    found: list[tuple[str, Any, Any]] = [("", attributes, attributes.copy())]
     for name, value in attributes.items():
-        if type(value) in (list, dict, set, OrderedDict, defaultdict):
-            found[name] = (value, value.copy())
+        empty = _EMPTY.get(type(value))
+        if empty is not None:
+            found.append((name, value, value.copy() if value else empty))
     return found
+
+
+def _different(containers: Sequence[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    for name, held, copy in containers:
+        if (held or copy) and not _same_items(held, copy):
+            yield name, held, copy
 
 
 def _put_back(held: Any, copy: Any) -> None:
@@ -111,8 +117,6 @@ def _put_back(held: Any, copy: Any) -> None:
 def _same_items(held: Any, copy: Any) -> bool:
     if len(held) != len(copy):
         return False
-    if not held:
-        return True
     if isinstance(held, set):
         return bool(held == copy)
     if isinstance(held, dict) and not all(map(is_, held.values(), copy.values())):

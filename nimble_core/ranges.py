@@ -29,6 +29,7 @@ __all__ = [
     "listener",
     "make_range",
     "replays_marked",
+    "whole_name",
 ]
 
 DOMAIN = "nimble"
@@ -158,11 +159,16 @@ def _inside(around: Range, method: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
-def _whole_range(domain: Any, kind: str, program: Program, schedule: Schedule) -> Range:
+def whole_name(kind: str, program: Program, schedule: Schedule) -> str:
+    """What the range around a whole capture or replay is called: ``"replay nimble (forward, loss, backward)"``."""
     plan = schedule.policy
     if program.fuse != "none" and not plan.startswith(f"{program.fuse}, "):
         plan = f"{program.fuse}, {plan}"
     phases = dict.fromkeys(call.phase for call in program.calls)
-    of = "" if set(phases) <= {"forward"} else f" ({', '.join(phases)})"
+    return f"{kind} {plan}" if set(phases) <= {"forward"} else f"{kind} {plan} ({', '.join(phases)})"
+
+
+def _whole_range(domain: Any, kind: str, program: Program, schedule: Schedule) -> Range:
     nbytes = sum(map(call_bytes, program.calls))
-    return make_range(domain, f"{kind} {plan}{of}", kind, call=len(program.calls), nbytes=nbytes)
+    name = whole_name(kind, program, schedule)
+    return make_range(domain, name, kind, call=len(program.calls), nbytes=nbytes)

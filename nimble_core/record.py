@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, compress
 from types import FrameType
 from typing import Any, Protocol
 
@@ -29,12 +30,12 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError
 from nimble_core.launchers import Launch, launches_seen, relative_window
 from nimble_core.operators import (
+    Traits,
     argument_texts,
     copies_to_host,
     draws_numbers,
@@ -42,6 +43,7 @@ from nimble_core.operators import (
     owned_tensors,
     shape_depends_on_data,
     storage_address,
+    traits_of,
     view_form,
     written_tensors,
 )
@@ -49,7 +51,7 @@ from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
 from nimble_core.preserve import preserved
 from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
-from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, slots_in
+from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
@@ -59,6 +61,9 @@ __all__ = ["NodeCounter", "announced", "record"]
 # Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -183,6 +188,11 @@ def _window(tensor: torch.Tensor, ref: TensorRef) -> tuple[TensorRef, bool, bool
     return ref, tensor.is_conj(), tensor.is_neg()
 
 
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
@@ -205,7 +215,8 @@ class _Recorder(TorchDispatchMode):
         self._storages: list[Storage] = []
         self._storage_ids: dict[int, int] = {}
         self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
-        self._slots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # By the id of the tensor, which is only that tensor's while the reference is alive.
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._storage_of: list[int] = []
         self._ref_of: list[TensorRef] = []
         self._made: set[int] = set()  # storages that operators made
@@ -223,6 +234,7 @@ class _Recorder(TorchDispatchMode):
         self._written: set[int] = set()
         self._generator: int | None = None
         self._nodes = counter.nodes() if counter else 0
+        self._allocated = counter.allocations() if counter else 0
         self._next_node = torch._C._autograd._get_sequence_nr()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
@@ -247,71 +259,75 @@ class _Recorder(TorchDispatchMode):
             if func is torch.ops.prim.device.default:  # fake tensors say where they are through dispatch
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(torch.Tensor, partial(self.stand_in, func), (args, kwargs))
-        if func is torch.ops.aten.as_strided.default and (args[3:] or "storage_offset" in kwargs):
+        if func is _AS_STRIDED and (args[3:] or "storage_offset" in kwargs):
             beyond = self._beyond(args[0], args[3] if args[3:] else kwargs["storage_offset"])
             if beyond is not None:
                 with self:
                     return relative_window(args[0], args[1], args[2], beyond)
-        tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
+        traits = traits_of(func)
         frame = sys._getframe(1)
         if torch.is_grad_enabled():
-            self._remember_node(func, frame)
-        self._refuse_dynamic(func, tensors, args, kwargs, frame)
-        if self.counter and self._is_host_work(func, tensors, args, kwargs):
-            return self._run_on_host(func, args, kwargs)
-        if self.counter and func._schema.name in _COPIES_HOST_ARGUMENTS:
-            args = tuple(self._on_device(arg) for arg in args)
-            tensors = [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]
+            self._remember_node(traits.text, frame)
+        if traits.doubtful or "device" in kwargs:
+            self._refuse_dynamic(func, traits, args, kwargs, frame)
         if self.counter:
+            if self._is_host_work(args, kwargs):
+                return self._run_on_host(func, args, kwargs)
+            if traits.name in _COPIES_HOST_ARGUMENTS:
+                args = tuple(self._on_device(arg) for arg in args)
             self._notice_unseen(frame)
-        written = [tensor for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
+        written = written_tensors(func, args, kwargs)
         for tensor in written:
             self.before_write(tensor)
             self._keep_first_value(tensor)
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        if seeded and current_phase() == "backward" and draws_numbers(func, args, kwargs):
+        if traits.seeded and current_phase() == "backward" and draws_numbers(func, args, kwargs):
             raise CaptureError(
                 f"{func} draws random numbers in the backward, where a forward is computed again: they would be others",
-                where=self._where(func, frame),
+                where=self._where(traits.text, frame),
                 fix="leave what is computed again (torch.utils.checkpoint) without dropout, or keep its results",
             )
-        template = tuple(self._template(arg) for arg in args)
-        named = tuple((name, self._template(arg)) for name, arg in kwargs.items())
-        if torch.Tag.inplace_view in func.tags:
+        reads: list[int] = []
+        template = tuple([self._template(arg, reads) for arg in args])
+        named = tuple([(name, self._template(arg, reads)) for name, arg in kwargs.items()])
+        if traits.changes_view:
             return self._inplace_view(func, args, kwargs, template, frame)
         # Calls that draw random numbers keep their order: on the host each changes the generator, and in a capture each
         # is given the place in the stream of numbers that those issued before it left. Attention without dropout draws
         # none.
-        state = torch.get_rng_state() if seeded and not (self.counter or self.stand_in) else None
-        before = self.counter.allocations() if self.counter else 0
+        state = torch.get_rng_state() if traits.seeded and not (self.counter or self.stand_in) else None
         result = self._run(func, args, kwargs, frame)
-        after = self.counter.allocations() if self.counter else 0
         if state is None:
-            draws = seeded and draws_numbers(func, args, kwargs)
+            draws = traits.seeded and draws_numbers(func, args, kwargs)
         else:
             draws = kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
         returned = flat_tensors(result)
         known = len(self._storages)
         self._refuse_sparse(func, returned, frame)
-        outputs = tuple(-1 if tensor in self._slots else self._new_slot(tensor) for tensor in returned)
-        self._made.update(storage for slot in outputs if slot >= 0 and (storage := self._storage_of[slot]) >= known)
-        if self._reaches_device(func, tensors, returned, written, known):
-            self._calls.append(self._call(func, args, kwargs, tensors, returned, written, frame, draws))
+        outputs = tuple([-1 if self._slot_of(tensor) is not None else self._new_slot(tensor) for tensor in returned])
+        made = range(known, len(self._storages))
+        self._made.update(made)
+        fresh = [slot >= 0 and self._storage_of[slot] in made for slot in outputs]
+        reached = self._reaches_device(func, written, list(compress(returned, fresh)))
+        allocated = self._allocated
+        if self.counter and (reached or made):  # views allocate nothing, and to ask takes longer than to record them
+            self._allocated = self.counter.allocations()
+        if reached:
+            self._calls.append(self._call(traits, template, named, reads, written, returned, outputs, frame, draws))
             if self.counter and not self.stand_in:
-                made = {tensor.untyped_storage().data_ptr(): self._storage(tensor) for tensor in returned}
-                made = {address: storage for address, storage in made.items() if storage >= known}
-                self._windows.append(Window(before, after, made))
-            self._step(func, template, named, outputs, len(self._calls) - 1)
-        elif not written and returned and all(self._storage(tensor) >= known for tensor in returned):
+                new = compress(zip(returned, outputs, strict=True), fresh)
+                homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
+                self._windows.append(Window(allocated, self._allocated, homes))
+            self._step(func, template, named, outputs, places_of(result), reads, len(self._calls) - 1)
+        elif not written and returned and all(fresh):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
             # what it is modelled on may not be there yet.
             for tensor, slot in zip(returned, outputs, strict=True):
                 layout = (tuple(tensor.shape), tensor.stride())
                 options = (("dtype", tensor.dtype), ("device", tensor.device))
-                self._step(torch.ops.aten.empty_strided.default, layout, options, (slot,), None)
+                self._step(_EMPTY_STRIDED, layout, options, (slot,), ((),), (), None)
         else:
-            self._step(func, template, named, outputs, None)
-            if func is torch.ops.aten.lift_fresh.default:
+            self._step(func, template, named, outputs, places_of(result), reads, None)
+            if func is _LIFT_FRESH:
                 self._fresh.update((self._storage(tensor), tensor) for tensor in returned)
         return result
 
@@ -327,12 +343,13 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...],
         outputs: tuple[int, ...],
+        places: tuple[tuple[int, ...], ...],
+        reads: Sequence[int],
         call: int | None,
     ) -> None:
         if func is _RNN and torch.is_grad_enabled():
             func = _rnn_with_workspace
-        reads = tuple(dict.fromkeys(slots_in([*args, *(value for _, value in kwargs)])))
-        self._steps.append(Step(func, args, kwargs, outputs, reads, call))
+        self._steps.append(Step(func, args, kwargs, outputs, tuple(dict.fromkeys(reads)), call, places))
 
     def finish(self, outputs: Sequence[torch.Tensor], structure: Any) -> Recording:
         """The recording, once the model has returned ``outputs``."""
@@ -435,12 +452,13 @@ class _Recorder(TorchDispatchMode):
                 if writes:
                     self.before_write(tensor)
                     self._keep_first_value(tensor)
-        template = tuple(self._template(arg) for arg in launch.args)
-        keywords = tuple((name, self._template(value)) for name, value in launch.kwargs.items())
-        before = self.counter.allocations() if self.counter else 0
+        slots: list[int] = []
+        template = tuple([self._template(arg, slots) for arg in launch.args])
+        keywords = tuple([(name, self._template(value, slots)) for name, value in launch.kwargs.items()])
+        allocated = self._allocated
         result = self._run(launch.launch, launch.args, dict(launch.kwargs), frame)
-        after = self.counter.allocations() if self.counter else 0
         if self.counter:
+            self._allocated = self.counter.allocations()
             nodes, self._nodes = self._nodes, self.counter.nodes()
             if self._nodes == nodes:
                 return result  # a grid of nothing
@@ -456,14 +474,14 @@ class _Recorder(TorchDispatchMode):
         call = len(self._calls)
         made = tuple(dict.fromkeys(accesses))
         self._calls.append(Call(call, launch.name, texts, made, current_phase(), origins=origins, eager=eager))
-        self._windows.append(Window(before, after, {}))
-        self._step(launch.launch, template, keywords, (), call)
+        self._windows.append(Window(allocated, self._allocated, {}))
+        self._step(launch.launch, template, keywords, (), (), slots, call)
         return result
 
-    def _provenance(self, func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
+    def _provenance(self, operator: str, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
         if self._rewritten:
-            return self._rewritten.provenance(func, frame)
-        return (self._origin(func, frame),), ()
+            return self._rewritten.provenance(operator, frame)
+        return (self._origin(operator, frame),), ()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         self._inside += 1
@@ -506,19 +524,25 @@ class _Recorder(TorchDispatchMode):
 
     def _new_slot(self, tensor: torch.Tensor) -> int:
         slot = len(self._storage_of)
-        self._storage_of.append(self._storage(tensor))
-        self._ref_of.append(self._ref(tensor))
-        self._slots[tensor] = slot
-        self._slot_of_window[_window(tensor, self._ref_of[slot])] = slot
+        ref = self._ref(tensor)
+        self._storage_of.append(ref.storage)
+        self._ref_of.append(ref)
+        self._slots[id(tensor)] = weakref.ref(tensor), slot
+        self._slot_of_window[_window(tensor, ref)] = slot
         return slot
+
+    def _slot_of(self, tensor: torch.Tensor) -> int | None:
+        """Slot of this very tensor, if it has one."""
+        known = self._slots.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
     def _slot(self, tensor: torch.Tensor) -> int:
         """Slot of a tensor; one that no call made is a parameter, a buffer or a constant, and is kept."""
-        slot = self._slots.get(tensor)
+        slot = self._slot_of(tensor)
         if slot is None and storage_address(tensor) in self._storage_ids:
             # Autograd hands what it saved to the backward as another tensor on the same memory.
             slot = self._slot_of_window.get(_window(tensor, self._ref(tensor)))
-        return self._give(tensor) if slot is None else int(slot)
+        return self._give(tensor) if slot is None else slot
 
     def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
         known = storage_address(tensor) in self._storage_ids
@@ -542,90 +566,96 @@ class _Recorder(TorchDispatchMode):
     def _ref(self, tensor: torch.Tensor) -> TensorRef:
         itemsize = tensor.element_size()
         return TensorRef(
-            storage=self._storage(tensor),
-            offset=int(tensor.storage_offset()) * itemsize,
-            sizes=tuple(tensor.shape),
-            strides=tensor.stride(),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            itemsize=itemsize,
+            self._storage(tensor),
+            int(tensor.storage_offset()) * itemsize,
+            tuple(tensor.shape),
+            tensor.stride(),
+            _dtype_name(tensor.dtype),
+            itemsize,
         )
 
-    def _template(self, arg: Any) -> Any:
+    def _template(self, arg: Any, reads: list[int]) -> Any:
+        """``arg`` with slots for its tensors, which are added to ``reads``."""
         if isinstance(arg, torch.Tensor):
-            return Slot(self._slot(arg))
+            slot = self._slot(arg)
+            reads.append(slot)
+            return Slot(slot)
         if isinstance(arg, (list, tuple)):
-            return type(arg)(self._template(item) for item in arg) if type(arg) in (list, tuple) else list(arg)
+            kind = type(arg)
+            return kind([self._template(item, reads) for item in arg]) if kind in (list, tuple) else list(arg)
         return arg
 
     # -- calls -------------------------------------------------------------------------------------------------
 
     def _call(
         self,
-        func: Any,
+        traits: Traits,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        returned: list[torch.Tensor],
+        kwargs: tuple[tuple[str, Any], ...],
+        reads: list[int],
         written: list[torch.Tensor],
+        returned: list[torch.Tensor],
+        outputs: tuple[int, ...],
         frame: FrameType,
         draws: bool,
     ) -> Call:
-        accesses: list[Access] = []
-        for tensor in tensors:
-            accesses.append(Access(self._ref(tensor), write=False))
-        for tensor in written:
-            accesses.append(Access(self._ref(tensor), write=True))
-        for tensor in returned:
+        writes = [self._ref(tensor) for tensor in written]
+        for tensor, ref in zip(written, writes, strict=True):
+            slot = self._slot_of(tensor)
+            if slot is not None:
+                self._ref_of[slot] = ref  # what a call fills with its result may have been resized for it
+        accesses = [Access(self._ref_of[slot], False) for slot in reads]
+        accesses += [Access(ref, True) for ref in writes]
+        for tensor, slot in zip(returned, outputs, strict=True):
             # A result on memory that was there before is written too, marked by the schema or not.
             if not any(tensor is other for other in written):
-                accesses.append(Access(self._ref(tensor), write=True))
+                accesses.append(Access(self._ref_of[slot] if slot >= 0 else self._ref(tensor), True))
         if draws:
             accesses += self._generator_accesses()
-        inputs_constant = all(self._storage(tensor) in self._constant for tensor in tensors)
-        for tensor in returned:
-            storage = self._storage(tensor)
-            if inputs_constant and torch.Tag.nondeterministic_seeded not in func.tags:
-                self._constant.add(storage)
-        for tensor in written:
-            storage = self._storage(tensor)
-            self._written.add(storage)
+        storage_of = self._storage_of
+        inputs_constant = self._constant.issuperset([storage_of[slot] for slot in reads])
+        if inputs_constant and not traits.seeded:
+            self._constant.update([self._storage(tensor) for tensor in returned])
+        for ref in writes:
+            self._written.add(ref.storage)
             if not inputs_constant:
-                self._constant.discard(storage)
-        origins, eager = self._provenance(func, frame)
-        if current_phase() == "optimizer":
-            origins = self._owners_of(str(func), accesses) or origins
+                self._constant.discard(ref.storage)
+        origins, eager = self._provenance(traits.text, frame)
+        phase = current_phase()
+        if phase == "optimizer":
+            origins = self._owners_of(traits.text, accesses) or origins
         return Call(
             index=len(self._calls),
-            phase=current_phase(),
-            operator=str(func),
-            arguments=argument_texts(func, args, kwargs, self._storage),
+            phase=phase,
+            operator=traits.text,
+            arguments=argument_texts(traits.arguments, args, kwargs, storage_of),
             accesses=tuple(dict.fromkeys(accesses)),
             origins=origins,
             eager=eager,
         )
 
-    def _origin(self, func: Any, frame: FrameType) -> Origin:
+    def _origin(self, operator: str, frame: FrameType) -> Origin:
         if current_phase() == "backward":
             node: Any = torch._C._current_autograd_node()
             forward = self._forward_of_node.get(node._sequence_nr()) if node is not None else None
             if forward is None and node is None:  # the gradient of the loss itself, sums of gradients
                 forward = self._calls[-1].origins[0] if self._calls else None
             if forward is not None:
-                return replace(forward, operator=str(func))
+                return replace(forward, operator=operator)
         module, file, line = place_of(frame, self._modules)
-        return Origin(str(func), module, file, line)
+        return Origin(operator, module, file, line)
 
     def _where(self, func: Any, frame: FrameType) -> str:
         """Where what is refused runs, in words."""
-        origin, now = self._origin(func, frame), current_phase()
+        origin, now = self._origin(str(func), frame), current_phase()
         file, line = line_inside(frame) if now == "backward" else ("", 0)
         return (replace(origin, file=file, line=line) if file else origin).during(now)
 
-    def _remember_node(self, func: Any, frame: FrameType) -> None:
+    def _remember_node(self, operator: str, frame: FrameType) -> None:
         """Nodes that autograd has made since the last operator are those of the operator that runs now."""
         following = torch._C._autograd._get_sequence_nr()
         if following > self._next_node and current_phase() != "backward":
-            origin = self._origin(func, frame)
+            origin = self._origin(operator, frame)
             self._forward_of_node.update(dict.fromkeys(range(self._next_node, following), origin))
         self._next_node = following
 
@@ -641,23 +671,13 @@ class _Recorder(TorchDispatchMode):
         ref = TensorRef(self._generator, 0, (1,), (1,), "uint8", 1)
         return [Access(ref, write=False), Access(ref, write=True)]
 
-    def _reaches_device(
-        self,
-        func: Any,
-        tensors: list[torch.Tensor],
-        returned: list[torch.Tensor],
-        written: list[torch.Tensor],
-        known: int,
-    ) -> bool:
+    def _reaches_device(self, func: Any, written: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
         if self.counter:
             before, self._nodes = self._nodes, self.counter.nodes()
             return self._nodes > before
         if written:
             return any(tensor.numel() for tensor in written)
-        if makes_memory_only(func):
-            return False
-        fresh = [tensor for tensor in returned if self._storage(tensor) >= known]
-        return any(tensor.numel() for tensor in fresh)
+        return not makes_memory_only(func) and any(tensor.numel() for tensor in fresh)
 
     def _inplace_view(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...], frame: FrameType
@@ -679,16 +699,17 @@ class _Recorder(TorchDispatchMode):
         view = view_form(func)
         if view is None:
             view, template = torch.ops.aten.as_strided.default, (template[0], tuple(tensor.shape), tensor.stride())
-        self._step(view, template, (), (slot,), None)
+        self._step(view, template, (), (slot,), ((),), (template[0].index,), None)
         return result
 
     # -- refusals ----------------------------------------------------------------------------------------------
 
     def _refuse_dynamic(
-        self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> None:
-        checks = self.device.type != "cpu" and func._schema.name == "aten::_linalg_check_errors"
-        if torch.Tag.data_dependent_output in func.tags or checks:
+        tensors = flat_tensors([*args, *kwargs.values()])
+        checks = self.device.type != "cpu" and traits.name == "aten::_linalg_check_errors"
+        if traits.looks or checks:
             why, fix = (
                 "gives the host a value computed on the device",
                 "compute it on the device, or pass it as an input",
@@ -739,10 +760,9 @@ class _Recorder(TorchDispatchMode):
 
     # -- host constants in a device program --------------------------------------------------------------------
 
-    def _is_host_work(
-        self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _is_host_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Work on host tensors alone: their values are constants, since every input is on the device."""
+        tensors = flat_tensors([*args, *kwargs.values()])
         if tensors:
             return all(tensor.device.type == "cpu" for tensor in tensors)
         device = kwargs.get("device")
@@ -771,7 +791,7 @@ class _Recorder(TorchDispatchMode):
                 result = func(*args, **kwargs)
         known = len(self._storages)
         for tensor in flat_tensors(result):
-            if tensor not in self._slots:
+            if self._slot_of(tensor) is None:
                 storage = self._storage_of[self._give(tensor, "constant")]
                 self._constant.add(storage)
                 if storage >= known:

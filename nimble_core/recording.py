@@ -19,7 +19,18 @@ from nimble_core.allocations import Ask
 from nimble_core.program import Program, TensorRef
 from nimble_core.structure import Structure
 
-__all__ = ["Issuer", "Recording", "Slot", "Step", "collector_paused", "fill", "issuing", "slots_in"]
+__all__ = [
+    "Issuer",
+    "Recording",
+    "Slot",
+    "Step",
+    "collector_paused",
+    "fill",
+    "flat_tensors",
+    "issuing",
+    "places_of",
+    "slots_in",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class Step:
         outputs: slot of each tensor returned (flattened), -1 where it is an argument returned.
         reads: slots among the arguments.
         call: index of the call it is, None for a host step.
+        places: where each tensor lies in what is returned, as ``places_of``: operators leave out results that nobody
+            asked for.
     """
 
     func: Callable[..., Any]
@@ -48,6 +61,7 @@ class Step:
     outputs: tuple[int, ...]
     reads: tuple[int, ...]
     call: int | None
+    places: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +196,29 @@ def flat_tensors(result: Any) -> list[torch.Tensor]:
     """Tensors of an operator's result, in order; ``None`` and numbers left out."""
     if isinstance(result, torch.Tensor):
         return [result]
+    found: list[torch.Tensor] = []
     if isinstance(result, (list, tuple)):
-        return [tensor for item in result for tensor in flat_tensors(item)]
-    return []
+        for item in result:
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += flat_tensors(item)
+    return found
+
+
+def places_of(result: Any) -> tuple[tuple[int, ...], ...]:
+    """Where each of ``flat_tensors`` lies in an operator's result: the index to take, and of a list in it the next.
+
+    >>> places_of((None, torch.ones(1), [torch.ones(1), torch.ones(1)]))
+    ((1,), (2, 0), (2, 1))
+    >>> places_of(torch.ones(1))
+    ((),)
+    """
+    if isinstance(result, torch.Tensor):
+        return ((),)
+    if isinstance(result, (list, tuple)):
+        return tuple((at, *place) for at, item in enumerate(result) for place in places_of(item))
+    return ()
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 ``compare(model, x)`` measures and returns a ``Report``; ``plan(model, x)`` makes one without running a kernel;
 ``profile(...)`` and ``from_trace(path)`` show where the time goes in code that nobody wrapped; ``load(path)`` reads a
-saved report, without torch and without a GPU. Importing this package imports nothing heavy: names
-are fetched when first used.
+saved report, without torch and without a GPU; ``annotate(export, report)`` joins a profile of Nsight Systems to one.
+Importing this package imports nothing heavy: names are fetched when first used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from nimble_core import __version__
 if TYPE_CHECKING:
     from nimble_core.options import Options
     from nimble_viz.ablation import ablate
+    from nimble_viz.annotation import annotate
     from nimble_viz.comparison import compare
     from nimble_viz.file import load
     from nimble_viz.nvtx_ranges import annotated
@@ -29,6 +30,7 @@ __all__ = [
     "Report",
     "__version__",
     "ablate",
+    "annotate",
     "annotated",
     "compare",
     "from_trace",
@@ -42,6 +44,7 @@ _HOMES = {
     "Options": "nimble_core.options",
     "Report": "nimble_viz.report",
     "ablate": "nimble_viz.ablation",
+    "annotate": "nimble_viz.annotation",
     "annotated": "nimble_viz.nvtx_ranges",
     "compare": "nimble_viz.comparison",
     "from_trace": "nimble_viz.trace_files",

@@ -1,8 +1,9 @@
-"""The command line: ``compare`` a model, ``profile`` a script; ``show``, ``export``, ``diff``, ``gate``; ``doctor``.
+"""The command line: ``compare`` a model, ``profile`` a script; ``show``, ``export``, ``annotate``, ``diff``, ``gate``;
+``doctor``.
 
 Exit codes: 0 done, 1 the model could not be compared, a replay is wrong or the report file is damaged, 2 bad usage or
 input, 130 interrupted. ``gate``: 0 pass, 1 fail, 3 not decided, 2 all else. ``doctor``: 1 something needed is broken.
-``profile``: that of the script.
+``profile``: that of the script. ``annotate``: 1 if not everything matched.
 """
 
 from __future__ import annotations
@@ -219,6 +220,29 @@ def _export(given: argparse.Namespace) -> int:
     return 0
 
 
+def _annotate(given: argparse.Namespace) -> int:
+    from nimble_viz.annotation import annotate
+
+    with _files():
+        found = annotate(given.file, given.report, given.run_name)
+        if given.out is not None:
+            _write(found.report, given.out)
+        if given.csv is not None:
+            found.to_csv(given.csv)
+    sys.stdout.write(found.to_text())
+    return found.exit_code
+
+
+def _write(report: Report, out: Path) -> None:
+    """As a report, a page, or what else the name asks for."""
+    if out.suffix == ".nimble":
+        report.save(out)
+    elif out.suffix == ".html":
+        report.to_html(out)
+    else:
+        report.export(out)
+
+
 def _diff(given: argparse.Namespace) -> int:
     from nimble_viz.file import load
 
@@ -353,6 +377,21 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=("perfetto", "chrome", "nsys", "csv"), help="where OUT's suffix does not say"
     )
     export.set_defaults(run=_export)
+
+    annotated = commands.add_parser(
+        "annotate", help="join a profile of Nsight Systems, exported to SQLite, to the calls of a saved report"
+    )
+    annotated.add_argument("file", type=Path, metavar="PROFILE.sqlite", help="nsys export --type sqlite")
+    annotated.add_argument("--report", type=Path, metavar="REPORT", required=True, help="a report of the same model")
+    annotated.add_argument(
+        "-o", "--out", type=Path, metavar="OUT", help="write the report with the profile's replay: *.nimble, *.html, "
+        "or what export writes (*.pftrace, *.json, *.nsys-rep, a folder)",
+    )  # fmt: skip
+    annotated.add_argument("--csv", type=Path, metavar="PATH", help="write each kernel of each replay with its call")
+    annotated.add_argument(
+        "--plan", dest="run_name", default="", metavar="NAME", help="whose replays (default: the chosen plan's)"
+    )
+    annotated.set_defaults(run=_annotate)
 
     changed = commands.add_parser("diff", help="what changed between two saved reports")
     changed.add_argument("old", type=Path, metavar="OLD")

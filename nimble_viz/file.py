@@ -401,7 +401,8 @@ def _check_timeline(line: Timeline, size: int, where: str) -> None:
     _amounts((line.profiled_ns, line.unprofiled_ns), where)
     spans, streams = len(line.spans), len(line.streams)
     _require(streams in (0, spans), f"{where}.streams", f"{streams} device streams for {spans} spans")
-    _finite(line.streams, f"{where}.streams")
+    _require(len(line.nodes) in (0, spans), f"{where}.nodes", f"{len(line.nodes)} graph nodes for {spans} spans")
+    _finite((*line.streams, *line.nodes), f"{where}.streams, {where}.nodes")
     if line.check is not None:
         seen = line.check
         _amounts((seen.expected, seen.seen, seen.ambiguous, seen.unexpected), f"{where}.check")

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree
 
@@ -31,6 +31,8 @@ EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 """What the command line returns; 2 is left to bad usage: nothing was decided."""
 
 _MARKS: dict[Outcome, str] = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
+_NAMED = 3
+"""Places named by a count that is too high."""
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-!|&~])")
 # What XML 1.0 cannot hold, or would move a cursor.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -44,7 +46,8 @@ class Rules:
         min_speedup: least speed of the chosen run over that named by ``over``.
         over: the run that min_speedup is about: ``eager``, ``single``, a peer.
         max_syncs: most waits between streams in the chosen plan, as emitted where the captured graph was read.
-        max_host_syncs: most times that the eager run makes the host wait.
+        max_host_syncs: most times that the eager run, or one iteration of profiled code, makes the host wait for the
+            device: reads of values, operators whose size depends on data, blocking copies, synchronisations.
         max_calls: most calls that reach the device.
         max_bytes: most device memory that the chosen engine holds.
         max_slowdown: with a baseline, the most that the chosen run may take of what the baseline's took. It fails only
@@ -184,7 +187,8 @@ class Gate:
 def gate(
     report: Report, rules: Rules | None = None, *, baseline: Report | None = None, any_environment: bool = False
 ) -> Gate:
-    """Judge ``report`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's?
+    """Judge ``report`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's? The latter
+    not of a profile of code as it is: nothing runs there in eager's place.
 
     Args:
         report: what to judge.
@@ -198,7 +202,8 @@ def gate(
     """
     rules = rules or Rules()
     notes = _comparable(report, baseline, any_environment) if baseline else ()
-    verdicts = [_complete(report), _equal(report), *_absolute(report, rules)]
+    equal = [] if report.sampling else [_equal(report)]
+    verdicts = [_complete(report), *equal, *_absolute(report, rules)]
     if baseline:
         verdicts += [_slowdown(report, baseline, rules.max_slowdown), *_counts(report, baseline)]
     return Gate(report.model, context(report), tuple(verdicts), notes)
@@ -259,9 +264,10 @@ def _absolute(report: Report, rules: Rules) -> Iterator[Verdict]:
     if rules.min_speedup is not None:
         yield _speedup(report, rules.min_speedup, rules.over)
     held = dict(report.memory.engines).get(report.chosen) or None  # 0 is unknown
+    if rules.max_host_syncs is not None:
+        yield _host_syncs(report, "max_host_syncs", rules.max_host_syncs, "allowed")
     for rule, found, limit, unit in (
         ("max_syncs", _waits(report, report.chosen), rules.max_syncs, "waits between streams"),
-        ("max_host_syncs", host_sync_count(report), rules.max_host_syncs, "host synchronisations of the eager run"),
         ("max_calls", len(report.program.calls), rules.max_calls, "calls"),
         ("max_bytes", held, rules.max_bytes, "bytes"),
     ):
@@ -288,6 +294,16 @@ def _count(rule: str, found: int | None, limit: int, unit: str, word: str) -> Ve
     return Verdict(rule, "pass" if found <= limit else "fail", text, limit, found, found, found)
 
 
+def _host_syncs(report: Report, rule: str, limit: int, word: str) -> Verdict:
+    of = "one iteration" if report.sampling else "the eager run"
+    found = _count(rule, host_sync_count(report), limit, f"host synchronisations and blocking copies of {of}", word)
+    if found.outcome != "fail" or report.overhead is None:
+        return found
+    most = sorted(report.overhead.host_syncs, key=lambda sync: (-sync.count, -sync.total_ns, sync.kind, sync.source))
+    where = (f"{sync.kind}{f' at {sync.source}' if sync.source else ''}, {sync.count}" for sync in most[:_NAMED])
+    return replace(found, text=f"{found.text}: {'; '.join(where)}{'; …' if len(most) > _NAMED else ''}")
+
+
 def _waits(report: Report, policy: str) -> int | None:
     plan = report.schedule(policy)
     if plan is None:
@@ -299,12 +315,13 @@ def _waits(report: Report, policy: str) -> int | None:
 
 
 def _slowdown(report: Report, baseline: Report, most: float) -> Verdict:
-    was, now = baseline.measurement(baseline.chosen), report.measurement(report.chosen)
+    was, now = baseline.measurement(_chosen(baseline)), report.measurement(_chosen(report))
     if was is None or now is None:
         missing = "the baseline's" if was is None else "the report's"
         return Verdict("max_slowdown", "inconclusive", f"{missing} chosen run was not measured", most)
     found = across(now, was)  # speed of the old over the new: how much longer the new one takes
-    before, after = within(baseline, was.name), within(report, now.name)
+    # A profile has nothing beside it.
+    before, after = (None, None) if report.sampling else (within(baseline, was.name), within(report, now.name))
     # Over eager in the same rounds, so that a slower machine cancels.
     beside = before.low / after.high if before and after and after.high else math.inf
     outcome: Outcome = "pass" if found.high <= most else "inconclusive"
@@ -315,6 +332,11 @@ def _slowdown(report: Report, baseline: Report, most: float) -> Verdict:
     names = f"{label_run(report, now.name)} against the baseline's {label_run(baseline, was.name)}"
     times = f"{_interval(found.value, found.low, found.high)} its time, at most {format_ratio(most)} allowed"
     return Verdict("max_slowdown", outcome, f"{names}: {times}{why}", most, found.value, found.low, found.high)
+
+
+def _chosen(report: Report) -> str:
+    """The run to judge: of a profile of code as it is, that code."""
+    return "eager" if report.sampling else report.chosen
 
 
 def _counts(report: Report, baseline: Report) -> Iterator[Verdict]:
@@ -330,8 +352,7 @@ def _counts(report: Report, baseline: Report) -> Iterator[Verdict]:
         yield _count("baseline_syncs", found, waits, unit, word)
     syncs = host_sync_count(baseline)
     if syncs is not None:
-        unit = "host synchronisations of the eager run"
-        yield _count("baseline_host_syncs", host_sync_count(report), syncs, unit, word)
+        yield _host_syncs(report, "baseline_host_syncs", syncs, word)
 
 
 # As text.

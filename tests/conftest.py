@@ -12,6 +12,9 @@ from hypothesis import settings
 # What tests choose is not for the user's own processes, nor theirs for the tests.
 os.environ["NIMBLE_CACHE_DIR"] = tempfile.mkdtemp(prefix="nimble-choices-")
 
+# Tensors of tests are small: torch's threads wait for each other longer than they compute, most of all on busy cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -274,6 +274,22 @@ def test_warming_writes_nothing_and_keeps_no_choice_made_beside_others(
     assert main(*asked, suite=failing) == 1
 
 
+def test_several_jobs_warm_a_way_at_a_time(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warmed: list[tuple[str, tuple[str, ...]]] = []
+
+    def warming(row: Row, settings: Settings) -> dict[str, Any]:
+        warmed.append((row.model, row.peers))
+        return {"wall s": 1.0, "notes": {}}
+
+    suite = replace(SUITE, jobs={"warm": warming}, compiled=lambda row: ("searches", *row.peers[:1], "ours"))
+    asked = ("--out", str(out), "--models", "fine,raises", "--peers", "eager,searches", "--in-process", "--warm-only")
+    assert main(*asked, "--jobs", "1", suite=suite) == 0
+    assert warmed == [(name, ("searches", "eager", "ours")) for name in ("fine", "raises")]
+    warmed.clear()
+    assert main(*asked, "--jobs", "2", suite=suite) == 0
+    assert sorted(warmed) == [(name, (way,)) for name in ("fine", "raises") for way in ("eager", "ours")]
+
+
 def test_warming_says_of_each_row_what_took_how_long_and_which_are_left(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

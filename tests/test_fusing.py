@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from nimble_core.errors import CaptureError, DeviceError, InputError
 from nimble_core.nimble import Engine
 from nimble_core.pipeline import Stopwatch, check_inputs, record_static
 from nimble_core.plan import fingerprint, load_plan
-from nimble_core.program import Call, Program, Storage
+from nimble_core.program import Program
 from nimble_viz import load
 from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress
@@ -526,13 +525,3 @@ def test_a_function_around_a_module(model: nn.Module) -> None:
         found, expected = net(y), model(y)
     torch.testing.assert_close(found["out"], expected)
     assert torch.equal(found["same"], y)
-
-
-@pytest.mark.parametrize(
-    ("role", "dropout", "refused"), [("constant", "0.1", True), ("intermediate", "0.1", False), ("input", "0.0", False)]
-)
-def test_a_backward_whose_seeds_lie_elsewhere_is_not_tried_out(role: Any, dropout: str, refused: bool) -> None:
-    call = Call(0, "attention_backward", (("query", "%0"), ("philox_seed", "%1"), ("dropout_p", dropout)), ())
-    program = Program((call,), (Storage(8, "input", "x"), Storage(8, role, "")), (), ())
-    with pytest.raises(CaptureError, match="seeds") if refused else nullcontext():
-        fusing._refuse_seeds(program)

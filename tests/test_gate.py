@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from sample_reports import HOSTILE, RENDERED, fused_report, sample_report
+from sample_reports import HOSTILE, RENDERED, fused_report, profile_report, sample_report
 
 from nimble_core.errors import InputError
 from nimble_core.measurement import summarize
@@ -109,6 +109,41 @@ def test_counts_are_exact(more: int) -> None:
         ("max_syncs", "max_host_syncs", "max_calls", "max_bytes"), "pass" if more >= 0 else "fail"
     )
     assert found.exit_code == (0 if more >= 0 else 1)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_host_syncs_and_blocking_copies_of_code_as_it_is(most: int) -> None:
+    report = profile_report()
+    assert report.overhead is not None
+    assert [sync.kind for sync in report.overhead.host_syncs] == ["aten::item", "Memcpy HtoD (Pageable -> Device)"]
+    found = gate(report, Rules(max_host_syncs=most))
+    assert [one.rule for one in found.verdicts] == ["complete", "max_host_syncs"]  # nothing runs in eager's place
+    assert (found.exit_code, found.verdicts[1].value) == (0 if most >= 2 else 1, 2)
+    said = "host synchronisations and blocking copies of one iteration: 2"
+    where = "" if most >= 2 else ": aten::item, 1; Memcpy HtoD (Pageable -> Device), 1"
+    assert found.verdicts[1].text == f"{said}, allowed {most}{where}"
+
+
+def test_places_of_host_syncs_are_named_the_most_frequent_first() -> None:
+    report = sample_report()
+    assert report.overhead is not None
+    syncs = tuple(HostSync("aten::item", count, 1.0, f"train.py:{count}") for count in (1, 4, 2, 3))
+    report = replace(report, overhead=replace(report.overhead, host_syncs=syncs))
+    text = verdict(report, "max_host_syncs", Rules(max_host_syncs=9)).text
+    assert text.endswith(
+        "10, allowed 9: aten::item at train.py:4, 4; aten::item at train.py:3, 3; aten::item at train.py:2, 2; …"
+    )
+
+
+def test_a_profile_against_an_earlier_one() -> None:
+    old = replace(profile_report(), measurements=sample_report().measurements[:1])
+    assert {one.outcome for one in gate(old, baseline=old).verdicts} == {"pass"}
+    slow = slower(old, eager=2.0)
+    assert verdict(slow, "max_slowdown", baseline=old).outcome == "fail"
+    assert verdict(profile_report(), "max_slowdown", baseline=old).outcome == "inconclusive"
+    assert old.overhead is not None
+    fewer = replace(old, overhead=replace(old.overhead, host_syncs=old.overhead.host_syncs[:1]))
+    assert verdict(old, "baseline_host_syncs", baseline=fewer).outcome == "fail"
 
 
 def test_what_was_not_read_is_planned() -> None:

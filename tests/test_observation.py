@@ -53,6 +53,7 @@ def test_by_id_each_kernel_is_its_call_on_its_planned_stream() -> None:
     spans = [(span.lane, span.start_ns, span.end_ns, span.call) for span in seen.timeline.spans]
     assert spans == [(0, 0.0, 10.0, 0), (0, 12.0, 40.0, 1), (1, 13.0, 30.0, 2), (0, 42.0, 50.0, 3)]
     assert seen.timeline.streams == (7, 7, 9, 7)
+    assert seen.timeline.nodes == (1, 2, 3, 4)
     assert seen.timeline.reliable
     assert seen.timeline.note == ""
     assert seen.costs.ns == (10.0, 28.0, 17.0, 8.0)
@@ -112,6 +113,7 @@ def test_names_tell_nodes_that_differ() -> None:
     told = tell_by_order(without_ids(DIAMOND_RUN), DIAMOND, named("a", "b", "c", "d"), 1)
     assert seen_as(told) == {0: "a", 1: "b", 2: "c", 3: "d"}
     assert told.check == SelfCheck(4, 4, "name and order", 0)
+    assert made(told).timeline.nodes == ()
     assert made(told).timeline.note == "no graph node ids: kernels told by name and order, without doubt"
 
 

@@ -420,4 +420,5 @@ def test_the_lines_to_paste_are_python(case: str) -> None:
     lines = paste_lines(report)
     compile(lines, "pasted", "exec")
     assert max(map(len, lines.splitlines())) <= 58
-    assert all(line in plain_text(report, 60) for line in lines.splitlines())
+    shown = plain_text(report, 60)
+    assert all(line in shown for line in lines.splitlines())

@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, Busy, Deep, Norms, Wide, make
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError, NimbleError, NotStaticError
 from nimble_core.graph import CallGraph, build_graph, successors
+from nimble_core.operators import makes_memory_only, storage_address, written_tensors
 from nimble_core.preserve import run_preserved
 from nimble_core.program import Program
 from nimble_core.record import announced, record
@@ -380,6 +383,53 @@ def test_an_output_argument_that_is_resized() -> None:
     x = torch.randn(2, 2)
     recording = recorded(forward, x)
     assert torch.equal(reissued(recording, [x + 1])[0], forward(x + 1))
+    assert recording.program.calls[1].reads[0] == recording.program.calls[0].writes[0]
+    assert build_graph(recording.program).edges == ((0, 1),)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts as in a capture, on a device without memory, and how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = self.made = self.asked = 0
+        self.windows: Sequence[Window] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        new = {storage_address(result)} - {storage_address(arg) for arg in args if isinstance(arg, torch.Tensor)}
+        self.made += len(new)
+        self.calls += not makes_memory_only(func) and (bool(new) or bool(written_tensors(func, args, kwargs or {})))
+        return result
+
+    def nodes(self) -> int:
+        return self.calls
+
+    def allocations(self) -> int:
+        self.asked += 1
+        return self.made
+
+    def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
+        self.windows = windows
+        return ()
+
+    def outside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_allocations_are_told_apart_without_asking_for_views() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        a = x.relu().view(-1).view(4, 4)
+        b = torch.empty_like(a).copy_(a)
+        return b.t().neg()
+
+    x = torch.zeros(2, 8, device="meta")
+    with Allocations() as counter:
+        recording = record(forward, Signature((x,), {}), args=(x,), kwargs={}, counter=counter)
+    assert [call.label for call in recording.program.calls] == ["relu", "copy_", "neg"]
+    assert [(window.first, window.last) for window in counter.windows] == [(0, 1), (2, 2), (2, 3)]
+    assert len(recording.steps) == 7
+    assert counter.asked == 5  # at the start, after each call, and after memory that no call makes
 
 
 def test_a_branch_on_values_is_not_static() -> None:

@@ -109,6 +109,9 @@ def axis_note(report: Report) -> str:
         on_gpu = any(lane.kind in ("gpu", "stream") for line in measured for lane in line.lanes)
         clocks = "the GPU's clock, through CUPTI or torch.profiler" if on_gpu else "the host's clock"
         said.append(f"{'Kernels of all runs' if on_gpu else 'All runs'} are timed by {clocks}")
+    annotated = [label_run(report, line.run) for line in measured if line.clock.startswith("Nsight Systems")]
+    if annotated:
+        said.append(f"{', '.join(annotated)} in a run of its own, by Nsight Systems")
     simulated = [label_run(report, line.run) for line in report.timelines if line.source == "simulated"]
     if simulated:
         said.append(f"SIMULATED, not measured: {', '.join(simulated)}")

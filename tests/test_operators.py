@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nimble_core.operators import (
+    argument_texts,
+    copies_to_host,
+    shape_depends_on_data,
+    traits_of,
+    written_tensors,
+)
+from nimble_core.recording import Slot
+
+aten = torch.ops.aten
+
+
+def overloads() -> Iterator[Any]:
+    """Every operator of ATen's that has a schema."""
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+def test_traits_are_what_torch_says() -> None:
+    traits = traits_of(aten.addmm.default)
+    assert (traits.name, traits.text) == ("aten::addmm", "aten.addmm.default")
+    assert traits.arguments == ("self", "mat1", "mat2", "beta", "alpha")
+    assert (traits.seeded, traits.changes_view, traits.looks, traits.doubtful) == (False, False, False, False)
+    assert traits_of(aten.native_dropout.default).seeded
+    assert traits_of(aten.unsqueeze_.default).changes_view
+    assert traits_of(aten._local_scalar_dense.default).looks
+
+
+@pytest.mark.parametrize(
+    "func",
+    [aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.copy_.default],
+    ids=str,
+)
+def test_operators_that_may_make_the_host_wait_are_doubtful(func: Any) -> None:
+    assert traits_of(func).doubtful
+
+
+def test_no_other_operator_makes_the_host_wait() -> None:
+    mask = torch.zeros(2, dtype=torch.bool)
+    seen = 0
+    for func in overloads():
+        if not traits_of(func).doubtful:
+            seen += 1
+            assert not shape_depends_on_data(func, (mask, [mask]), {}), func
+            assert not copies_to_host(func, [mask.to("meta")], (mask,), {}), func
+    assert seen > 1000
+
+
+def test_texts_of_arguments_name_the_storages_of_slots() -> None:
+    texts = argument_texts(("tensors", "dim", "out"), ([Slot(0), Slot(2)], -1), (("out", Slot(1)),), [7, 8, 9])
+    assert texts == (("tensors", "[%7, %9]"), ("dim", "-1"), ("out", "%8"))
+
+
+def test_tensors_that_are_written() -> None:
+    x, y, mean = torch.ones(2), torch.ones(2), torch.ones(2)
+    assert written_tensors(aten.add.Tensor, (x, y), {}) == []
+    (written,) = written_tensors(aten.add.out, (x, y), {"out": mean})
+    assert written is mean
+    norm = (x, None, None, mean, y, True, 0.1, 1e-5)
+    assert [
+        tensor is other
+        for tensor, other in zip(written_tensors(aten.native_batch_norm.default, norm, {}), (mean, y), strict=True)
+    ] == [True, True]
+    assert written_tensors(aten.native_batch_norm.default, (*norm[:5], False, *norm[6:]), {}) == []
