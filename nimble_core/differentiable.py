@@ -5,8 +5,8 @@
 is until the backward has read it: on CUDA in the forward's own memory, so that there the next forward overwrites it.
 
 Gradients of parameters go into ``.grad`` past autograd's accumulation, which would copy or keep each of them singly:
-where there is none yet the engine's own tensor becomes ``.grad``, and another one is added to. Parameters with hooks,
-and calls of ``torch.autograd.grad``, get copies through autograd.
+where there is none yet the engine's own tensor becomes ``.grad``, and another one is added to. In autograd's graph are
+only those with hooks, which get copies; searches (``torch.autograd.grad``) for others are answered by ``searches``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from nimble_core.around import Around
 from nimble_core.devices.base import Device, Executable
@@ -35,6 +36,7 @@ from nimble_core.phases import phase
 from nimble_core.pipeline import Recorded, record_static, state_kept
 from nimble_core.program import Program, TensorRef
 from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import Structure, builder, flatten
@@ -251,6 +253,18 @@ class Backward:
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
     _node: Any = None
+    _hooked: frozenset[int] = frozenset()
+    _registered: int = -1
+    _flagged: list[torch.Tensor] = field(init=False)
+    _required: list[bool] = field(init=False)
+    _all: frozenset[int] = field(init=False)
+    _numbered: dict[int, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._flagged = [parameter for parameter, _, _ in self.flags]
+        self._required = [flag for _, _, flag in self.flags]
+        self._all = frozenset[int]().union(*self.reached)
+        self._numbered = dict(enumerate(self.parameters))
 
     @property
     def executable(self) -> Executable:
@@ -264,9 +278,10 @@ class Backward:
 
     def unlike(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> str:
         """What wants a gradient, or is cast, other than when this was prepared; empty if nothing."""
-        for parameter, name, flag in self.flags:
-            if parameter.requires_grad is not flag:
-                return f"parameter {name} was {'trained' if flag else 'frozen'} then, and is not now"
+        if list(map(_trained, self._flagged)) != self._required:
+            changed = (one for one in self.flags if one[0].requires_grad is not one[2])
+            _, name, flag = next(changed)
+            return f"parameter {name} was {'trained' if flag else 'frozen'} then, and is not now"
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad and position not in self.leaves:
                 return f"{names[position]} required no gradient then, and does now"
@@ -286,7 +301,27 @@ class Backward:
         # torch's own ``apply`` looks through all arguments for those of a transform that is over.
         transformed = torch._C._are_functorch_transforms_active()
         apply = _Replay.apply if transformed else super(torch.autograd.Function, _Replay).apply
-        return list(apply(self, run, self._anchor, len(tensors), *tensors, *self.parameters))  # type: ignore[no-untyped-call]  # torch's has no types
+        # Transforms, and reducers of processes that train together, look for parameters in the graph itself.
+        alone = not (transformed or _distributed()) and searches_are_answered()
+        linked = sorted(self.hooked()) if alone else range(len(self.parameters))
+        reached = [self.parameters[at] for at in linked]
+        return list(apply(self, run, self._anchor, linked, len(tensors), *tensors, *reached))  # type: ignore[no-untyped-call]  # torch's has no types
+
+    def hooked(self) -> frozenset[int]:
+        """Parameters, by position, with a hook that waits for their gradient."""
+        registered = RemovableHandle.next_id  # read before hooks are: who registers meanwhile is noticed
+        if self._hooked or registered != self._registered:
+            waiting = zip(map(_hooks, self.parameters), map(_late_hooks, self.parameters), strict=True)
+            self._hooked = frozenset(at for at, (early, late) in enumerate(waiting) if early or late)
+            self._registered = registered
+        return self._hooked
+
+    def behind(self, linked: Collection[int]) -> Behind | None:
+        """Parameters that the graph does not lead to; None if it leads to all."""
+        if len(linked) == len(self.parameters):
+            return None
+        tensors = {at: one for at, one in self._numbered.items() if at not in linked} if linked else self._numbered
+        return Behind(tensors, self._anchor)
 
     def own(self, made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The model's outputs among what the forward makes, as the caller's."""
@@ -304,7 +339,8 @@ class Backward:
         with torch.no_grad():
             # On CUDA gradients always are the same memory: what is in use there would be overwritten.
             mine = cast(_Fixed, self.executable).outputs if self.fixed else ()
-            used = [at for at, one in enumerate(map(_gradient, self.parameters)) if mine and one is mine[at]]
+            held = list(map(_gradient, self.parameters))
+            used = [at for at, one in enumerate(held) if one is not None and one is mine[at]] if mine else []
             before = [mine[at].clone() for at in used]
             found = list(self.executable.run([*inputs, *saved], static=True))
             # What follows is the host's, while the device is busy.
@@ -313,21 +349,22 @@ class Backward:
             wanted = self.wanted(given)
             taken = self._taken(wanted) if accumulate else frozenset[int]()
             self._keep(dict(zip(used, before, strict=True)), found, taken)
-            self._accumulate(found, taken.difference(used))
+            self._accumulate(held, found, taken.difference(used))
         return [
             None if at in taken or at not in wanted else self._handed(gradient) for at, gradient in enumerate(found)
         ]
 
     def wanted(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
         """Gradients, by position, that these gradients of the outputs reach."""
+        if all(one is not None for one in given):
+            return self._all
         return frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
 
     def _taken(self, wanted: frozenset[int]) -> frozenset[int]:
         """Parameters whose gradients go into ``.grad`` without autograd: those that no hook waits for."""
-        waiting = zip(map(_hooks, self.parameters), map(_late_hooks, self.parameters), strict=True)
-        hooked = {at for at, (early, late) in enumerate(waiting) if early or late}
-        trained = {at for at, one in enumerate(map(_trained, self.parameters)) if one}
-        return (wanted & trained) - hooked
+        trained = list(map(_trained, self.parameters))
+        wanted = wanted.intersection(self._numbered) - self.hooked()
+        return wanted if all(trained) else frozenset(at for at in wanted if trained[at])
 
     def _keep(self, before: Mapping[int, torch.Tensor], found: Sequence[torch.Tensor], taken: frozenset[int]) -> None:
         """Where ``.grad`` was the memory that the replay has written anew: add what was there, or put it elsewhere."""
@@ -337,14 +374,16 @@ class Backward:
         for at in before.keys() - taken:
             self.parameters[at].grad = before[at]
 
-    def _accumulate(self, found: Sequence[torch.Tensor], taken: Iterable[int]) -> None:
+    def _accumulate(
+        self, held: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor], taken: Iterable[int]
+    ) -> None:
         sums, new = [], []
         for at in taken:
-            parameter = self.parameters[at]
-            if parameter.grad is None:
-                parameter.grad = found[at]
+            gradient = held[at]
+            if gradient is None:
+                self.parameters[at].grad = found[at]
             else:
-                sums.append(parameter.grad)
+                sums.append(gradient)
                 new.append(found[at])
         if sums:
             torch._foreach_add_(sums, new)
@@ -377,6 +416,10 @@ class Backward:
             )
         pending.done = True
 
+    def name(self, at: int) -> str:
+        """Of a parameter."""
+        return next(name for parameter, name, _ in self.flags if parameter is self.parameters[at])
+
     def versions(self) -> list[int]:
         """How often each parameter was written, as far as that shows (fused optimizers do not count)."""
         return list(map(_version, self.parameters))
@@ -386,6 +429,10 @@ class Backward:
         if self._node is None:
             self._node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         return bool(torch._C._will_engine_execute_node(self._node))
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _casts(device: str) -> torch.dtype | None:
@@ -398,13 +445,16 @@ def _autocast(casts: torch.dtype | None) -> str:
 
 
 class _Replay(torch.autograd.Function):
-    """Joins the two replays in autograd's graph. Parameters are among its inputs so that they can be searched for."""
+    """Joins the two replays in autograd's graph, in which only ``linked`` ones of the parameters are."""
 
     @staticmethod
-    def forward(ctx: Any, half: Backward, run: Run, anchor: torch.Tensor, count: int, *rest: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, half: Backward, run: Run, anchor: torch.Tensor, linked: Sequence[int], count: int, *rest: torch.Tensor
+    ) -> Any:
         tensors = rest[:count]
         made = run(tensors)
-        ctx.half, ctx.count = half, count
+        ctx.half, ctx.count, ctx.linked = half, count, linked
+        ctx.behind = half.behind(linked)
         ctx.pending, ctx.round = half.begin()
         ctx.versions = half.versions()
         ctx.set_materialize_grads(False)
@@ -419,6 +469,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         half: Backward = ctx.half
+        behind: Behind | None = ctx.behind
         if torch.is_grad_enabled():
             raise InputError(
                 "a replayed backward cannot be differentiated itself (create_graph=True)",
@@ -431,14 +482,23 @@ class _Replay(torch.autograd.Function):
                 "a parameter was written between the forward and its backward, which reads it",
                 fix="call backward() before optimizer.step()",
             )
+        late = half.hooked().difference(ctx.linked)
+        if late:
+            raise InputError(
+                f"{half.name(min(late))} got a hook between the forward and its backward, which would pass it by",
+                fix="register hooks before the forward",
+            )
         given = [gradients[at] for at in half.differentiable]
-        found = half.replay(given, saved, accumulate=half.everything_is_wanted())
+        asked = behind is not None and behind.asked
+        found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted())
+        if behind is not None and asked:
+            behind.found = {at: one for at in behind.tensors if (one := found[at]) is not None}
         if any(one is None for one in given):
             wanted = half.wanted(given)
             _spare_hooks(one for at, one in enumerate(half.parameters) if at not in wanted)
-        count = len(half.parameters)
-        leaves = dict(zip(half.leaves_present, found[count:], strict=True))
-        return None, None, None, None, *(leaves.get(at) for at in range(ctx.count)), *found[:count]
+        leaves = dict(zip(half.leaves_present, found[len(half.parameters) :], strict=True))
+        ahead = (None,) * 5
+        return *ahead, *(leaves.get(at) for at in range(ctx.count)), *(found[at] for at in ctx.linked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,141 @@
+"""Searches for gradients: ``torch.autograd.grad`` and ``backward(inputs=...)``, answered for parameters out of reach.
+
+A replayed backward puts gradients of parameters into ``.grad`` by itself. If autograd's graph led to each parameter as
+well, its engine would look at each of them after every backward, for about 2 µs apiece, to hand on nothing. So the
+graph ends at the replay, and whoever searches for a parameter behind it is answered here: the replay is asked for what
+it would have put into ``.grad``, and that is added to what the engine finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+__all__ = ["Behind", "searches_are_answered"]
+
+_NAMES = ("grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
+"""Arguments of autograd's engine after its outputs."""
+
+
+@dataclass(slots=True)
+class Behind:
+    """Tensors behind a node of autograd's graph that no edge leads to; the node keeps it as ``behind``.
+
+    Args:
+        tensors: leaves that the node computes gradients of, by position.
+        anchor: a leaf that an edge does lead to: the engine runs the node to find its gradient, which is none.
+        asked: whether the node is to leave gradients in ``found`` this time.
+        found: gradients by position.
+    """
+
+    tensors: dict[int, torch.Tensor]
+    anchor: torch.Tensor
+    asked: bool = False
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@cache
+def searches_are_answered() -> bool:
+    """Whether searches are seen before they begin, which they are from now on if torch has not changed in between."""
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None:
+        return False
+    setattr(torch.autograd, "_engine_run_backward", _answering(run))  # noqa: B010  # torch's own stub lacks it
+    return True
+
+
+def _answering(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine's run, with the gradients of tensors that lie behind its graph."""
+
+    @wraps(run)
+    def answering(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(_NAMES, args, strict=False)) | kwargs
+        inputs = given.get("inputs")
+        if not inputs:  # all gradients are wanted
+            return run(outputs, *args, **kwargs)
+        sought = [_leaf(one) for one in inputs]
+        behind = [one for one in _behind(outputs) if not _ids(one.tensors.values()).isdisjoint(_ids(sought))]
+        if not behind:
+            return run(outputs, *args, **kwargs)
+        anchors = {id(one.anchor): one.anchor for one in behind}
+        asked = given | {"inputs": (*inputs, *anchors.values()), "allow_unreachable": True}
+        for one in behind:
+            one.asked = True
+        try:
+            found = run(outputs, **asked)
+            added = [_added(one, behind) for one in sought]
+        finally:
+            for one in behind:
+                one.asked = False
+                one.found.clear()
+        if given.get("accumulate_grad"):
+            for leaf, gradient in zip(sought, added, strict=True):
+                _accumulate(leaf, gradient)
+            return found
+        result = [_sum(one, more) for one, more in zip(found, added, strict=False)]
+        if not given.get("allow_unreachable") and any(one is None for one in result):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if"
+                " this is the desired behavior."
+            )
+        return tuple(result)
+
+    return answering
+
+
+def _leaf(one: Any) -> torch.Tensor | None:
+    """The tensor that is sought, which may be named by its edge."""
+    if isinstance(one, torch.Tensor):
+        return one
+    return getattr(one.node, "variable", None)
+
+
+def _ids(tensors: Iterable[torch.Tensor | None]) -> set[int]:
+    return {id(one) for one in tensors if one is not None}
+
+
+def _behind(outputs: Iterable[Any]) -> list[Behind]:
+    """All that lies behind the graph of ``outputs``."""
+    pending = [one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in outputs]
+    seen: set[Any] = set()
+    found: list[Behind] = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        behind = getattr(node, "behind", None)
+        if isinstance(behind, Behind):
+            found.append(behind)
+        pending += [following for following, _ in node.next_functions]
+    return found
+
+
+def _added(leaf: torch.Tensor | None, behind: Iterable[Behind]) -> torch.Tensor | None:
+    """Sum of what nodes have left for a tensor; None if nothing."""
+    total = None
+    for one in behind:
+        for at, tensor in one.tensors.items():
+            if tensor is leaf:
+                total = _sum(total, one.found.get(at))
+    return total
+
+
+def _accumulate(leaf: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+    if leaf is None or gradient is None:
+        return
+    if leaf.grad is None:
+        leaf.grad = gradient
+    else:
+        with torch.no_grad():
+            leaf.grad += gradient
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
