@@ -7,7 +7,8 @@ A row is one task, precision and batch, measured in a process of its own. A step
 and optimizer on data that lie on the device; data are synthetic. Each way to take it has a model and an optimizer of
 its own, from the same values: eager; ours, the whole step as one engine and as a drop-in for the model; and the peers,
 each with the fastest optimizer that it can use. Samples go from the call to the finished result, each after an untimed
-one of the same. Where there is a GPU, tuned eager comes first, since cuDNN keeps one choice for each convolution.
+one of the same; others are of ten steps in a row that nothing waits for in between, as training does. Where there is a
+GPU, tuned eager comes first, since cuDNN keeps one choice for each convolution.
 
 Right is who learns what eager learns: the losses of the first 20 steps are held against eager's. Where nothing is drawn
 at random, the bound is what rounding alone does: how far eager is from itself when each result is moved by about its
@@ -118,6 +119,8 @@ PRODUCTS = ("BERT-base 128",)
 HEADLINE = "MobileNetV2 CIFAR"
 STEPS = 20
 ROUNDS = 201
+IN_A_ROW = 10
+"""Steps of a sample in which only the last is waited for."""
 _SEEDS = 64
 _WARM_UPS = 3
 
@@ -622,12 +625,18 @@ class _Run:
         with torch.autograd.set_multithreading_enabled(False), perturbed(seed):
             return self._curve(one, seed, False)
 
-    def timed(self, seconds: float) -> dict[str, Measurement]:
-        """Every way in turn, on one batch, from the same start; beside them bare replays of ours."""
+    def timed(self, seconds: float, steps: int = 1) -> dict[str, Measurement]:
+        """Every way in turn, on one batch, from the same start; beside them bare replays of ours.
+
+        Args:
+            seconds: to take at most.
+            steps: that make a sample.
+        """
         runs = {name: self._once(name, one) for name, one in self.prepared.items()}
         ours = self.prepared.get(OURS)
         if ours is not None and ours.engine is not None:
             runs[REPLAY] = ours.engine.executable.replay
+        runs = {name: _repeated(run, steps) for name, run in runs.items()}
         for one in self.prepared.values():
             one.reset(self.values)
         times = interleave(
@@ -657,6 +666,34 @@ class _Run:
         gc.unfreeze()
         while self.prepared:
             self.prepared.popitem()[1].close()
+
+
+def _repeated(run: Callable[[], object], times: int) -> Callable[[], object]:
+    def repeated() -> None:
+        for _ in range(times):
+            run()
+
+    return run if times == 1 else repeated
+
+
+def _compared(times: Mapping[str, Measurement]) -> dict[str, dict[str, Any]]:
+    """How much faster each of our ways is than each other."""
+    return {
+        way: {
+            name: asdict(ratio(times[mine], one))
+            for name, one in times.items()
+            if name not in NOT_PEERS and mine in times
+        }
+        for way, mine in WAYS.items()
+    }
+
+
+def _of_one_step(one: Measurement) -> dict[str, Any]:
+    found = figures(one)
+    return found | {
+        "median us": found["median us"] / IN_A_ROW,
+        "quartiles us": [quartile / IN_A_ROW for quartile in found["quartiles us"]],
+    }
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
@@ -740,6 +777,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
                 learned[name] = run.attempt(name, given)
         with watch("samples"):
             times = run.timed(settings.seconds)
+            in_a_row = run.timed(settings.seconds, IN_A_ROW)
         engines = {name: one.engine for name, one in run.prepared.items()}
         with watch("limit"):
             ours = _about(row, stamp, engines.get(OURS), device, times.get(REPLAY))
@@ -751,13 +789,11 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
             "data": "synthetic",
             "environment": asdict(finish(stamp)),
             "times": {name: figures(one) for name, one in times.items()},
-            "speed": {
-                way: {
-                    name: asdict(ratio(times[mine], one))
-                    for name, one in times.items()
-                    if name not in NOT_PEERS and mine in times
-                }
-                for way, mine in WAYS.items()
+            "speed": _compared(times),
+            "in a row": {
+                "steps": IN_A_ROW,
+                "times": {name: _of_one_step(one) for name, one in in_a_row.items()},
+                "speed": _compared(in_a_row),
             },
             "losses": {
                 "eager": {
@@ -930,15 +966,20 @@ def summary(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows.values():
         groups.setdefault(f"{'CIFAR' if _small(row['model']) else 'large'}, {row['dtype']}", []).append(row)
+
+    def over_all(members: Sequence[dict[str, Any]], where: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> Any:
+        def speed(over: str, way: str) -> Iterator[float | None]:
+            known = ((row, where(row)) for row in members if equal(row, way))
+            return (speed_of(found, over, way) for _, found in known if found)
+
+        return {over: {way: mean(speed(over, way)) for way in WAYS} for over in (BEST, "eager", *PEERS)}
+
     distances = {key: limit for key, row in rows.items() if (limit := row["ours"].get("limit"))}
     return {
         "rows": len(rows),
-        "speed over": {
-            group: {
-                over: {way: mean(speed_of(row, over, way) for row in members if equal(row, way)) for way in WAYS}
-                for over in (BEST, "eager", *PEERS)
-            }
-            for group, members in sorted(groups.items())
+        "speed over": {group: over_all(members, lambda row: row) for group, members in sorted(groups.items())},
+        "speed in a row over": {
+            group: over_all(members, lambda row: row.get("in a row")) for group, members in sorted(groups.items())
         },
         "targets": targets(rows),
         "distance to limit": {
@@ -1037,9 +1078,15 @@ def line(key: str, row: Mapping[str, Any]) -> str:
             ours.append(f"{way} left out: {row['ways'][name]['note'][:80]}")
     limit = row["ours"].get("limit")
     far = f"  {limit['distance']:.2f} of limit" if limit else ""
+    again = row.get("in a row")
+    throughput = (
+        [f"{way} {speed_of(again, BEST, way):.2f}x" for way, name in WAYS.items() if name in again["times"]]
+        if again
+        else []
+    )
     return (
         f"{key:38} eager {times['eager']['median us']:8.0f}  {best} {times[best]['median us']:.0f}  "
-        f"{'  '.join(ours)}{far}  took {row['wall s']:.0f} s"
+        f"{'  '.join(ours)}{far}  in a row {', '.join(throughput) or '–'}  took {row['wall s']:.0f} s"
     )
 
 
@@ -1091,11 +1138,12 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """The summary in sentences."""
     found = summary(rows)
     lines = []
-    for group, means_ in found["speed over"].items():
-        for over, ways in means_.items():
-            known = [f"{way} {one['value']:.3f}x ({one['rows']} rows)" for way, one in ways.items() if one["rows"]]
-            if known:
-                lines.append(f"{group}: geometric mean over {over}: {', '.join(known)}")
+    for key, how in (("speed over", ""), ("speed in a row over", f", {IN_A_ROW} steps in a row")):
+        for group, means_ in found[key].items():
+            for over, ways in means_.items():
+                known = [f"{way} {one['value']:.3f}x ({one['rows']} rows)" for way, one in ways.items() if one["rows"]]
+                if known:
+                    lines.append(f"{group}{how}: geometric mean over {over}: {', '.join(known)}")
     for target in found["targets"]:
         for way in WAYS:
             one = target[way]

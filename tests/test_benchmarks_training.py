@@ -90,6 +90,14 @@ def test_a_row_says_who_took_how_long_and_who_learns_what_eager_learns(row: dict
         assert training.equal(row, way)
         assert len(row["losses"][name]["losses"]) == training.STEPS
         assert row["losses"][name]["error from float64"] < 1e-3
+    again = row["in a row"]
+    assert set(again["times"]) == set(row["times"])
+    assert again["steps"] > 1
+    for way, name in training.WAYS.items():
+        medians = again["times"]["eager"]["median us"], again["times"][name]["median us"]
+        assert again["speed"][way]["eager"]["value"] == pytest.approx(medians[0] / medians[1])
+        assert medians[0] < 5 * row["times"]["eager"]["median us"], "of one step, not of all"
+    assert summary({"a": row})["speed in a row over"]["CIFAR, float32" if "CIFAR" in row["model"] else "large, float32"]
     assert (row["batch"], row["run"], row["data"]) == (4, "r1", "synthetic")
     assert all(one["prepare s"] > 0 for one in row["ways"].values() if one["measured"])
     assert {"eager", "lessons", OURS, DROP_IN, "eager-tuned", "samples", "limit"} <= set(row["spent s"])
