@@ -9,6 +9,7 @@ it would have put into ``.grad``, and that is added to what the engine finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
@@ -44,8 +45,18 @@ def searches_are_answered() -> bool:
     run = getattr(torch.autograd, "_engine_run_backward", None)
     if run is None:
         return False
-    setattr(torch.autograd, "_engine_run_backward", _answering(run))  # noqa: B010  # torch's own stub lacks it
+    answering = _answering(run)
+    _pass_by(answering)
+    setattr(torch.autograd, "_engine_run_backward", answering)  # noqa: B010  # torch's own stub lacks it
     return True
+
+
+def _pass_by(function: Any) -> None:
+    """Where code around a backward is compiled, let Dynamo not look into this, as it does not into what was there."""
+    frames: Any = torch._C._dynamo.eval_frame
+    with suppress(AttributeError):  # one graph break more
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def _answering(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,3 +174,35 @@ def test_without_a_way_to_answer_all_parameters_are_in_the_graph(
     out = net(torch.randn(3, 4)).sum()
     assert node_count(out) == 3 + 4
     assert all(one is not None for one in torch.autograd.grad(out, list(net.parameters())))
+
+
+COMPILED = """
+import torch
+from torch._dynamo.utils import counters
+from nimble_core.searches import searches_are_answered
+
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+
+def step(x):
+    loss = (weight * x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+for _ in range(2):
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        compiled(torch.ones(3))
+    print(sum(counters["graph_break"].values()))
+    searches_are_answered()
+"""
+
+
+def test_code_that_is_compiled_around_a_backward_breaks_no_more_often() -> None:
+    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120, check=True)
+    before, after = map(int, run.stdout.split())
+    assert before == after
+    assert before > 0, "else nothing is traced around it"
