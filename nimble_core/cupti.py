@@ -37,7 +37,7 @@ class Activity:
         start_ns: on CUPTI's clock.
         end_ns: likewise.
         stream: stream id as CUPTI saw it.
-        node: low 32 bits of the graph node id, 0 outside graphs.
+        node: low 32 bits of the graph node id: the node's place in its graph, from 0. -1 outside graphs, or unknown.
         grid: blocks per dimension.
         block: threads per dimension.
         registers: per thread.
@@ -118,7 +118,7 @@ def available() -> bool:
 
 
 def node_id(node: int) -> int:
-    """Low 32 bits of CUPTI's id of a graph node (raw handle); -1 if CUPTI is not available."""
+    """A node's place in its graph (raw handle), as ``Activity.node`` has it; -1 if CUPTI is not available."""
     cupti = _cupti()
     return int(cupti.get_graph_node_id(node)) & 0xFFFFFFFF if cupti else -1
 
@@ -183,7 +183,8 @@ def _activity(kind: str, record: Any, row: tuple[Any, ...]) -> Activity:
     if at is None:
         at = _fields[type(record)] = {name: place for place, name in enumerate(record._data.dtype.names)}
     start, end, stream = row[at["start"]], row[at["end"]], row[at["stream_id"]]
-    node = row[at["graph_node_id"]] & 0xFFFFFFFF
+    node_id = row[at["graph_node_id"]]  # in the upper half the graph; 0 as a whole outside graphs
+    node = node_id & 0xFFFFFFFF if node_id else -1
     if kind != "kernel":
         return Activity(kind, kind, start, end, stream, node)
     pointer = row[at["name"]]

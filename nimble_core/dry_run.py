@@ -30,7 +30,7 @@ from nimble_core.structure import builder, flatten
 
 __all__ = ["dry_run"]
 
-_TORCH_ROOT = torch.__path__[0]
+_TORCH_ROOT = f"{torch.__path__[0]}/"
 _NO_VALUES = ("FakeTensor", "data pointer", "tensor subclass")  # in what torch says of .numpy(), .data_ptr() and others
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 

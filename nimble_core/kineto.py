@@ -27,7 +27,7 @@ def unavailable() -> str:
 def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:
     """Run ``run`` and return what the graphs that it launched did on the GPU, sorted by start.
 
-    Node ids, launch shapes and registers are unknown: zeros.
+    Nodes are unknown (-1), launch shapes and registers too (zeros).
 
     Args:
         run: launches graphs.
@@ -62,5 +62,5 @@ def _activity(event: Any) -> Activity:
     name, start = event.name(), event.start_ns()
     kind = next((one for one in ("memcpy", "memset") if name.lower().startswith(one)), "kernel")
     return Activity(
-        kind, name if kind == "kernel" else kind, start, start + event.duration_ns(), event.device_resource_id(), 0
+        kind, name if kind == "kernel" else kind, start, start + event.duration_ns(), event.device_resource_id(), -1
     )

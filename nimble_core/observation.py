@@ -73,9 +73,11 @@ def tell_by_id(seen: Sequence[Activity], raw: RawGraph, ids: Mapping[int, int], 
     by_node: dict[int, list[Activity]] = {}
     unknown: list[Activity] = []
     for activity in seen:
+        if activity.node < 0:  # work outside graphs: torch sets the random state before each replay, for one
+            continue
         if activity.node in ids:
             by_node.setdefault(ids[activity.node], []).append(activity)
-        elif activity.node:  # 0 is work outside graphs: torch sets the random state before each replay, for one
+        else:
             unknown.append(activity)
     first = min((of[0].start_ns for of in by_node.values()), default=0)
     strangers = sum(one.start_ns >= first for one in unknown)  # before: what CUPTI handed over late of another graph
@@ -163,7 +165,7 @@ def observation(
         first = runs[node][0]
         shape = (first.grid, first.block) if any(first.grid) or not launches else _shape(launches[node])
         name, size = short_kernel_name(first.name), (first.registers, first.shared_bytes)
-        kernels.append(Kernel(call, name, *shape, *size, first.node or -1, middle))
+        kernels.append(Kernel(call, name, *shape, *size, first.node, middle))
     source = f"{clock.partition(' ')[0]}, kernels of {replays} replays of policy {schedule.policy}"
     shaped = all(any(one.grid) for one in kernels if one.name not in TIMED)
     costs = Costs(

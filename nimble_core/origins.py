@@ -12,8 +12,9 @@ import torch
 
 __all__ = ["line_inside", "module_paths", "pass_over", "place_of"]
 
-_TORCH_ROOT = torch.__path__[0]
-_passed: tuple[str, ...] = (_TORCH_ROOT, __file__.rpartition("/")[0])
+# With the slash: torchvision's code is not torch's.
+_TORCH_ROOT = f"{torch.__path__[0]}/"
+_passed: tuple[str, ...] = (_TORCH_ROOT, f"{__file__.rpartition('/')[0]}/")
 
 
 def module_paths(model: Callable[..., Any]) -> dict[int, str]:
@@ -26,7 +27,7 @@ def module_paths(model: Callable[..., Any]) -> dict[int, str]:
 def pass_over(directory: str) -> None:
     """Code in this directory stands for nobody, like torch's and this package's: lines are those of its callers."""
     global _passed
-    _passed = (*dict.fromkeys((*_passed, directory)),)
+    _passed = (*dict.fromkeys((*_passed, f"{directory.rstrip('/')}/")),)
 
 
 def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:

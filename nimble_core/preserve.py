@@ -24,7 +24,7 @@ from nimble_core.operators import has_memory, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
 
-__all__ = ["Guard", "Saved", "installed_by_runs", "preserved", "random_state_kept", "run_preserved"]
+__all__ = ["Guard", "Saved", "installed_by_runs", "only_watches", "preserved", "random_state_kept", "run_preserved"]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -40,6 +40,11 @@ def installed_by_runs(hook: object) -> bool:
     Such hooks belong to the forward, and with it to what was recorded: libraries install theirs when first run.
     """
     return _code(hook) in _installed
+
+
+def only_watches(hook: Callable[..., Any]) -> None:
+    """Let replays pass ``hook`` by: it neither changes nor needs what the model computes."""
+    _installed.add(_code(hook))
 
 
 def _code(hook: Any) -> Any:

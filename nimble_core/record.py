@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, compress
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, Protocol
 
@@ -73,6 +74,8 @@ def _rnn_with_workspace(*args: Any, **kwargs: Any) -> Any:
         return _RNN(*args, **kwargs)
 
 
+_SWAPS = "torch.utils"  # where swap_tensors is
+
 _NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -127,13 +130,20 @@ def record(
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
     with collector_paused(), _casts_forgotten(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
-        with _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
-            result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
-        outputs, structure = flatten(result, what="output")
-        if stand_in:
-            outputs = [stand_in(None, tensor) for tensor in outputs]
-        recording = recorder.finish(outputs, structure)
-        changed = guard.changed_attributes()
+        try:
+            with _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
+                result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
+            outputs, structure = flatten(result, what="output")
+            if stand_in:
+                outputs = [stand_in(None, tensor) for tensor in outputs]
+            recording = recorder.finish(outputs, structure)
+        except RuntimeError as error:
+            if "weakref associated" in str(error):
+                raise recorder.refused_swap(error) from error
+            raise
+        finally:
+            moved = recorder.put_memory_back()
+        changed = guard.changed_attributes() + moved
     if not changed:
         return recording
     note = "the forward changed attributes, which were put back: " + ", ".join(changed)
@@ -183,9 +193,15 @@ def _tensors_lifted_first() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-def _window(tensor: torch.Tensor, ref: TensorRef) -> tuple[TensorRef, bool, bool]:
-    """What two tensors share that show the same elements of the same memory."""
-    return ref, tensor.is_conj(), tensor.is_neg()
+_Window = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, bool | None, bool]
+"""What a tensor shows: identity of the memory, offset in elements, sizes, strides, type, whether conjugate (None if not
+complex), whether negative."""
+
+
+def _window(tensor: torch.Tensor) -> _Window:
+    home, dtype = storage_address(tensor), tensor.dtype
+    conjugate = tensor.is_conj() if dtype.is_complex else None
+    return home, int(tensor.storage_offset()), tensor.shape, tensor.stride(), dtype, conjugate, tensor.is_neg()
 
 
 @cache
@@ -216,11 +232,11 @@ class _Recorder(TorchDispatchMode):
         self._storage_ids: dict[int, int] = {}
         self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
         # By the id of the tensor, which is only that tensor's while the reference is alive.
-        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int, _Window]] = {}
         self._storage_of: list[int] = []
         self._ref_of: list[TensorRef] = []
         self._made: set[int] = set()  # storages that operators made
-        self._slot_of_window: dict[tuple[TensorRef, bool, bool], int] = {}
+        self._slot_of_window: dict[_Window, int] = {}
         self._given: dict[int, torch.Tensor] = {}
         self._owners: dict[int, torch.Tensor] = {}
         self._steps: list[Step] = []
@@ -240,11 +256,17 @@ class _Recorder(TorchDispatchMode):
         self._unseen = 0
         self._unseen_where = ""
         self._names: dict[int, tuple[Role, str]] = {}
+        self._before: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor, alias
         for role, name, tensor in chain(owned_tensors(model), rewritten.owned if rewritten else ()):
             self._names.setdefault(storage_address(tensor), (role, name))
+            self._before.append((name, tensor, tensor.detach()))
         self.inputs = tuple(
             self._give(tensor, "input", path) for tensor, path in zip(signature.tensors, signature.paths, strict=True)
         )
+        self._before += [
+            (path, tensor, self._given[slot])
+            for path, tensor, slot in zip(signature.paths, signature.tensors, self.inputs, strict=True)
+        ]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -288,7 +310,7 @@ class _Recorder(TorchDispatchMode):
             )
         reads: list[int] = []
         template = tuple([self._template(arg, reads) for arg in args])
-        named = tuple([(name, self._template(arg, reads)) for name, arg in kwargs.items()])
+        named = tuple([(name, self._template(arg, reads)) for name, arg in kwargs.items()]) if kwargs else ()
         if traits.changes_view:
             return self._inplace_view(func, args, kwargs, template, frame)
         # Calls that draw random numbers keep their order: on the host each changes the generator, and in a capture each
@@ -300,6 +322,7 @@ class _Recorder(TorchDispatchMode):
             draws = traits.seeded and draws_numbers(func, args, kwargs)
         else:
             draws = kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
+        writes = [self._written_ref(tensor) for tensor in written] if written else []
         returned = flat_tensors(result)
         known = len(self._storages)
         self._refuse_sparse(func, returned, frame)
@@ -312,7 +335,8 @@ class _Recorder(TorchDispatchMode):
         if self.counter and (reached or made):  # views allocate nothing, and to ask takes longer than to record them
             self._allocated = self.counter.allocations()
         if reached:
-            self._calls.append(self._call(traits, template, named, reads, written, returned, outputs, frame, draws))
+            call = self._call(traits, template, named, reads, written, writes, returned, outputs, frame, draws)
+            self._calls.append(call)
             if self.counter and not self.stand_in:
                 new = compress(zip(returned, outputs, strict=True), fresh)
                 homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
@@ -405,6 +429,22 @@ class _Recorder(TorchDispatchMode):
             return tensor
         same = (alias.data_ptr(), alias.shape, alias.stride()) == (tensor.data_ptr(), tensor.shape, tensor.stride())
         return alias if same else tensor
+
+    def refused_swap(self, error: RuntimeError) -> CaptureError:
+        """For torch's refusal to swap tensors that are known here."""
+        frame = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") != _SWAPS][-1]
+        return CaptureError(
+            "torch.utils.swap_tensors exchanges tensors that recorded calls have used",
+            where=self._where("torch.utils.swap_tensors", frame),
+            fix="exchange names (a, b = b, a), or copy values",
+        )
+
+    def put_memory_back(self) -> list[str]:
+        """Let the tensors that were there before the run show what they did; what it gave other memory, by name."""
+        moved = [(name, tensor, alias) for name, tensor, alias in self._before if _window(tensor) != _window(alias)]
+        for _, tensor, alias in moved:
+            tensor.data = alias
+        return [f"{name}.data" for name, _, _ in moved]
 
     def _keep_first_value(self, tensor: torch.Tensor) -> None:
         storage = self._storage(tensor)
@@ -507,8 +547,9 @@ class _Recorder(TorchDispatchMode):
 
     # -- tensors -----------------------------------------------------------------------------------------------
 
-    def _storage(self, tensor: torch.Tensor) -> int:
-        address = storage_address(tensor)
+    def _storage(self, tensor: torch.Tensor, address: int | None = None) -> int:
+        if address is None:
+            address = storage_address(tensor)
         index = self._storage_ids.get(address)
         if index is None:
             storage = tensor.untyped_storage()
@@ -523,13 +564,32 @@ class _Recorder(TorchDispatchMode):
         return len(self._storages) - 1
 
     def _new_slot(self, tensor: torch.Tensor) -> int:
-        slot = len(self._storage_of)
-        ref = self._ref(tensor)
+        slot, window = len(self._storage_of), _window(tensor)
+        ref = self._ref(tensor, window)
         self._storage_of.append(ref.storage)
         self._ref_of.append(ref)
-        self._slots[id(tensor)] = weakref.ref(tensor), slot
-        self._slot_of_window[_window(tensor, ref)] = slot
+        self._slots[id(tensor)] = weakref.ref(tensor), slot, window
+        self._slot_of_window[window] = slot
         return slot
+
+    def _know(self, tensor: torch.Tensor, slot: int) -> int:
+        self._slots[id(tensor)] = weakref.ref(tensor), slot, _window(tensor)
+        return slot
+
+    def _written_ref(self, tensor: torch.Tensor) -> TensorRef:
+        """Window of what was written. What a call fills with its result may have been resized, in a replay as well."""
+        known = self._slots.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return self._ref(tensor)
+        reference, slot, before = known
+        window = _window(tensor)
+        if window != before:
+            if self._slot_of_window.get(before) == slot:
+                del self._slot_of_window[before]
+            self._slots[id(tensor)] = reference, slot, window
+            self._slot_of_window[window] = slot
+            self._ref_of[slot] = self._ref(tensor, window)
+        return self._ref_of[slot]
 
     def _slot_of(self, tensor: torch.Tensor) -> int | None:
         """Slot of this very tensor, if it has one."""
@@ -538,11 +598,24 @@ class _Recorder(TorchDispatchMode):
 
     def _slot(self, tensor: torch.Tensor) -> int:
         """Slot of a tensor; one that no call made is a parameter, a buffer or a constant, and is kept."""
-        slot = self._slot_of(tensor)
-        if slot is None and storage_address(tensor) in self._storage_ids:
-            # Autograd hands what it saved to the backward as another tensor on the same memory.
-            slot = self._slot_of_window.get(_window(tensor, self._ref(tensor)))
-        return self._give(tensor) if slot is None else slot
+        known = self._slots.get(id(tensor))
+        if known is not None:
+            reference, slot, (home, offset, shape, stride, dtype, conjugate, _) = known
+            # ``y.data = z`` makes y show what z does, out of sight of dispatch modes. Piece by piece: the arguments of
+            # all calls come by here.
+            if (
+                tensor.untyped_storage()._cdata == home
+                and tensor.storage_offset() == offset
+                and tensor.shape == shape
+                and tensor.stride() == stride
+                and tensor.dtype is dtype
+                and (conjugate is None or tensor.is_conj() is conjugate)
+                and reference() is tensor
+            ):
+                return slot
+        # Autograd, too, hands what it saved to the backward as another tensor on the same memory.
+        shown = self._slot_of_window.get(_window(tensor))
+        return self._give(tensor) if shown is None else self._know(tensor, shown)
 
     def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
         known = storage_address(tensor) in self._storage_ids
@@ -563,16 +636,10 @@ class _Recorder(TorchDispatchMode):
         self._owners[slot] = tensor  # a strong reference: the slot is found by the tensor's identity
         return slot
 
-    def _ref(self, tensor: torch.Tensor) -> TensorRef:
-        itemsize = tensor.element_size()
-        return TensorRef(
-            self._storage(tensor),
-            int(tensor.storage_offset()) * itemsize,
-            tuple(tensor.shape),
-            tensor.stride(),
-            _dtype_name(tensor.dtype),
-            itemsize,
-        )
+    def _ref(self, tensor: torch.Tensor, window: _Window | None = None) -> TensorRef:
+        home, offset, shape, stride, dtype, _, _ = window or _window(tensor)
+        storage, itemsize = self._storage(tensor, home), dtype.itemsize
+        return TensorRef(storage, offset * itemsize, tuple(shape), stride, _dtype_name(dtype), itemsize)
 
     def _template(self, arg: Any, reads: list[int]) -> Any:
         """``arg`` with slots for its tensors, which are added to ``reads``."""
@@ -594,21 +661,18 @@ class _Recorder(TorchDispatchMode):
         kwargs: tuple[tuple[str, Any], ...],
         reads: list[int],
         written: list[torch.Tensor],
+        writes: list[TensorRef],
         returned: list[torch.Tensor],
         outputs: tuple[int, ...],
         frame: FrameType,
         draws: bool,
     ) -> Call:
-        writes = [self._ref(tensor) for tensor in written]
-        for tensor, ref in zip(written, writes, strict=True):
-            slot = self._slot_of(tensor)
-            if slot is not None:
-                self._ref_of[slot] = ref  # what a call fills with its result may have been resized for it
         accesses = [Access(self._ref_of[slot], False) for slot in reads]
-        accesses += [Access(ref, True) for ref in writes]
+        if writes:
+            accesses += [Access(ref, True) for ref in writes]
         for tensor, slot in zip(returned, outputs, strict=True):
             # A result on memory that was there before is written too, marked by the schema or not.
-            if not any(tensor is other for other in written):
+            if not written or not any(tensor is other for other in written):
                 accesses.append(Access(self._ref_of[slot] if slot >= 0 else self._ref(tensor), True))
         if draws:
             accesses += self._generator_accesses()
@@ -683,22 +747,32 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...], frame: FrameType
     ) -> Any:
         """``squeeze_`` and its like change a tensor's shape, not its memory: recorded as a new view of it."""
-        tensor = args[0]
+        tensor, before = args[0], args[0].detach()
         nbytes, home = tensor.untyped_storage().nbytes(), storage_address(tensor)
         result = func(*args, **kwargs)
-        if storage_address(tensor) != home and storage_address(tensor) in self._names:
+        moved, beyond = storage_address(tensor) != home, tensor.storage_offset() - before.storage_offset()
+        shown = self._slot_of_window.get(_window(tensor)) if moved or beyond else None
+        if shown is not None:
+            self._know(tensor, shown)  # set_: it shows now what another tensor does
+            return result
+        if moved and storage_address(tensor) in self._names:
             self._give(tensor)  # set_ onto the model's own weights, as cuDNN's recurrent layers do
             return result
-        if tensor.untyped_storage().nbytes() != nbytes or storage_address(tensor) not in self._storage_ids:
+        if moved or beyond < 0 or tensor.untyped_storage().nbytes() != nbytes:
             raise CaptureError(
                 f"{func} gave a tensor other memory: that cannot be re-issued",
                 where=self._where(func, frame),
-                fix="allocate the tensor with its final size",
+                fix="allocate the tensor with its final size, or take a view of the other memory under a new name",
             )
+        if beyond:
+            self._know(before, template[0].index)
+            with self:
+                self._know(tensor, self._slot(relative_window(before, tensor.shape, tensor.stride(), beyond)))
+            return result
         slot = self._new_slot(tensor)
         view = view_form(func)
-        if view is None:
-            view, template = torch.ops.aten.as_strided.default, (template[0], tuple(tensor.shape), tensor.stride())
+        if view is None or view is _AS_STRIDED:
+            view, template = _AS_STRIDED, (template[0], tuple(tensor.shape), tensor.stride())
         self._step(view, template, (), (slot,), ((),), (template[0].index,), None)
         return result
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from nimble_core import __version__
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from nimble_core.options import Options
     from nimble_viz.ablation import ablate
     from nimble_viz.annotation import annotate
@@ -52,6 +54,20 @@ _HOMES = {
     "plan": "nimble_viz.planning",
     "profile": "nimble_viz.profiling",
 }
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """``%load_ext nimble_viz``: ``%nimble`` compares a model, ``%%nimble`` profiles a cell."""
+    from nimble_viz.extension import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """``%unload_ext nimble_viz``."""
+    from nimble_viz.extension import unload
+
+    unload(shell)
 
 
 def __getattr__(name: str) -> object:

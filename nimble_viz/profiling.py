@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from nimble_core.errors import InputError, ReportFileError
 from nimble_core.measurement import summarize
+from nimble_core.preserve import only_watches
 from nimble_core.program import Origin
 from nimble_viz.measure.profile import RUN, calibrate, quiet_kineto, require_free
 from nimble_viz.measure.unwrapped import TICK
@@ -432,6 +433,8 @@ class _Listening:
         warnings.filterwarnings("ignore", message="Using `torch.compile", category=UserWarning)
         self._filter = warnings.filters[0]
         self._optimizers = register_optimizer_step_post_hook(lambda who, *_: tick("optimizer", id(who)))
+        for hook in (self._enter_module, self._leave_module):  # else prepared modules would refuse to run
+            only_watches(hook)
         self._modules = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),

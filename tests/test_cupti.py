@@ -13,12 +13,15 @@ import pytest
 import torch
 
 import nimble_viz
-from nimble_core import Options, cupti
-from nimble_core.cupti import attached_tool, collect, unavailable
-from nimble_core.devices.cuda import _observation
+from nimble_core import Nimble, Options, cupti
+from nimble_core.cupti import Activity, attached_tool, collect, unavailable
+from nimble_core.devices.cuda import CudaDevice, CudaExecutable, _observation
+from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
+from nimble_core.observation import TIMED
 from nimble_core.occupancy import Multiprocessors
 from nimble_core.schedule import Schedule
+from nimble_core.timeline import SelfCheck
 from nimble_viz.measure.profile import profile_eager
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +95,81 @@ def test_an_observation_says_why_it_has_no_times() -> None:
     seen = _observation(executable, [], 3, 1000.0, gpu, why)  # type: ignore[arg-type]  # what it reads of one
     assert (seen.timeline.note, seen.timeline.reliable, seen.timeline.spans) == (why, False, ())
     assert (seen.costs.source, seen.costs.seen, seen.costs.expected) == (f"unknown: {why}", 0, 2)
+
+
+GRAPH = 7 << 32
+"""Number of a graph, in the upper half of the ids of its nodes."""
+KERNEL_FIELDS = (
+    *("kind", "start", "end", "stream_id", "graph_node_id", "name", "grid_x", "grid_y", "grid_z"),
+    *("block_x", "block_y", "block_z", "registers_per_thread", "static_shared_memory", "dynamic_shared_memory"),
+)
+CONCURRENT_KERNEL, MEMCPY = 10, 1
+
+
+class KernelRecord:
+    """A record as CUPTI hands it over: one row of a structured array, and the name behind the pointer in it."""
+
+    def __init__(self, name: str, start: int, node_id: int) -> None:
+        numpy = pytest.importorskip("numpy")
+        row = (CONCURRENT_KERNEL, start, start + 5, 7, node_id, 4096 + start, 8, 1, 1, 64, 1, 1, 32, 16, 4)
+        self._data = numpy.array(row, dtype=[(field, "u8") for field in KERNEL_FIELDS])
+        self.name = name
+
+
+class CopyRecord:
+    """The same of a copy."""
+
+    def __init__(self, start: int, node_id: int) -> None:
+        numpy = pytest.importorskip("numpy")
+        fields = ("kind", "bytes", "start", "end", "stream_id", "graph_node_id")
+        self._data = numpy.array((MEMCPY, 64, start, start + 5, 7, node_id), dtype=[(field, "u8") for field in fields])
+
+
+def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupti, "_kinds", lambda: {CONCURRENT_KERNEL: "kernel", MEMCPY: "memcpy"})
+    monkeypatch.setattr(cupti, "_names", {})
+    monkeypatch.setattr(cupti, "_fields", {})
+    monkeypatch.setattr(cupti, "_seen", [])
+    replays = [
+        [
+            KernelRecord("fill", at, 0),  # torch sets the random state before each replay
+            CopyRecord(at + 10, GRAPH),
+            KernelRecord("dropout", at + 20, GRAPH + 1),
+            KernelRecord("gemm", at + 30, GRAPH + 3),
+        ]
+        for at in (100, 200)
+    ]
+    cupti._completed([*replays[0], *replays[1]])
+    assert [one.node for one in cupti._seen] == [-1, 0, 1, 3] * 2
+    assert [one.kind for one in cupti._seen] == ["kernel", "memcpy", "kernel", "kernel"] * 2
+    assert cupti._seen[2] == Activity("kernel", "dropout", 120, 125, 7, 1, (8, 1, 1), (64, 1, 1), 32, 20)
+    ids = {1000: 0, 1001: 1, 1002: 3}
+    monkeypatch.setattr(cupti, "node_id", ids.__getitem__)
+    executable = SimpleNamespace(
+        schedule=Schedule("nimble", (0, 0, 0), (0, 1, 2), ()),
+        raw=RawGraph((1000, 1001, 1002), ("memcpy", "kernel", "kernel"), ((0, 1), (1, 2)), (0, 1, 2)),
+    )
+    gpu = Multiprocessors(132, 2048, 65536, 233472)
+    seen = _observation(executable, cupti._seen, 2, 1000.0, gpu, "")  # type: ignore[arg-type]
+    assert seen.timeline.check == SelfCheck(3, 3, "graph node id")
+    assert (seen.timeline.reliable, seen.timeline.nodes) == (True, (0, 1, 3))
+    assert [(kernel.call, kernel.name, kernel.node) for kernel in seen.costs.kernels] == [
+        (0, "memcpy", 0),
+        (1, "dropout", 1),
+        (2, "gemm", 3),
+    ]
+
+
+def test_a_graph_of_one_node_is_told_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupti, "node_id", {1000: 0}.__getitem__)
+    executable = SimpleNamespace(
+        schedule=Schedule("single", (0,), (0,), ()), raw=RawGraph((1000,), ("kernel",), (), (0,))
+    )
+    gpu = Multiprocessors(132, 2048, 65536, 233472)
+    ran = [Activity("kernel", "neg", 0, 5, 7, 0, (8, 1, 1), (64, 1, 1))]
+    seen = _observation(executable, ran, 1, 1000.0, gpu, "")  # type: ignore[arg-type]
+    assert seen.timeline.check == SelfCheck(1, 1, "graph node id")
+    assert seen.timeline.nodes == (0,)
 
 
 def test_under_a_tool_the_gpu_is_not_profiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +264,40 @@ def neighbour(code: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+class Dropping(torch.nn.Module):
+    """Draws numbers: torch sets the random state, by a kernel of its own, before each replay."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = torch.nn.functional.dropout(x, 0.5, training=True)
+        return torch.nn.functional.dropout(dropped.relu() + x, 0.5, training=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+def test_every_node_of_a_model_with_dropout_is_seen_once_in_every_replay(policy: str) -> None:
+    if not cupti.available():
+        pytest.skip(unavailable())
+    x = torch.ones(64, 64, device="cuda")
+    plain = Options(policy=policy, tune="off", budget_s=0.1, fuse="none")
+    prepared = Nimble(Dropping().cuda().train(), plain).prepare(x)
+    try:
+        (engine,) = prepared.engines
+        executable = engine.executable
+        assert isinstance(executable, CudaExecutable)
+        nodes = [node for node, kind in zip(executable.raw.nodes, executable.raw.kinds, strict=True) if kind in TIMED]
+        places = sorted(cupti.node_id(node) for node in nodes)
+        assert places[0] == 0
+        taken = cupti.collect(lambda: [executable.replay() for _ in range(5)], torch.cuda.synchronize)
+        assert any(one.node < 0 for one in taken)  # else there is nothing here to take for the first node
+        assert sorted(one.node for one in taken if one.node >= 0) == sorted(places * 5)
+        seen = CudaDevice(x.device).observe(executable, engine.recorded.recording, 5)
+        assert seen.timeline.check == SelfCheck(len(nodes), len(nodes), "graph node id")
+        assert seen.timeline.reliable
+        assert sorted(seen.timeline.nodes) == sorted(kernel.node for kernel in seen.costs.kernels) == places
+    finally:
+        prepared.close()
 
 
 @pytest.mark.gpu

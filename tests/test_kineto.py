@@ -41,8 +41,8 @@ def test_what_graph_launches_caused_is_kept() -> None:
     ]
     found = graph_activities(events)
     assert [(one.kind, one.name, one.start_ns, one.end_ns, one.stream, one.node) for one in found] == [
-        ("memset", "memset", 10, 14, 7, 0),
-        ("kernel", "later", 20, 24, 7, 0),
+        ("memset", "memset", 10, 14, 7, -1),
+        ("kernel", "later", 20, 24, 7, -1),
     ]
 
 
@@ -66,7 +66,7 @@ CHAIN = SimpleNamespace(
     schedule=Schedule("nimble", (0, 0), (0, 1), ()),
     raw=RawGraph((1, 2), ("kernel", "kernel"), ((0, 1),), (0, 1)),
 )
-RAN = [Activity("kernel", name, start, start + 4, 7, 0) for name, start in (("a", 0), ("b", 5))]
+RAN = [Activity("kernel", name, start, start + 4, 7, -1) for name, start in (("a", 0), ("b", 5))]
 GPU = Multiprocessors(132, 2048, 65536, 233472)
 
 

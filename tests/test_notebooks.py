@@ -56,6 +56,23 @@ def test_figures_are_seen_without_a_network(path: Path) -> None:
     assert not any("plotly" in kind for kind in _kinds(notebook))
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_without_errors_and_complaints(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_lead_somewhere_and_the_readme_here(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert "://" in target or (FOLDER / target).exists(), target
+    assert f"(notebooks/{path.name})" in (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+
+
 def test_what_is_loaded_is_seen() -> None:
     for page in (
         '<script type="module">import "https://a.b/c"</script>',

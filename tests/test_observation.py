@@ -20,7 +20,7 @@ DIAMOND = RawGraph((10, 11, 12, 13), KERNELS, ((0, 1), (0, 2), (1, 3), (2, 3)), 
 PLAN = Schedule("mine", (0, 0, 1, 0), (0, 1, 2, 3), ((0, 2), (2, 3)))
 
 
-def ran(name: str, start: int, end: int, *, node: int = 0, stream: int = 7) -> Activity:
+def ran(name: str, start: int, end: int, *, node: int = -1, stream: int = 7) -> Activity:
     return Activity("kernel", name, start, end, stream, node, (8, 1, 1), (64, 1, 1), 32)
 
 
@@ -38,12 +38,12 @@ def made(told: Told, raw: RawGraph = DIAMOND, plan: Schedule = PLAN, replays: in
 
 
 DIAMOND_RUN = [
-    ran("a", 100, 110, node=1),
+    ran("a", 100, 110, node=0),
     ran("b", 112, 140, node=2),
     ran("c", 113, 130, node=3, stream=9),
     ran("d", 142, 150, node=4),
 ]
-IDS = {1: 0, 2: 1, 3: 2, 4: 3}
+IDS = {0: 0, 2: 1, 3: 2, 4: 3}
 
 
 def test_by_id_each_kernel_is_its_call_on_its_planned_stream() -> None:
@@ -53,7 +53,8 @@ def test_by_id_each_kernel_is_its_call_on_its_planned_stream() -> None:
     spans = [(span.lane, span.start_ns, span.end_ns, span.call) for span in seen.timeline.spans]
     assert spans == [(0, 0.0, 10.0, 0), (0, 12.0, 40.0, 1), (1, 13.0, 30.0, 2), (0, 42.0, 50.0, 3)]
     assert seen.timeline.streams == (7, 7, 9, 7)
-    assert seen.timeline.nodes == (1, 2, 3, 4)
+    assert seen.timeline.nodes == (0, 2, 3, 4)
+    assert [kernel.node for kernel in seen.costs.kernels] == [0, 2, 3, 4]
     assert seen.timeline.reliable
     assert seen.timeline.note == ""
     assert seen.costs.ns == (10.0, 28.0, 17.0, 8.0)
@@ -72,8 +73,10 @@ def test_a_node_missed_in_one_replay_makes_it_unreliable() -> None:
 
 
 def test_kernels_of_unknown_nodes_make_it_unreliable_and_work_outside_graphs_does_not() -> None:
-    outside = ran("fill of the random state", 90, 95)
-    assert tell_by_id([outside, *DIAMOND_RUN], DIAMOND, IDS, 1).check.passed
+    for outside in (ran("fill of the random state", 90, 95), ran("fill of the random state", 151, 155)):
+        told = tell_by_id(sorted([outside, *DIAMOND_RUN], key=lambda one: one.start_ns), DIAMOND, IDS, 1)
+        assert told.check == SelfCheck(4, 4, "graph node id")
+        assert seen_as(told) == dict(enumerate("abcd"))
     told = tell_by_id([*DIAMOND_RUN, ran("x", 160, 161, node=77)], DIAMOND, IDS, 1)
     assert told.check.unexpected == 1
     assert made(told).timeline.note == "1 kernels or copies belong to no node"
@@ -106,7 +109,7 @@ def test_the_wall_time_of_a_watched_replay_is_taken_where_it_is_known() -> None:
 
 
 def without_ids(runs: list[Activity]) -> list[Activity]:
-    return [replace(one, node=0) for one in runs]
+    return [replace(one, node=-1) for one in runs]
 
 
 def test_names_tell_nodes_that_differ() -> None:
@@ -118,7 +121,7 @@ def test_names_tell_nodes_that_differ() -> None:
 
 
 def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() -> None:
-    runs = [replace(one, name="k", node=0) for one in DIAMOND_RUN]
+    runs = [replace(one, name="k", node=-1) for one in DIAMOND_RUN]
     told = tell_by_order(runs, DIAMOND, named("k", "k", "k", "k"), 1)
     assert [told.runs[node][0].start_ns for node in range(4)] == [100, 112, 113, 142]
     assert told.check == SelfCheck(4, 4, "name and order", 1)  # 1 or 2: after the first is placed, the other is sure
@@ -176,7 +179,7 @@ def test_names_that_tools_demangle_differently_still_agree() -> None:
 
 
 def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
-    bare = [replace(one, node=0, grid=(0, 0, 0), block=(0, 0, 0), registers=0) for one in DIAMOND_RUN]
+    bare = [replace(one, node=-1, grid=(0, 0, 0), block=(0, 0, 0), registers=0) for one in DIAMOND_RUN]
     launches = named("a", "b", "c", "d")
     seen = made(tell_by_order(bare, DIAMOND, launches, 1), launches=launches)
     assert {kernel.grid for kernel in seen.costs.kernels} == {(8, 1, 1)}
@@ -187,13 +190,13 @@ def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
 
 def test_copies_are_told_by_kind() -> None:
     raw = RawGraph((1, 2), ("memcpy", "kernel"), ((0, 1),), (0, 1))
-    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, 0), ran("k", 5, 9)]
+    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, -1), ran("k", 5, 9)]
     assert tell_by_order(runs, raw, (Launch(), *named("k")), 1).check.passed
 
 
 @st.composite
 def replayed(draw: st.DrawFn) -> tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]]:
-    """A graph, what its nodes launch, and one replay of it that keeps its order; ids are nodes + 1."""
+    """A graph, what its nodes launch, and one replay of it that keeps its order; ids are twice the nodes."""
     size = draw(st.integers(1, 9))
     edges = [(u, v) for v in range(size) for u in range(v) if draw(st.integers(0, 3)) == 0]
     names = [draw(st.sampled_from("ab")) for _ in range(size)]
@@ -202,20 +205,25 @@ def replayed(draw: st.DrawFn) -> tuple[RawGraph, tuple[Launch, ...], list[Activi
     for node in range(size):
         start = max([end[u] for u, v in edges if v == node], default=0) + draw(st.integers(0, 5))
         end.append(start + draw(st.integers(1, 9)))
-        runs.append(ran(names[node], start, end[node], node=node + 1, stream=draw(st.integers(0, 2))))
+        runs.append(ran(names[node], start, end[node], node=2 * node, stream=draw(st.integers(0, 2))))
     raw = RawGraph(tuple(range(size)), ("kernel",) * size, tuple(sorted(edges)), tuple(range(size)))
-    return raw, named(*names), sorted(runs, key=lambda one: (one.start_ns, one.end_ns)), {n + 1: n for n in range(size)}
+    return raw, named(*names), sorted(runs, key=lambda one: (one.start_ns, one.end_ns)), {2 * n: n for n in range(size)}
 
 
-@given(replayed(), st.integers(1, 3))
-def test_ids_are_always_right(case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]], replays: int):
+@given(replayed(), st.integers(1, 3), st.lists(st.integers(0, 3000), max_size=4))
+def test_ids_are_always_right_whatever_runs_outside_the_graph(
+    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]], replays: int, outside: list[int]
+) -> None:
     raw, _, runs, ids = case
-    shifted = [
-        replace(r, start_ns=r.start_ns + 999 * k, end_ns=r.end_ns + 999 * k) for k in range(replays) for r in runs
-    ]
-    told = tell_by_id(shifted, raw, ids, replays)
-    assert told.check.passed
-    assert all(one.node == node + 1 for node, of in told.runs.items() for one in of)
+    seen = [replace(r, start_ns=r.start_ns + 999 * k, end_ns=r.end_ns + 999 * k) for k in range(replays) for r in runs]
+    seen += [ran("fill of the random state", start, start + 1) for start in outside]
+    told = tell_by_id(sorted(seen, key=lambda one: (one.start_ns, one.end_ns)), raw, ids, replays)
+    size = len(raw.nodes)
+    assert told.check == SelfCheck(size, size, "graph node id")
+    assert all(one.node == 2 * node for node, of in told.runs.items() for one in of)
+    drawn = made(told, raw, Schedule("mine", (0,) * size, tuple(range(size)), ()), replays)
+    assert sorted(drawn.timeline.nodes) == sorted(ids)
+    assert [kernel.node for kernel in drawn.costs.kernels] == sorted(ids)
 
 
 @settings(max_examples=300)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nimble_viz
-from nimble_core import Nimble, Options
+from nimble_core import Nimble, Options, TrainStep
 from nimble_core.errors import DeviceError, InputError
 from nimble_viz.command import main
 from nimble_viz.profiling import Sampler, profile, profile_script
@@ -188,6 +188,26 @@ def test_a_block_with_a_loop_of_modules() -> None:
     assert labels(report) == ["linear", "relu"]
     assert [call.module for call in report.program.calls] == ["0", "1.0"]
     assert not model._forward_pre_hooks
+
+
+def test_a_block_with_prepared_modules_and_steps() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    options = Options(fuse="none", tune="off")
+    net = Nimble(model.eval(), options).prepare(x)
+    other = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    step = TrainStep(other, lambda out: out.sum(), optimizer, options=options).prepare(x)
+    with profile(warmup=1, timed=5, profiled=2) as run:
+        for _ in range(12):
+            run.step()
+            net(x)
+            step(x)
+    assert "addmm" in " ".join(labels(run.report)) or "linear" in " ".join(labels(run.report))
+    hook = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="forward hook"):
+        net(x)
+    hook.remove()
+    net(x)
 
 
 def test_a_block_that_says_what_an_iteration_is() -> None:

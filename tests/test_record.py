@@ -5,12 +5,12 @@ import gc
 import random
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from models import CASES, Busy, Deep, Norms, Wide, make
 from torch import nn
@@ -361,7 +361,7 @@ def test_reading_a_constant_on_the_host_is_allowed() -> None:
     ("forward", "operator"),
     [
         (lambda x: x.clone().resize_(9), "resize_"),
-        (lambda x: x.clone().set_(torch.ones(7)), "set_"),
+        (lambda x: x.clone().set_(torch.ones(7).untyped_storage(), 1, (2,), (3,)), "set_"),
         (lambda x: x.to_sparse(), "sparse"),
         (lambda x: x.to_sparse_csr(), "sparse"),
     ],
@@ -374,6 +374,132 @@ def test_memory_that_changes_under_a_tensor_and_sparse_tensors_are_refused(
         recorded(forward, torch.randn(2, 2))
     assert "test_record.py" in caught.value.where
     assert_clean()
+
+
+STEPS = {
+    "new": lambda seen, y, z: seen.append(y * 2 + 1),
+    "join": lambda seen, y, z: seen.append(y.sum() + z),
+    "row": lambda seen, y, z: seen.append(z[-1:]),
+    "turned": lambda seen, y, z: seen.append(z.t()),
+    "write": lambda seen, y, z: y.add_(z.mean()),
+    "turn": lambda seen, y, z: y.t_(),
+    "data": lambda seen, y, z: setattr(y, "data", z),
+    "data of data": lambda seen, y, z: setattr(y, "data", z.data.neg_().data),
+    "constant": lambda seen, y, z: setattr(y, "data", torch.full((2, 3), 5.0)),
+    "set": lambda seen, y, z: y.set_(z),
+    "set to all": lambda seen, y, z: y.set_(z.clone().untyped_storage()).unsqueeze_(0),
+    "further": lambda seen, y, z: y.set_(y.untyped_storage(), 1, (1, 2), (3, 2)),
+}
+"""What a forward may do with two of the tensors that it has."""
+
+
+def steps_taken(steps: Sequence[tuple[str, int, int]]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen = [x + 1, x * 2]
+        for name, y, z in steps:
+            STEPS[name](seen, seen[y % len(seen)], seen[z % len(seen)])
+        return tuple(seen)
+
+    return forward
+
+
+@settings(max_examples=200)
+@example([("data", 0, 1), ("new", 0, 0)], 0)
+@example([("data", 0, 1), ("write", 0, 0)], 0)
+@example([("row", 0, 0), ("data", 0, 1), ("join", 2, 0)], 0)
+@example([("turned", 0, 0), ("data", 0, 2), ("turn", 0, 0)], 0)
+@example([("set", 0, 1), ("write", 1, 0), ("join", 0, 0)], 0)
+@example([("further", 0, 0), ("new", 0, 0)], 0)
+@given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), *[st.integers(0, 9)] * 2), max_size=9), st.integers(0, 99))
+def test_tensors_that_are_given_other_memory_are_what_they_show(steps: list[tuple[str, int, int]], seed: int) -> None:
+    forward = steps_taken(steps)
+    try:
+        with torch.no_grad():
+            forward(torch.ones(2, 3))
+    except RuntimeError:  # such as a memory too small for what is set
+        reject()
+    recording = None
+    # A window on memory that no recorded tensor shows in that way, nor starts before, is refused.
+    with suppress(CaptureError) if {name for name, *_ in steps} & {"further", "set to all"} else nullcontext():
+        recording = recorded(forward, torch.ones(2, 3))
+    if recording is None:
+        return
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        right = forward(x.clone())
+    order = any_order(build_graph(recording.program), random.Random(seed))
+    assert same(reissued(recording, [x.clone()], order), right)
+
+
+@pytest.mark.parametrize("complex_", [False, True])
+def test_bits_and_types_given_to_a_tensor(complex_: bool) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y.data = y.conj() if complex_ else y.view(torch.int32)
+        return y + 1
+
+    x = torch.randn(4, dtype=torch.complex64 if complex_ else torch.float32)
+    assert same(reissued(recorded(forward, x), [x * 3]), [forward(x * 3)])
+
+
+class Binary(nn.Module):
+    """As in binary networks: what it multiplies by is put in the weight's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("kept", torch.randn(3))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.kept.sign()
+        self.last.data = x * self.weight
+        return self.last + 1
+
+
+@pytest.mark.parametrize("error", [None, KeyError("the model's own")])
+def test_memory_given_to_the_models_own_tensors_is_put_back_and_noted(error: Exception | None) -> None:
+    model, x = Binary(), torch.randn(3)
+    before, was = [tensor.detach() for tensor in owned(model)], [tensor.detach().clone() for tensor in owned(model)]
+    right = x * 2 * model.kept.sign() + 1
+
+    def fails(*args: Any) -> None:
+        if error:
+            raise error
+
+    model.register_forward_hook(fails)
+    with pytest.raises(KeyError) if error else nullcontext():
+        recording = recorded(model, x)
+    assert all(now.is_set_to(then) for now, then in zip(owned(model), before, strict=True))
+    assert same(owned(model), was)
+    if not error:
+        assert recording.changed == ("weight.data", "last.data")
+        assert same(reissued(recording, [x * 2]), [right])
+        assert same(owned(model), was)
+
+
+def test_memory_given_to_an_input_is_put_back_and_noted() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x.data = x * 2
+        return x + 1
+
+    x = torch.ones(3)
+    recording = recorded(forward, x)
+    assert recording.changed == ("args[0].data",)
+    assert x.tolist() == [1, 1, 1]
+    assert reissued(recording, [x * 2])[0].tolist() == [5, 5, 5]
+
+
+def test_a_swap_says_where_and_what_to_do() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y, z = x + 1, x * 2
+        torch.utils.swap_tensors(y, z)
+        return y * 3
+
+    with pytest.raises(CaptureError, match="swap_tensors") as caught:
+        recorded(forward, torch.ones(2))
+    assert f"test_record.py:{forward.__code__.co_firstlineno + 2}" in caught.value.where
+    assert "a, b = b, a" in caught.value.fix
 
 
 def test_an_output_argument_that_is_resized() -> None:

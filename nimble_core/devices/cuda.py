@@ -835,7 +835,7 @@ def _observation(
     ids = {cupti.node_id(raw.nodes[i]): i for i, kind in enumerate(raw.kinds) if kind in TIMED} if seen else {}
     told = tell_by_id(seen, raw, ids, replays)
     launches: tuple[Launch, ...] = ()
-    if seen and not any(activity.node for activity in seen):
+    if seen and not any(activity.node >= 0 for activity in seen):
         try:
             launches = read_launches(raw)
         except DeviceError as error:
