@@ -14,6 +14,7 @@ from nimble_core.program import Role
 from nimble_core.recording import Slot, flat_tensors
 
 __all__ = [
+    "Shown",
     "Traits",
     "argument_texts",
     "copies_to_host",
@@ -24,6 +25,7 @@ __all__ = [
     "overlaps_itself",
     "owned_tensors",
     "shape_depends_on_data",
+    "shown_by",
     "storage_address",
     "traits_of",
     "view_form",
@@ -241,6 +243,18 @@ def storage_address(tensor: torch.Tensor) -> int:
             f"a {type(tensor).__name__} with layout {tensor.layout} has no memory of its own",
             fix="use dense tensors in the prepared module",
         ) from error
+
+
+Shown = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, bool | None, bool]
+"""What a tensor shows: identity of the memory, offset in elements, sizes, strides, type, whether conjugate (None if not
+complex), whether negative."""
+
+
+def shown_by(tensor: torch.Tensor) -> Shown:
+    """What ``tensor`` shows now. Raises CaptureError if it has no memory."""
+    home, dtype = storage_address(tensor), tensor.dtype
+    conjugate = tensor.is_conj() if dtype.is_complex else None
+    return home, int(tensor.storage_offset()), tensor.shape, tensor.stride(), dtype, conjugate, tensor.is_neg()
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -18,9 +18,10 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._pytree import tree_leaves
 
 from nimble_core.errors import CaptureError
-from nimble_core.operators import has_memory, storage_address, written_tensors
+from nimble_core.operators import has_memory, shown_by, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
 
@@ -267,7 +268,7 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
             that runs another one inside.
     """
-    with preserved(model) as guard, torch.no_grad(), _WriteGuard(guard):
+    with preserved(model) as guard, _memory_kept(model, args, kwargs), torch.no_grad(), _WriteGuard(guard):
         try:
             return model(*args, **kwargs)
         except RuntimeError as error:
@@ -275,6 +276,20 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             if refusal is None:
                 raise
             raise refusal from error
+
+
+@contextmanager
+def _memory_kept(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, parameters, buffers and inputs may be given other memory (``.data = …``); then they get theirs back."""
+    own = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    given = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
+    before = [(one, one.detach()) for one in (*own, *given) if has_memory(one)]
+    try:
+        yield
+    finally:
+        for tensor, alias in before:
+            if shown_by(tensor) != shown_by(alias):
+                tensor.data = alias
 
 
 def _refusal(error: RuntimeError, modules: Mapping[int, str]) -> CaptureError | None:

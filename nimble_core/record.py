@@ -36,6 +36,7 @@ from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError
 from nimble_core.launchers import Launch, launches_seen, relative_window
 from nimble_core.operators import (
+    Shown,
     Traits,
     argument_texts,
     copies_to_host,
@@ -43,6 +44,7 @@ from nimble_core.operators import (
     makes_memory_only,
     owned_tensors,
     shape_depends_on_data,
+    shown_by,
     storage_address,
     traits_of,
     view_form,
@@ -193,17 +195,6 @@ def _tensors_lifted_first() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-_Window = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, bool | None, bool]
-"""What a tensor shows: identity of the memory, offset in elements, sizes, strides, type, whether conjugate (None if not
-complex), whether negative."""
-
-
-def _window(tensor: torch.Tensor) -> _Window:
-    home, dtype = storage_address(tensor), tensor.dtype
-    conjugate = tensor.is_conj() if dtype.is_complex else None
-    return home, int(tensor.storage_offset()), tensor.shape, tensor.stride(), dtype, conjugate, tensor.is_neg()
-
-
 @cache
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -232,11 +223,11 @@ class _Recorder(TorchDispatchMode):
         self._storage_ids: dict[int, int] = {}
         self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
         # By the id of the tensor, which is only that tensor's while the reference is alive.
-        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int, _Window]] = {}
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int, Shown]] = {}
         self._storage_of: list[int] = []
         self._ref_of: list[TensorRef] = []
         self._made: set[int] = set()  # storages that operators made
-        self._slot_of_window: dict[_Window, int] = {}
+        self._slot_of_window: dict[Shown, int] = {}
         self._given: dict[int, torch.Tensor] = {}
         self._owners: dict[int, torch.Tensor] = {}
         self._steps: list[Step] = []
@@ -441,7 +432,7 @@ class _Recorder(TorchDispatchMode):
 
     def put_memory_back(self) -> list[str]:
         """Let the tensors that were there before the run show what they did; what it gave other memory, by name."""
-        moved = [(name, tensor, alias) for name, tensor, alias in self._before if _window(tensor) != _window(alias)]
+        moved = [(name, tensor, alias) for name, tensor, alias in self._before if shown_by(tensor) != shown_by(alias)]
         for _, tensor, alias in moved:
             tensor.data = alias
         return [f"{name}.data" for name, _, _ in moved]
@@ -564,7 +555,7 @@ class _Recorder(TorchDispatchMode):
         return len(self._storages) - 1
 
     def _new_slot(self, tensor: torch.Tensor) -> int:
-        slot, window = len(self._storage_of), _window(tensor)
+        slot, window = len(self._storage_of), shown_by(tensor)
         ref = self._ref(tensor, window)
         self._storage_of.append(ref.storage)
         self._ref_of.append(ref)
@@ -573,7 +564,7 @@ class _Recorder(TorchDispatchMode):
         return slot
 
     def _know(self, tensor: torch.Tensor, slot: int) -> int:
-        self._slots[id(tensor)] = weakref.ref(tensor), slot, _window(tensor)
+        self._slots[id(tensor)] = weakref.ref(tensor), slot, shown_by(tensor)
         return slot
 
     def _written_ref(self, tensor: torch.Tensor) -> TensorRef:
@@ -582,7 +573,7 @@ class _Recorder(TorchDispatchMode):
         if known is None or known[0]() is not tensor:
             return self._ref(tensor)
         reference, slot, before = known
-        window = _window(tensor)
+        window = shown_by(tensor)
         if window != before:
             if self._slot_of_window.get(before) == slot:
                 del self._slot_of_window[before]
@@ -614,7 +605,7 @@ class _Recorder(TorchDispatchMode):
             ):
                 return slot
         # Autograd, too, hands what it saved to the backward as another tensor on the same memory.
-        shown = self._slot_of_window.get(_window(tensor))
+        shown = self._slot_of_window.get(shown_by(tensor))
         return self._give(tensor) if shown is None else self._know(tensor, shown)
 
     def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
@@ -636,8 +627,8 @@ class _Recorder(TorchDispatchMode):
         self._owners[slot] = tensor  # a strong reference: the slot is found by the tensor's identity
         return slot
 
-    def _ref(self, tensor: torch.Tensor, window: _Window | None = None) -> TensorRef:
-        home, offset, shape, stride, dtype, _, _ = window or _window(tensor)
+    def _ref(self, tensor: torch.Tensor, window: Shown | None = None) -> TensorRef:
+        home, offset, shape, stride, dtype, _, _ = window or shown_by(tensor)
         storage, itemsize = self._storage(tensor, home), dtype.itemsize
         return TensorRef(storage, offset * itemsize, tuple(shape), stride, _dtype_name(dtype), itemsize)
 
@@ -751,7 +742,7 @@ class _Recorder(TorchDispatchMode):
         nbytes, home = tensor.untyped_storage().nbytes(), storage_address(tensor)
         result = func(*args, **kwargs)
         moved, beyond = storage_address(tensor) != home, tensor.storage_offset() - before.storage_offset()
-        shown = self._slot_of_window.get(_window(tensor)) if moved or beyond else None
+        shown = self._slot_of_window.get(shown_by(tensor)) if moved or beyond else None
         if shown is not None:
             self._know(tensor, shown)  # set_: it shows now what another tensor does
             return result

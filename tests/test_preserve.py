@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -155,3 +156,34 @@ def test_other_errors_of_a_model_stay_its_own() -> None:
     with pytest.raises(RuntimeError, match=r"^mine$") as caught:
         run_preserved(fails, (torch.ones(1),), {})
     assert not isinstance(caught.value, CaptureError)
+
+
+class Binary(nn.Module):
+    """Puts other memory in the place of its own, and of its input's."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.sign()
+        self.last.data = x * self.weight
+        x.data = x.half()
+        if self.error:
+            raise self.error
+        return self.last
+
+
+@pytest.mark.parametrize("error", [None, KeyError("its own")])
+def test_other_memory_does_not_stay(error: Exception | None) -> None:
+    model, x = Binary(error), torch.randn(3)
+    tensors = [model.weight, model.last, x]
+    before = [(one.data_ptr(), one.detach().clone()) for one in tensors]
+    with pytest.raises(KeyError) if error else nullcontext():
+        run_preserved(model, (x,), {})
+    for one, (pointer, values) in zip(tensors, before, strict=True):
+        assert one.data_ptr() == pointer
+        assert one.dtype is values.dtype
+        assert torch.equal(one, values)
