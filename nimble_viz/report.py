@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
     from nimble_core.plan import Plan
+    from nimble_viz.dashboard import Dashboard
     from nimble_viz.diff import Difference
 
 __all__ = [
@@ -487,6 +488,24 @@ class Report:
         from nimble_viz.statistics import statistics_figure
 
         return statistics_figure(self)
+
+    def dashboard(self) -> Dashboard:
+        """This report as linked panes in a notebook: Summary, Overhead, DAG, Timeline, Syncs, Memory, and a what-if.
+
+        A click on a node, a bar, a span or a row selects its call in all of them and shows what is known about it:
+        shapes, dtype, times, module, source line. The what-if simulates other policies and numbers of streams, said to
+        be simulated, beside the measured runs. What the report does not know is said where it would stand.
+
+        Needs a running kernel, but neither torch nor a GPU. Without a kernel there are ``to_html`` and the report's own
+        display. Of very large models parts are folded, which is said; the page shows every call.
+
+        Returns:
+            A widget: the last line of a cell shows it. ``select(call, …)`` and ``what_if(policy, streams)`` do from
+            code what clicks do, ``marked`` and ``simulated`` hold what came of it.
+        """
+        from nimble_viz.dashboard import Dashboard
+
+        return Dashboard(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from nimble_viz.text import report_text
