@@ -265,6 +265,7 @@ class Backward:
         self._required = [flag for _, _, flag in self.flags]
         self._all = frozenset[int]().union(*self.reached)
         self._numbered = dict(enumerate(self.parameters))
+        Behind.expect(self.parameters)
 
     @property
     def executable(self) -> Executable:

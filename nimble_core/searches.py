@@ -8,6 +8,7 @@ it would have put into ``.grad``, and that is added to what the engine finds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 
 __all__ = ["Behind", "searches_are_answered"]
+
+_known: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""All tensors that lie behind nodes, by id: graphs are looked through only where one of them is sought."""
 
 _NAMES = ("grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
 """Arguments of autograd's engine after its outputs."""
@@ -37,6 +41,11 @@ class Behind:
     anchor: torch.Tensor
     asked: bool = False
     found: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def expect(tensors: Iterable[torch.Tensor]) -> None:
+        """Say that these will lie behind nodes: searches for others are not looked into."""
+        _known.update((id(one), one) for one in tensors)
 
 
 @cache
@@ -69,6 +78,8 @@ def _answering(run: Callable[..., Any]) -> Callable[..., Any]:
         if not inputs:  # all gradients are wanted
             return run(outputs, *args, **kwargs)
         sought = [_leaf(one) for one in inputs]
+        if _ids(sought).isdisjoint(_known):
+            return run(outputs, *args, **kwargs)
         behind = [one for one in _behind(outputs) if not _ids(one.tensors.values()).isdisjoint(_ids(sought))]
         if not behind:
             return run(outputs, *args, **kwargs)

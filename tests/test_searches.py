@@ -131,6 +131,19 @@ def test_searches_of_others_pass_by(pair: tuple[Two, Nimble]) -> None:
     torch.testing.assert_close(penalty, 2 * weight)
 
 
+def test_graphs_are_looked_through_only_for_tensors_that_lie_behind(
+    pair: tuple[Two, Nimble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr("nimble_core.searches._behind", lambda outputs: looked.append(outputs) or [])
+    eager, net = pair
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.autograd.grad(eager(x).sum(), [x, eager.first.weight])
+    assert not looked
+    torch.autograd.grad((net.first.weight**2).sum(), [net.first.weight])
+    assert len(looked) == 1
+
+
 def test_parameters_with_hooks_are_in_the_graph(pair: tuple[Two, Nimble]) -> None:
     seen: list[list[torch.Tensor]] = []
     x = torch.randn(3, 4)
