@@ -56,6 +56,7 @@ from benchmarks.rows import (
     Settings,
     Suite,
     TooSlowError,
+    about_candidate,
     about_engine,
     aligned,
     as_markdown,
@@ -80,6 +81,7 @@ from benchmarks.rows import (
 from benchmarks.train_zoo import BATCHES, PRECISIONS, TASKS, Task, load
 from benchmarks.zoo import precision
 from nimble_core.devices.base import Device
+from nimble_core.differentiable import Backward
 from nimble_core.gradients import perturbed
 from nimble_core.host_info import environment, finish
 from nimble_core.measurement import Measurement, interleave, ratio
@@ -826,6 +828,17 @@ def _about(row: Row, stamp: Any, engine: Engine | None, device: Device, replay: 
         **about_engine(row, stamp, engine, device, replay),
         "steps s": dict(engine.seconds),
         "memory bytes": engine.executable.nbytes,
+        "backward": _about_backward(engine.backward) if engine.backward else None,
+    }
+
+
+def _about_backward(half: Backward) -> dict[str, Any]:
+    """What a drop-in's backward runs and was chosen from."""
+    return {
+        "chosen": half.executable.schedule.policy,
+        "calls": len(half.recorded.recording.program.calls),
+        "candidates": [about_candidate(one) for one in half.tuned.candidates],
+        "memory bytes": half.executable.nbytes,
     }
 
 

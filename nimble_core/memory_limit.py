@@ -22,6 +22,8 @@ from nimble_core.simulate import EXACT, DeviceModel, simulate
 __all__ = ["limit_memory"]
 
 _ATTEMPTS = 8
+_LARGE = (2, 4, 8)
+"""Workspaces take turns of which so many are larger than the largest; where that does not do, all of them."""
 
 
 def limit_memory(
@@ -39,7 +41,7 @@ def limit_memory(
     """``schedule`` and its memory if that fits the limit, else the fastest plan found that does, on the same streams
     or, where that is faster, on one.
 
-    First, calls with large workspaces take turns: few calls have one, and then one workspace serves all. Then calls
+    First, calls with large workspaces take turns, as few of them as it takes: then one workspace serves all. Then calls
     are walked in an issue order, on a clock, and book their memory in that order: a call that finds none free books
     when the next storage is dead, and starts no sooner. Whoever is dead when another books may give it its bytes,
     as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the packing reuses
@@ -65,7 +67,7 @@ def limit_memory(
         ScheduleError: the limit is too small; names the smallest for which a plan was found.
 
     Complexity:
-        Some ten packings of :func:`~nimble_core.arena.plan_memory`.
+        Some ten packings of :func:`~nimble_core.arena.plan_memory`, up to four times that with workspaces.
 
     Source:
         Booking in a fixed order: Eyraud-Dubois, Marchal, Sinnen, Vivien, "Parallel Scheduling of Task Trees with
@@ -77,43 +79,54 @@ def limit_memory(
     smallest = plan.nbytes + plan.scratch_nbytes
     found: list[tuple[float, Schedule, MemoryPlan]] = []
     for order in dict.fromkeys((schedule.order, tuple(range(graph.size)))):
-        turns = _turns(order, scratch)
-        base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order, extra=turns)
-        whole = plan_memory(program, base, scratch=scratch, place=place, alignment=alignment)
-        lives = lifetimes(program, base, placeable(program, place))
-        room = limit_nbytes - whole.scratch_nbytes
-        packings = _arenas(program, base, lives, costs, room // alignment, alignment)
-        for offsets, nbytes in chain([(None, whole.nbytes)], packings):
-            smallest = min(smallest, nbytes + whole.scratch_nbytes)
-            if nbytes <= room:
-                placed = list(whole.offsets)
-                if offsets is not None:
-                    for life, offset in zip(lives, offsets, strict=True):
-                        placed[life.storage] = offset * alignment
-                plan = replace(whole, offsets=tuple(placed), nbytes=nbytes)
-                extra = {*turns, *reuse_hazards(program, base, plan)}
-                limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
-                limited = replace(limited, priority=schedule.priority)
-                length_ns = simulate(graph, limited, costs, device).length_ns
-                found.append((length_ns, limited, plan))
-                break
+        for turns in _turns(order, scratch):
+            base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order, extra=turns)
+            whole = plan_memory(program, base, scratch=scratch, place=place, alignment=alignment)
+            lives = lifetimes(program, base, placeable(program, place))
+            room = limit_nbytes - whole.scratch_nbytes
+            packings = _arenas(program, base, lives, costs, room // alignment, alignment)
+            fitting: tuple[list[int] | None, int] | None = None
+            for packed in chain([(None, whole.nbytes)], packings):
+                smallest = min(smallest, packed[1] + whole.scratch_nbytes)
+                if packed[1] <= room:
+                    fitting = packed
+                    break
+            if fitting is None:
+                continue
+            offsets, nbytes = fitting
+            placed = list(whole.offsets)
+            if offsets is not None:
+                for life, offset in zip(lives, offsets, strict=True):
+                    placed[life.storage] = offset * alignment
+            plan = replace(whole, offsets=tuple(placed), nbytes=nbytes)
+            extra = {*turns, *reuse_hazards(program, base, plan)}
+            limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
+            limited = replace(limited, priority=schedule.priority)
+            found.append((simulate(graph, limited, costs, device).length_ns, limited, plan))
+            break
+    alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)
+    in_turn = plan_memory(program, alone, scratch=scratch, place=place, alignment=alignment)
+    smallest = min(smallest, in_turn.nbytes + in_turn.scratch_nbytes)
+    if in_turn.nbytes + in_turn.scratch_nbytes <= limit_nbytes:
+        found.append((simulate(graph, alone, costs, device).length_ns, alone, in_turn))
     if not found:
         raise ScheduleError(
             f"no memory of {limit_nbytes} bytes was found: the smallest has {smallest}",
             fix=f"a memory limit of at least {smallest} bytes",
         )
-    alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)
-    in_turn = plan_memory(program, alone, scratch=scratch, place=place, alignment=alignment)
-    if in_turn.nbytes + in_turn.scratch_nbytes <= limit_nbytes:
-        found.append((simulate(graph, alone, costs, device).length_ns, alone, in_turn))
     _, limited, plan = min(found, key=lambda entry: entry[0])
     return limited, plan
 
 
-def _turns(order: Sequence[int], scratch: Sequence[int]) -> list[tuple[int, int]]:
-    """Calls one after the other of whose workspaces two are larger than the largest."""
+def _turns(order: Sequence[int], scratch: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Calls one after the other: those with large workspaces, then also those with smaller and smaller ones."""
     most = max(scratch, default=0)
-    return list(pairwise(call for call in order if 2 * scratch[call] > most)) if most else []
+    before: list[int] | None = None
+    for share in (*_LARGE, most + 1):
+        large = [call for call in order if most and share * scratch[call] > most]
+        if large != before:
+            yield list(pairwise(large))
+            before = large
 
 
 def _arenas(

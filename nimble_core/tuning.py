@@ -42,8 +42,11 @@ the others; only the most promising one where not listed."""
 _ROUNDS = {"fast": 15, "full": 101}
 _HOPELESS = 1.25
 """Kernels whose best simulated plan takes this much longer than that of others are tried on one stream only."""
-_HEAVY, _HEAVY_NBYTES, _WORTH = 1.25, 32 << 20, 1.02
-"""What holds this many times as much as one stream, and this much more, has to be this much faster than another."""
+_HEAVY, _HEAVY_NBYTES, _WORTH = 1.2, 16 << 20, 1.1
+"""What holds this many times as much as one stream, parameters and their like included, and this much more, has to be
+this much faster than another."""
+_LESS = (0.0, 0.25, 0.5)
+"""Limits to try where much is held: shares of the way from what is not heavy to all that the fastest holds."""
 _NEGLIGIBLE = 0.02
 """What costs less than this share of the budget is done even when it is gone."""
 _COMPILE_S = (2.0, 0.03)
@@ -264,7 +267,7 @@ class _Tuning:
             with self.step("choose"), state_kept(self.recorded):
                 self._time(self.executables)
             if search and options.memory_limit is None:
-                checks += self._with_less_memory(self._best(kinds))
+                checks += self._with_less_memory(self._best(kinds, worth=1.0))
         return checks
 
     def _with_less_memory(self, best: str) -> tuple[EqualityCheck, ...]:
@@ -272,12 +275,13 @@ class _Tuning:
         kind = self.candidates[best].fuse
         if not self._heavy(best):
             return ()
-        least, most = int(_HEAVY * self.candidates[_named(kind, "single")].nbytes), self.candidates[best].nbytes
+        least, most = self._light(best), self.candidates[best].nbytes
         name = f"{best}, less memory"
         plan = replace(self.executables[best].schedule, policy=name)
         costs = _known_costs(self.observed.get(kind))
         start = time.perf_counter()
-        for limit in (least, (least + most) // 2):
+        for share in _LESS:
+            limit = int(least + share * (most - least))
             try:
                 with self.step(f"capture {name}"):
                     executable = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
@@ -299,9 +303,16 @@ class _Tuning:
 
     def _heavy(self, name: str) -> bool:
         """Whether it holds much more than one stream of the same kernels."""
+        return self.candidates[name].nbytes > self._light(name) + _HEAVY_NBYTES
+
+    def _light(self, name: str) -> int:
+        """Bytes that this plan may hold without being much more than one stream; what it holds if that is unknown."""
         single = self.candidates.get(_named(self.candidates[name].fuse, "single"))
-        nbytes = self.candidates[name].nbytes
-        return single is not None and nbytes - _HEAVY * single.nbytes > _HEAVY_NBYTES
+        if single is None or not single.nbytes:
+            return self.candidates[name].nbytes
+        storages = self.recorded.recording.program.storages
+        owned = sum(storage.nbytes for storage in storages if storage.role in ("parameter", "buffer"))
+        return int(_HEAVY * (single.nbytes + owned)) - owned
 
     def _made(self, kind: Fuse) -> bool:
         """Whether there are kernels of this kind: made now, if they can be and the budget allows."""
@@ -471,13 +482,16 @@ class _Tuning:
         for name, measurement in taken.items():
             self.candidates[name] = replace(self.candidates[name], measurement=measurement)
 
-    def _best(self, wanted: Sequence[Fuse]) -> str:
-        """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured."""
+    def _best(self, wanted: Sequence[Fuse], worth: float = _WORTH) -> str:
+        """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured.
+
+        One that holds much memory has to be ``worth`` times as fast as others.
+        """
         taken: dict[str, float] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
             if measurement is not None and not self._wrong(name):
-                taken[name] = measurement.median_ns * (_WORTH if self._heavy(name) else 1.0)
+                taken[name] = measurement.median_ns * (worth if self._heavy(name) else 1.0)
         taken = {name: one for name, one in taken.items() if self._asked(name, wanted)} or taken
         if taken:
             fastest = min(taken.values())
