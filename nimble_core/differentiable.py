@@ -23,12 +23,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.around import Around
+from nimble_core.candidates import EqualityCheck
 from nimble_core.devices.base import Device, Executable
 from nimble_core.equality import check_equality
 from nimble_core.errors import CaptureError, InputError
 from nimble_core.graph import build_graph
 from nimble_core.halves import halve
-from nimble_core.judging import eager_cases
+from nimble_core.judging import Cases, doubted, eager_cases
 from nimble_core.lift import lift
 from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.options import Options
@@ -548,8 +549,9 @@ def make_trainable(
     both = Signature(example, {}, whole.input_names)
     joint = record_static(device, whole, both, example, {}, strict=options.strict, step=step)
     if joint.whole:
+        what = "launch" if device.kind == "cuda" else "value"
         raise CaptureError(
-            "not every launch of forward and backward was seen",
+            f"not every {what} of forward and backward was seen",
             where=joint.recording.unseen_where,
             fix="leave that part out of the prepared module",
         )
@@ -722,7 +724,12 @@ def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, coun
             found = backward.executable.run([*inputs[count:], *saved], static=True)
             return [*outputs, *(one.clone() for one in found)]
 
-    check = check_equality(
-        "forward and backward", run, cases.eager, lowest=cases.lowest, perturbed=cases.moved, names=cases.names
-    )
+    def judged(cases: Cases) -> EqualityCheck:
+        return check_equality(
+            "forward and backward", run, cases.eager, lowest=cases.lowest, perturbed=cases.moved, names=cases.names
+        )
+
+    check = judged(cases)
+    if check.differs:
+        check = judged(doubted(joint, cases))
     return f"replays of forward and backward are not what eager computes: {check.reason}" if check.differs else ""

@@ -30,7 +30,7 @@ from nimble_core.reference import reference_outputs
 from nimble_core.static import other_values
 from nimble_core.structure import Structure, builder, flatten, leaf_paths
 
-__all__ = ["Cases", "Judge", "eager_cases", "from_same_state", "full_precision", "issued"]
+__all__ = ["Cases", "Judge", "doubted", "eager_cases", "from_same_state", "full_precision", "issued"]
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -40,6 +40,9 @@ _SAME_KERNELS = 32.0
 
 _SIZES_APART = 0.1
 """How far sizes of gradients without a digit may be apart, beyond what rounding does to them."""
+
+_MORE_SEEDS = (3, 4, 5, 6)
+"""Of further runs with moved results, before a replay is called wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +109,8 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
         truth: also what the model computes in float64.
     """
     build = builder(recorded.signature.structure)
-    state = _state_of(recorded) if recorded.trained else []
-    before = [one.tensor.clone() for one in state]
-    structure: Structure | None = None
-
-    def run(inputs: Sequence[torch.Tensor], seed: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        nonlocal structure
-        # Clones: a model that writes its inputs must not spoil the case for the replays.
-        args, kwargs = build([tensor.clone() for tensor in inputs])
-        with preserved(recorded.model), state_kept(recorded), torch.no_grad():
-            with nullcontext() if seed is None else perturbed(seed):
-                outputs, structure = flatten(recorded.model(*args, **kwargs), what="output")
-            return [one.detach().clone() for one in outputs], [one.tensor.clone() for one in state]
-
+    eager = _Eager(recorded)
+    before = [one.tensor.clone() for one in eager.state]
     cases: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
     truths: list[Sequence[torch.Tensor] | None] = []
     moved: list[Sequence[torch.Tensor]] = []
@@ -126,20 +118,20 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
     why = ""
     for seed in (1, 2):
         inputs = other_values(recorded.signature.tensors, seed)
-        outputs, after = run(inputs, None)
+        outputs, after = eager.run(inputs)
         cases.append((inputs, outputs))
         if recorded.trained:
-            outputs, after_moved = run(inputs, seed)
+            outputs, after_moved = eager.run(inputs, seed)
             moved.append(outputs)
             if not written:
-                known = zip(state, before, after, after_moved, strict=True)
+                known = zip(eager.state, before, after, after_moved, strict=True)
                 written = [Update(one.name, was, now, now, other, one.jumps) for one, was, now, other in known]
         if truth and not recorded.trained:
             args, kwargs = build([tensor.clone() for tensor in inputs])
             found = reference_outputs(recorded.model, args, kwargs)
             truths.append(found.outputs)
             why = why or found.reason
-    program = (recorded.eager or recorded).recording.program
+    program, structure = (recorded.eager or recorded).recording.program, eager.structure
     return Cases(
         eager=tuple(cases),
         truth=tuple(truths) if truths else None,
@@ -149,6 +141,60 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
         names=tuple(f"output {path.lstrip('.')}" for path in leaf_paths(structure)) if structure and moved else (),
         written=tuple(written),
     )
+
+
+def doubted(recorded: Recorded, cases: Cases) -> Cases:
+    """Cases of a training step with more of what rounding may do: of each tensor what moved it furthest.
+
+    Whether it decides a branch otherwise is chance: that it did not in one run convicts no replay in which it did.
+    """
+    if cases.moved is None:
+        return cases
+    eager = _Eager(recorded)
+    moved = [list(outputs) for outputs in cases.moved]
+    written = list(cases.written)
+    for case, (inputs, outputs) in enumerate(cases.eager):
+        for seed in _MORE_SEEDS:
+            others, after = eager.run(inputs, seed)
+            moved[case] = [_further(*three) for three in zip(outputs, moved[case], others, strict=True)]
+            if case == 0 and written:
+                pairs = zip(written, after, strict=True)
+                written = [replace(one, perturbed=_further(one.eager, one.perturbed, now)) for one, now in pairs]
+    return replace(cases, moved=moved, written=tuple(written))
+
+
+def _further(tensor: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which of the two is further from ``tensor``; what is not finite says nothing."""
+    if not tensor.is_floating_point():
+        return one
+    near, far = (_size(moved.double() - tensor.double()) for moved in (one, other))
+    return other if near < far < math.inf else one
+
+
+class _Eager:
+    """Runs of eager that leave model, random numbers and what a step writes as they were.
+
+    Args:
+        recorded: the model, or what it was rewritten to.
+    """
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.state = _state_of(recorded) if recorded.trained else []
+        self.structure: Structure | None = None
+        self._recorded = recorded
+        self._build = builder(recorded.signature.structure)
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], seed: int | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, and what was written; with a ``seed``, every result moved by about its last place."""
+        # Clones: a model that writes its inputs must not spoil the case for the replays.
+        args, kwargs = self._build([tensor.clone() for tensor in inputs])
+        model = self._recorded.model
+        with preserved(model), state_kept(self._recorded), torch.no_grad():
+            with nullcontext() if seed is None else perturbed(seed):
+                outputs, self.structure = flatten(model(*args, **kwargs), what="output")
+            return [one.detach().clone() for one in outputs], [one.tensor.clone() for one in self.state]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +308,7 @@ class Judge:
     _precise: Cases | None = None
     _kernels: dict[str, EqualityCheck] = field(default_factory=dict)
     _beside: dict[str, Cases] = field(default_factory=dict)
+    _doubted: bool = False
 
     def expect(self, *, fused: bool) -> Cases:
         """Make ready to judge; other kernels than eager's also by float64."""
@@ -280,6 +327,10 @@ class Judge:
         kind = variant.recording.program.fuse
         cases = self.expect(fused=kind != "none")
         check = cases.judged(name, variant, executable.run, by_truth=kind != "none")
+        if check.differs and not self._doubted:
+            self._cases = cases = doubted(self.recorded, cases)
+            self._doubted = True
+            check = cases.judged(name, variant, executable.run, by_truth=kind != "none")
         if not (check.reason.startswith(DROWNED) and _is_whole_step(variant)):
             return check
         try:
@@ -316,6 +367,9 @@ class Judge:
             if working_precision(cases.eager[0][1], cases.lowest) == "float32":
                 self._precise = self._precise or eager_cases(self.recorded)
                 found = self._precise.judged(kind, variant, run)
+                if found.differs:
+                    self._precise = doubted(self.recorded, self._precise)
+                    found = self._precise.judged(kind, variant, run)
         if found is None or found.reason.startswith(DROWNED):
             run, how = issued(self.device, variant), "by the sizes of gradients"
             found = _of_same_sizes(kind, cases, from_same_state(variant, run))

@@ -17,7 +17,7 @@ from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice
 from nimble_core.equality import DROWNED
 from nimble_core.graph import build_graph
-from nimble_core.judging import Cases, Judge, _of_same_sizes, eager_cases, full_precision, issued
+from nimble_core.judging import Cases, Judge, _Eager, _of_same_sizes, doubted, eager_cases, full_precision, issued
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, state_kept
 from nimble_core.policies.single import single
@@ -126,6 +126,39 @@ def half_the_digits() -> Iterator[None]:
 
 
 DEEP, SHALLOW = 60, 10
+
+
+BETWEEN = 11
+"""Times after which rounding is far above the usual tolerance, and far below what inputs do."""
+
+
+def test_an_honest_replay_is_not_convicted_by_one_run_in_which_rounding_did_little() -> None:
+    found = recorded(Chaotic(BETWEEN))
+    eager = _Eager(found)
+    cases = eager_cases(found)
+    quiet = replace(cases, moved=[outputs for _, outputs in cases.eager], written=())
+
+    def honest(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return eager.run(inputs, 99)[0]
+
+    before = [one.detach().clone() for one in found.model.state_dict().values()]
+    assert quiet.judged("moved", found, honest).differs
+    assert doubted(found, quiet).judged("moved", found, honest).passed
+    assert all(map(torch.equal, before, found.model.state_dict().values()))
+
+
+def test_more_runs_never_make_a_judge_stricter_and_still_find_what_is_wrong() -> None:
+    found, wrong = recorded(Chaotic(BETWEEN)), recorded(Wrong(BETWEEN, 3.0))
+    cases = eager_cases(found)
+    more = doubted(found, cases)
+    for (_, eager), once, often in zip(cases.eager, cases.moved or (), more.moved or (), strict=True):
+        assert all((c - a).norm() >= (b - a).norm() for a, b, c in zip(eager, once, often, strict=True))
+    assert all(
+        (b.perturbed - b.eager).norm() >= (a.perturbed - a.eager).norm()
+        for a, b in zip(cases.written, more.written, strict=True)
+    )
+    other = as_kernels_of(found, wrong)
+    assert more.judged("wrong", other, executable(other).run).differs
 
 
 def test_nothing_can_be_shown_at_once() -> None:
