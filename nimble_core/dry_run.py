@@ -36,7 +36,12 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 
 
 def dry_run(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    remote: bool = False,
 ) -> tuple[Recording, Signature]:
     """What ``record`` would write down if model and inputs were on ``device``; no kernel runs.
 
@@ -48,6 +53,7 @@ def dry_run(
         args: example positional inputs, likewise.
         kwargs: example keyword inputs.
         device: planned for; need not be there.
+        remote: ``device`` is the host and stands in for another, which this build of torch does not know.
 
     Raises:
         InputError: no tensor among the inputs, tensors that are not dense, a device torch does not know.
@@ -55,12 +61,12 @@ def dry_run(
     """
     try:
         with announced(False):
-            return _record(model, args, kwargs, device)
+            return _record(model, args, kwargs, device, remote)
     except CaptureError as error:
         refused = error
     try:
         with announced(True):  # libraries keep another branch for captures, which looks at no values
-            recording, signature = _record(model, args, kwargs, device)
+            recording, signature = _record(model, args, kwargs, device, remote)
     except CaptureError as error:
         raise refused from error
     note = f"this is the branch that the model keeps for captures: in eager {refused.what} ({refused.where})"
@@ -69,7 +75,7 @@ def dry_run(
 
 
 def _record(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, remote: bool
 ) -> tuple[Recording, Signature]:
     fakes = _StandIns(device)
     tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
@@ -81,7 +87,8 @@ def _record(
         stack.enter_context(_in_place_of_parameters(model, fakes))
         stack.enter_context(_fakes_unnoticed())
         try:
-            return record(model, signature, args=args, kwargs=kwargs, counter=work, stand_in=fakes), signature
+            found = record(model, signature, args=args, kwargs=kwargs, counter=work, stand_in=fakes, remote=remote)
+            return found, signature
         except RuntimeError as error:
             if isinstance(error, CaptureError) or not any(words in str(error) for words in _NO_VALUES):
                 raise

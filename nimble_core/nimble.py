@@ -439,6 +439,7 @@ def _prepare(
         with watch("capture"):
             executable = device.capture_whole(model, recorded.recording, signature)
         notes = (*notes, whole_note(device, recorded))
+        warnings.warn(notes[-1], NimbleWarning, stacklevel=3)
     elif given is not None:
         recorded = follow(device, recorded, given, thorough=options.tune == "full", step=watch)
         program, graph = recorded.recording.program, recorded.graph

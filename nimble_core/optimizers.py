@@ -105,7 +105,8 @@ class CapturedOptimizer:
         parameters: those it updates, in the order of its groups: frozen ones are left out.
         state: what the optimizer keeps for each of ``parameters``, as ``update`` reads and writes it: the user's own
             tensors where these fit, copies on the device where not, tensors of the same form where there are none yet.
-        rates: each group's learning rate, float32 scalars on the device.
+        rates: each group's learning rate, scalars on the device: float32, which CUDA's fused kernels take; float64 on
+            the host, whose kernels read them as Python's numbers, so that float64 parameters are updated as in eager.
 
     Raises:
         InputError: an optimizer that cannot be captured; says why.
@@ -126,7 +127,8 @@ class CapturedOptimizer:
         self._places = [place for place, _ in trained]
         self.parameters: tuple[torch.Tensor, ...] = tuple(one for _, one in trained)
         self._layouts = [_layout(one) for one in self.parameters]
-        self.rates = tuple(torch.empty((), dtype=torch.float32, device=device) for _ in self._groups)
+        kind = torch.float64 if device.type == "cpu" else torch.float32
+        self.rates = tuple(torch.empty((), dtype=kind, device=device) for _ in self._groups)
         self._numbers: list[float | None] = [None] * len(self._groups)
         self._fill(self._changed_rates())
         self.state = tuple(self._made())

@@ -59,6 +59,7 @@ _PLANNED_STORAGES = 20_000
 """Above this, planning memory would take longer than recording: the device reuses it on each stream, as best it can."""
 _OTHER_SEED = 20_001
 _LIMIT_ATTEMPTS = 3
+_OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack)"
 _PREPARING = threading.RLock()
 
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -195,11 +196,13 @@ def record_static(
         # The first run may have asked for what libraries keep from then on.
         recording = replace(recording, asks=second.asks)
     if recording.unseen and strict:
-        raise CaptureError(
-            f"{recording.unseen} launches belong to no call that was seen",
-            where=recording.unseen_where,
-            fix="Options(strict=False) captures the module as a whole, on one stream",
-        )
+        if device.kind == "cuda":
+            what = f"{recording.unseen} launches belong to no call that was seen"
+            done = "captures the module as a whole, on one stream"
+        else:
+            what = f"{_OUT_OF_SIGHT}, which a replay does not repeat"
+            done = "calls the module as it is; or compute it with torch"
+        raise CaptureError(what, where=recording.unseen_where, fix=f"Options(strict=False) {done}")
     with step("hazards"):
         graph = build_graph(recording.program)
     trained = any(call.phase == "backward" for call in recording.program.calls)
@@ -241,8 +244,12 @@ def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Re
 
 def whole_note(device: Device, recorded: Recorded) -> str:
     """Why the model is not replayed call by call, and what is done instead."""
-    done = "captured as a whole, on one stream" if device.kind == "cuda" else "called as it is, without autograd"
-    return f"{done}: not every launch or value was seen ({recorded.recording.unseen_where})"
+    recording = recorded.recording
+    if device.kind == "cuda":
+        done, why = "captured as a whole, on one stream", f"{recording.unseen} launches belong to no call that was seen"
+    else:
+        done, why = "called as it is, without autograd", _OUT_OF_SIGHT
+    return f"the model is {done}: {why} ({recording.unseen_where})"
 
 
 @contextmanager

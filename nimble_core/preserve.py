@@ -12,18 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from nimble_core.errors import CaptureError
+from nimble_core.exports import exports_seen
 from nimble_core.operators import has_memory, shown_by, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
+from nimble_core.strides import elements_once
 
 __all__ = ["Guard", "Saved", "installed_by_runs", "only_watches", "preserved", "random_state_kept", "run_preserved"]
 
@@ -142,7 +150,8 @@ class Saved:
     def of(cls, tensor: torch.Tensor) -> Saved:
         """Copy what ``tensor`` holds now."""
         version = None if tensor.is_inference() else tensor._version
-        return cls(tensor.detach(), tensor.detach().clone(), version)
+        alone = elements_once(tensor.detach())
+        return cls(alone, alone.clone(), version)
 
     def restore(self) -> None:
         """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
@@ -176,7 +185,8 @@ class Guard:
 def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[Guard]:
     """Put back, at the end or after an error, what runs of ``model`` inside change.
 
-    Attributes, random state, the tensors reported to the guard's ``before_write``, and the dispatch modes in force.
+    Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
+    and the dispatch modes in force.
 
     Args:
         model: module or function.
@@ -184,6 +194,7 @@ def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[Guard
     """
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(torch.device("cpu")))
+        stack.enter_context(_memory_kept(_owned(model)))
         changed = stack.enter_context(_attribute_guard(model))
         guard = Guard(live, changed)
         stack.callback(guard.restore)
@@ -241,6 +252,12 @@ class _WriteGuard(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """The memory of ``tensor`` is handed out, and may be written out of sight."""
+        if has_memory(tensor) and storage_address(tensor) not in self.made:
+            with _disable_current_modes():
+                self.guard.before_write(tensor)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -268,9 +285,11 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
             that runs another one inside.
     """
-    with preserved(model) as guard, _memory_kept(model, args, kwargs), torch.no_grad(), _WriteGuard(guard):
+    given = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
+    with preserved(model) as guard, _memory_kept(given), torch.no_grad(), _WriteGuard(guard) as writes:
         try:
-            return model(*args, **kwargs)
+            with exports_seen(writes.exported):
+                return model(*args, **kwargs)
         except RuntimeError as error:
             refusal = _refusal(error, module_paths(model))
             if refusal is None:
@@ -278,12 +297,14 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             raise refusal from error
 
 
+def _owned(model: Callable[..., Any]) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+
+
 @contextmanager
-def _memory_kept(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, parameters, buffers and inputs may be given other memory (``.data = …``); then they get theirs back."""
-    own = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
-    given = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
-    before = [(one, one.detach()) for one in (*own, *given) if has_memory(one)]
+def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, these may be given other memory (``.data = …``); then they get theirs back."""
+    before = [(one, one.detach()) for one in tensors if has_memory(one)]
     try:
         yield
     finally:

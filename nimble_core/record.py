@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, compress
 from traceback import walk_tb
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError
+from nimble_core.exports import exports_seen, host_copies_seen
 from nimble_core.launchers import Launch, launches_seen, relative_window
 from nimble_core.operators import (
     Shown,
@@ -41,6 +42,7 @@ from nimble_core.operators import (
     argument_texts,
     copies_to_host,
     draws_numbers,
+    has_memory,
     makes_memory_only,
     owned_tensors,
     shape_depends_on_data,
@@ -76,6 +78,8 @@ def _rnn_with_workspace(*args: Any, **kwargs: Any) -> Any:
         return _RNN(*args, **kwargs)
 
 
+_TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
+_WAITS = "the host would have to wait for the device, and a replay cannot"
 _SWAPS = "torch.utils"  # where swap_tensors is
 
 _NEEDS_VALUES = (
@@ -111,6 +115,7 @@ def record(
     counter: NodeCounter | None = None,
     stand_in: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
     rewritten: Rewritten | None = None,
+    remote: bool = False,
 ) -> Recording:
     """Run ``model(*args, **kwargs)`` once and return what it asked of the device.
 
@@ -123,6 +128,7 @@ def record(
         stand_in: for a run on tensors without values (fake ones): ``(func, tensor)`` to what takes the tensor's place
             among the arguments of ``func`` (None for an output of the model).
         rewritten: what to run in the model's place, on the tensors of ``signature``.
+        remote: the host stands in for another device: copies to the host, which are no calls then, are refused too.
 
     Raises:
         CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
@@ -133,7 +139,12 @@ def record(
     with collector_paused(), _casts_forgotten(), preserved(model, live=counter is None) as guard, torch.no_grad():
         recorder.before_write = guard.before_write
         try:
-            with _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
+            if remote:
+                escapes: AbstractContextManager[None] = host_copies_seen(recorder.copied_to_host)
+            else:
+                live = counter is None and stand_in is None
+                escapes = exports_seen(recorder.exported) if live else nullcontext()
+            with escapes, _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
             outputs, structure = flatten(result, what="output")
             if stand_in:
@@ -200,6 +211,30 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """Memory that code outside of torch may write, and what it held when torch last did."""
+
+    memory: torch.Tensor
+    held: torch.Tensor
+    where: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, where: str) -> _Exported:
+        """All memory behind ``tensor``, as bytes."""
+        storage = tensor.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        return cls(memory, memory.clone(), where)
+
+    def as_now(self) -> _Exported:
+        """The same, holding what it does now."""
+        return replace(self, held=self.memory.clone())
+
+    def changed(self) -> bool:
+        """Whether it holds something else by now."""
+        return not torch.equal(self.memory, self.held)
+
+
 class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
@@ -246,6 +281,7 @@ class _Recorder(TorchDispatchMode):
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
         self._unseen_where = ""
+        self._exported: dict[int, _Exported] = {}
         self._names: dict[int, tuple[Role, str]] = {}
         self._before: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor, alias
         for role, name, tensor in chain(owned_tensors(model), rewritten.owned if rewritten else ()):
@@ -302,6 +338,8 @@ class _Recorder(TorchDispatchMode):
         reads: list[int] = []
         template = tuple([self._template(arg, reads) for arg in args])
         named = tuple([(name, self._template(arg, reads)) for name, arg in kwargs.items()]) if kwargs else ()
+        if self._exported:
+            self._notice_changes({self._storage_of[slot] for slot in reads}, f"before {func}", frame)
         if traits.changes_view:
             return self._inplace_view(func, args, kwargs, template, frame)
         # Calls that draw random numbers keep their order: on the host each changes the generator, and in a capture each
@@ -314,6 +352,9 @@ class _Recorder(TorchDispatchMode):
         else:
             draws = kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
         writes = [self._written_ref(tensor) for tensor in written] if written else []
+        for ref in writes:
+            if ref.storage in self._exported:
+                self._exported[ref.storage] = self._exported[ref.storage].as_now()
         returned = flat_tensors(result)
         known = len(self._storages)
         self._refuse_sparse(func, returned, frame)
@@ -370,6 +411,7 @@ class _Recorder(TorchDispatchMode):
         """The recording, once the model has returned ``outputs``."""
         if self.counter:
             self._notice_unseen(None)
+        self._notice_changes(self._exported, "before the end", None)
         for tensor in outputs:
             if tensor.device != self.device:
                 raise CaptureError(
@@ -453,6 +495,35 @@ class _Recorder(TorchDispatchMode):
             for storage, tensor in renewed.items():
                 tensor.copy_(self._first_values[storage])
         return outputs
+
+    def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """The memory of ``tensor`` is handed out: what is written there then is no call."""
+        if tensor.device.type != "cpu" or not has_memory(tensor):
+            return
+        with _disable_current_modes(), torch.no_grad():
+            home = self._storage(tensor)
+            if home not in self._made:
+                self.before_write(tensor)
+            if home not in self._exported:
+                self._exported[home] = _Exported.of(tensor, self._where("memory handed out", frame))
+
+    def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Refuse a copy of what is on the device."""
+        if self._storage(tensor) not in self._constant:
+            raise CaptureError(
+                f"the model {_TO_HOST[0]}: {_WAITS}",
+                where=self._where("a copy", frame),
+                fix=_TO_HOST[1],
+            )
+
+    def _notice_changes(self, storages: Iterable[int], when: str, frame: FrameType | None) -> None:
+        """Find out whether memory that was handed out has been written since."""
+        for storage in self._exported.keys() & set(storages):
+            one = self._exported[storage]
+            if not self._unseen and one.changed():
+                self._unseen += 1
+                at = f" at {':'.join(map(str, place_of(frame, self._modules)[1:]))}" if frame else ""
+                self._unseen_where = f"{one.where}: written {when}{at}"
 
     def inside_operator(self) -> bool:
         """Whether an operator is running, whose launches are part of its call."""
@@ -785,16 +856,13 @@ class _Recorder(TorchDispatchMode):
                 "use a form with a fixed shape (torch.where, a mask, a size argument)",
             )
         elif self.device.type != "cpu" and copies_to_host(func, tensors, args, kwargs):
-            why, fix = (
-                "copies from the device to the host",
-                "keep the tensor on the device, or copy it outside the model",
-            )
+            why, fix = _TO_HOST
         else:
             return
         if all(tensor.device.type == "cpu" and self._storage(tensor) in self._constant for tensor in tensors):
             return  # a constant: the same on every run
         raise CaptureError(
-            f"{func} {why}: the host would have to wait for the device, and a replay cannot",
+            f"{func} {why}: {_WAITS}",
             where=self._where(func, frame),
             fix=fix,
         )

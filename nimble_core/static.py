@@ -11,6 +11,7 @@ from nimble_core.errors import NotStaticError
 from nimble_core.operators import storage_address
 from nimble_core.program import Call, Program
 from nimble_core.recording import Recording
+from nimble_core.strides import elements_once
 
 __all__ = ["changed_constant", "check_static", "other_values"]
 
@@ -44,11 +45,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.T
 
 
 def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torch.Tensor:
-    # An expanded dimension is one element seen many times: it stays so.
-    core = tensor
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            core = core.narrow(dimension, 0, 1)
+    core = elements_once(tensor)  # an expanded dimension stays one
     count = core.numel()
     host = torch.device("cpu")  # whatever the default device is
     order = torch.arange(count, device=host) if keep else torch.randperm(count, generator=generator, device=host)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["dense", "laid_out", "restrided", "with_strides_of"]
+__all__ = ["dense", "elements_once", "laid_out", "restrided", "with_strides_of"]
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
@@ -21,6 +21,14 @@ def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> 
             return False
         expected *= sizes[dim]
     return True
+
+
+def elements_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` that shows each element once: an expanded dimension is one element seen many times."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

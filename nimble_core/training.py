@@ -132,6 +132,7 @@ class WholeStep(Around):
         # On this thread: modes, phase and random state of a recording are bound to it.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"), self._casting():
+                inputs, targets = _without_history((inputs, targets))
                 output = _called(self.model, inputs)
             with phase("loss"), self._casting():
                 loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
@@ -499,6 +500,16 @@ def _called(model: torch.nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if type(inputs) in (tuple, list) else model(inputs)
+
+
+def _without_history(given: Any) -> Any:
+    """The same tensors as aliases: a forward that writes its input in place gives the caller's no history.
+
+    Those that require a gradient are the caller's own. A tensor given twice is one alias.
+    """
+    tensors, structure = flatten(given, what="input")
+    aliases = {id(tensor): tensor if tensor.requires_grad else tensor.detach() for tensor in tensors}
+    return builder(structure)([aliases[id(tensor)] for tensor in tensors])
 
 
 def _detached(output: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from nimble_core.errors import InputError
 from nimble_core.options import Options
 from nimble_core.policies import POLICIES
-from nimble_viz.command import _add_options, _argument_help
+from nimble_viz.flags import add_options, argument_help
 
 __all__ = ["Expression", "Parser", "comparing", "complete", "keywords", "option_fields", "profiling", "split"]
 
@@ -113,7 +113,7 @@ def comparing() -> Parser:
     )
     _add_common(parser)
     _add_keywords(parser.add_argument_group("keywords of compare"), compare, leave=_ELSEWHERE)
-    _add_options(parser.add_argument_group("options of the preparation"))
+    add_options(parser.add_argument_group("options of the preparation"))
     return parser
 
 
@@ -139,7 +139,7 @@ def profiling() -> Parser:
     _add_keywords(parser.add_argument_group("keywords of profile, for loops"), profile, leave=_ELSEWHERE)
     group = parser.add_argument_group("for what is captured")
     _add_keywords(group, compare, only=_CELL_ONLY)
-    _add_options(group)
+    add_options(group)
     return parser
 
 
@@ -164,7 +164,7 @@ def _add_keywords(
     group: Any, function: Callable[..., Any], *, leave: Collection[str] = (), only: Collection[str] = ()
 ) -> None:
     """One flag for each keyword of ``function``: a switch, a number, or Python that is evaluated."""
-    helps = _argument_help(function.__doc__ or "")
+    helps = argument_help(function.__doc__ or "")
     for name, one in inspect.signature(function).parameters.items():
         if one.kind is not one.KEYWORD_ONLY or name in leave or (only and name not in only):
             continue

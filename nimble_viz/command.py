@@ -12,7 +12,6 @@ import argparse
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import types
 import typing
@@ -24,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.errors import InputError, NimbleError, ReportFileError
 from nimble_core.options import Options
+from nimble_viz.flags import add_options
 
 if TYPE_CHECKING:
     from nimble_viz.diff import Difference
     from nimble_viz.doctor import Diagnosis
-    from nimble_viz.gate import Gate, Rules
+    from nimble_viz.gate import Gate
     from nimble_viz.report import Report
 
 __all__ = ["load_factory", "main"]
@@ -344,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         help="others to measure, e.g. compile,cuda-graph",
     )
     compare.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    _add_options(compare.add_argument_group("options of the preparation"))
+    add_options(compare.add_argument_group("options of the preparation"))
     compare.set_defaults(run=_compare)
 
     profiled = commands.add_parser("profile", help="where the time goes in a script as it is, or in a profiler's trace")
@@ -419,42 +419,5 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a Markdown table too")
     parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML too")
-    _add_options(parser.add_argument_group("rules"), Rules)
+    add_options(parser.add_argument_group("rules"), Rules)
     parser.set_defaults(run=_gate)
-
-
-def _add_options(group: Any, kind: type[Options] | type[Rules] = Options) -> None:
-    """One flag for each field of ``kind``: name, type, choices, default and help are the dataclass's own."""
-    hints = typing.get_type_hints(kind)
-    helps = _argument_help(kind.__doc__ or "")
-    for field in fields(kind):
-        hint = hints[field.name]
-        flag = "--" + field.name.replace("_", "-")
-        text = f"{helps[field.name]} (default: {field.default})".replace("%", "%%")
-        members = typing.get_args(hint)
-        if hint is bool:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=field.default, help=text)
-        elif typing.get_origin(hint) is typing.Literal:
-            group.add_argument(flag, choices=members, default=field.default, help=text)
-        elif type(None) in members:
-            parse = _optional(next(one for one in members if one is not type(None)))
-            group.add_argument(flag, type=parse, default=field.default, help=text, metavar="N")
-        else:
-            parse = hint if hint in (int, float) else str
-            metavar = "X" if hint in (int, float) else "NAME"
-            group.add_argument(flag, type=parse, default=field.default, help=text, metavar=metavar)
-
-
-def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
-        return None if text.lower() == "none" else kind(text)
-
-    return number
-
-
-def _argument_help(doc: str) -> dict[str, str]:
-    """``{argument: text}`` from the ``Args:`` section of a docstring."""
-    section = doc.partition("Args:")[2].partition("Raises:")[0]
-    found = re.findall(r"^\s+(\w+): (.+?)(?=^\s+\w+: |\Z)", section, re.DOTALL | re.MULTILINE)
-    return {name: " ".join(text.replace("``", "").split()) for name, text in found}

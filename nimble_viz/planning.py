@@ -63,12 +63,14 @@ def plan(
     from nimble_core.preserve import random_state_kept
     from nimble_core.static import check_static
     from nimble_viz.measure.work import count_work
+    from nimble_viz.sources import read_sources
 
     options = Options() if options is None else options
     require_options(options)
     device = _device(target)
     named = _named(model, kwargs)
     stand_in, warnings = _known(device)
+    remote = stand_in.type != device.type
     steps: list[PrepareStep] = []
     start = perf_counter()
 
@@ -78,11 +80,11 @@ def plan(
         steps.append(PrepareStep(step, now - start))
         start = now
 
-    recording, signature = dry_run(model, args, named, stand_in)
+    recording, signature = dry_run(model, args, named, stand_in, remote=remote)
     done("record without running")
     with random_state_kept(torch.device("cpu")):
         random.random()  # a branch on Python's random numbers shows
-        check_static(recording.program, dry_run(model, args, named, stand_in)[0].program)
+        check_static(recording.program, dry_run(model, args, named, stand_in, remote=remote)[0].program)
     done("record again")
     program = replace(recording.program, device=device.type)
     graph = build_graph(program)
@@ -113,6 +115,7 @@ def plan(
         chosen=chosen,
         warnings=tuple(warnings),
         work=count_work(recording, None, None),
+        sources=read_sources(program.calls),
     )
 
 

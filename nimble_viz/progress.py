@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from nimble_viz.report import PrepareStep
 
@@ -127,7 +127,7 @@ class TerminalProgress(Progress):
 
 
 class NotebookProgress(Progress):
-    """One line of a notebook cell's output, rewritten in place and blank at the end.
+    """One line of a notebook cell's output, rewritten in place; at the end nothing of it is shown or kept.
 
     Plain HTML by the notebook's own display protocol: a widget would stay behind in the saved notebook.
 
@@ -136,30 +136,30 @@ class NotebookProgress(Progress):
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        from IPython.display import display
-
         super().__init__(clock)
-        self._handle = display(self._line(""), display_id=True)
+        self._handle: Any = None
 
     def advance(self, done: int, total: int) -> None:
         """Write ``done`` of ``total`` behind the step's name."""
         name = self._open[-1].name if self._open else ""
-        self._handle.update(self._line(f"{name} {done}/{total}"))
+        self._show(f"{name} {done}/{total}")
 
     def finish(self) -> None:
-        """Leave the line blank."""
-        self._handle.update(self._line(""))
+        """Leave an output that holds nothing, which takes no room: the protocol knows no way to take one away."""
+        if self._handle is not None:
+            self._handle.update({}, raw=True)
+            self._handle = None
 
     def _show(self, name: str) -> None:
-        self._handle.update(self._line(name))
-
-    @staticmethod
-    def _line(text: str) -> object:
         from html import escape
 
-        from IPython.display import HTML
+        from IPython.display import HTML, display
 
-        return HTML(f'<span style="opacity:.7">{escape(text)}</span>' if text else "")
+        line = HTML(f'<span style="opacity:.7">{escape(name)}</span>')
+        if self._handle is None:
+            self._handle = display(line, display_id=True)
+        else:
+            self._handle.update(line)
 
 
 def default_progress() -> Progress:

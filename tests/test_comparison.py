@@ -527,3 +527,21 @@ def test_models_that_are_not_static() -> None:
 def test_a_limit_on_memory() -> None:
     with pytest.raises(DeviceError, match="memory_limit"):
         compare(Wide(), torch.randn(2, 16), options=Options(memory_limit=0), progress=Progress())
+
+
+def test_a_model_that_cannot_be_split_says_so() -> None:
+    pytest.importorskip("numpy")
+    from nimble_viz.text import plain_text
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.numpy()[0] = 1.0
+        return y + 1
+
+    report = compare(forward, torch.randn(8, 8), options=FAST)
+    (said,) = [one for one in report.warnings if "as it is" in one]
+    assert "changed outside of torch" in said
+    assert "test_comparison.py" in said
+    assert "launch" not in said
+    assert "called as it is, without autograd" in " ".join(plain_text(report).split())
+    assert all(check.passed for check in report.checks)

@@ -658,3 +658,90 @@ def _until(reached: Callable[[], bool]) -> None:
             return
         waited.wait(0.01)
     raise AssertionError("not reached within five seconds")
+
+
+class Strided(nn.Module):
+    """Batch norms on windows of larger results, which are read by nobody else."""
+
+    def __init__(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.how = how
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.how(x * 2)) + 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: x[:, :4],
+        lambda x: x[::2, 4:],
+        lambda x: x.t().contiguous().t()[:, :4],
+        lambda x: x.view(-1, 4, 2)[..., 1],
+        lambda x: x.view(-1, 2, 4).transpose(1, 2),
+        lambda x: x[:, 1:5].contiguous(),
+    ],
+    ids=["columns", "rows and columns", "transposed", "pairs", "batched", "contiguous"],
+)
+def test_batch_norm_of_what_is_not_contiguous(how: Callable[[torch.Tensor], torch.Tensor], training: bool) -> None:
+    """torch's variant that fills given tensors computes there only what is contiguous."""
+    torch.manual_seed(0)
+    model = Strided(how).train(training)
+    made = Prepared(model, torch.randn(6, 8))
+    executable, x = made.capture(), torch.randn(6, 8)
+    statistics = [one.clone() for one in (model.norm.running_mean, model.norm.running_var)]
+    replayed = executable.run([x])[0]
+    after = [one.clone() for one in (model.norm.running_mean, model.norm.running_var)]
+    for one, value in zip((model.norm.running_mean, model.norm.running_var), statistics, strict=True):
+        one.copy_(value)
+    with torch.no_grad():
+        assert torch.equal(replayed, model(x))
+    assert torch.equal(after[0], model.norm.running_mean)
+    assert torch.equal(after[1], model.norm.running_var)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_binary_cross_entropy_leaves_its_neighbours_in_the_arena_alone(reduction: str) -> None:
+    """torch's variant that fills a scalar writes a loss for each element first, from that scalar on."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        p, total = x.sigmoid(), x.square().sum()
+        found = nn.functional.binary_cross_entropy(p, (x > 0).float(), reduction=reduction)
+        rest = x.cos().sum()
+        return found * 2 + total + rest * p.sum()
+
+    made = Prepared(loss, torch.randn(40, 50))
+    executable = made.capture()
+    for _ in range(3):
+        x = torch.randn(40, 50)
+        assert torch.equal(executable.run([x])[0], loss(x))
+
+
+def test_calls_on_nothing() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch._foreach_add_([y[:0], y[3:]], 1.0)
+        return y + 1
+
+    made, x = Prepared(forward, torch.randn(3, 2)), torch.randn(3, 2)
+    assert torch.equal(made.capture().run([x])[0], x * 2 + 1)
+
+
+def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:
+    """It has no bytes, so that nothing orders its reader after the call that makes the rest."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x
+        for _ in range(20):
+            y = torch.linalg.matrix_exp(y * 0.1)
+        return y, y[3:].sum()
+
+    made = Prepared(forward, torch.randn(3, 3))
+    graph = made.graph
+    executable = made.capture(plan_streams(graph, [*[0] * (graph.size - 1), 1], policy="two"))
+    x = torch.randn(3, 3)
+    got = executable.run([x])
+    assert all(torch.equal(a, b) for a, b in zip(got, forward(x), strict=True))
+    executable.close()

@@ -520,13 +520,86 @@ def test_values_from_numpy_are_captured_as_a_whole_or_refused() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x + torch.from_numpy(x.detach().numpy() * 2)
 
-    net = Nimble(forward, QUICK).prepare(torch.randn(3))
+    with pytest.warns(NimbleWarning, match="called as it is") as caught:
+        net = Nimble(forward, QUICK).prepare(torch.randn(3))
+    assert len(caught) == 1
     x = torch.randn(3)
     close(net(x), x * 3)
     assert "called as it is" in net.engines[0].notes[-1]
+    assert "launch" not in net.engines[0].notes[-1]  # there are none on the host
     net.close()
-    with pytest.raises(CaptureError, match="no call that was seen"):
+    with pytest.raises(CaptureError, match="outside of torch"):
         Nimble(forward, Options(strict=True)).prepare(torch.randn(3))
+
+
+def through_numpy(x: torch.Tensor) -> None:
+    x.detach().numpy()[0] += 1
+
+
+def through_array(x: torch.Tensor) -> None:
+    import numpy
+
+    numpy.asarray(x.detach())[:] *= 2
+
+
+def through_dlpack(x: torch.Tensor) -> None:
+    import numpy
+
+    numpy.from_dlpack(x.detach())[-1] = 3
+
+
+def by_permutation(x: torch.Tensor) -> None:
+    x.detach().numpy().sort()
+
+
+@pytest.mark.parametrize("change", [through_numpy, through_array, through_dlpack, by_permutation])
+@pytest.mark.parametrize("what", ["result", "output", "constant", "input", "weight"])
+def test_results_changed_out_of_sight_are_noticed(change: Callable[[torch.Tensor], None], what: str) -> None:
+    """What numpy writes into a tensor is no call: a replay would go on with what was there before."""
+    pytest.importorskip("numpy")
+    weight = nn.Parameter(torch.randn(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.weight
+            constant = torch.arange(3.0).flip(0)
+            change({"result": y, "output": y, "constant": constant, "input": x, "weight": self.weight}[what])
+            return y if what == "output" else y + constant
+
+    model, x, kept = Model(), torch.tensor([2.0, 3.0, 1.0]), weight.detach().clone()
+    with pytest.warns(NimbleWarning, match=r"memory handed out in the model at .*test_nimble.py"):
+        net = Nimble(model, QUICK).prepare(x)
+    assert torch.equal(weight, kept)
+    assert torch.equal(x, torch.tensor([2.0, 3.0, 1.0]))
+    with pytest.raises(CaptureError, match="changed outside of torch") as caught:
+        Nimble(model, Options(strict=True)).prepare(x)
+    assert "test_nimble.py" in caught.value.where
+    x = torch.randn(3)
+    mine = net(x.clone())
+    with torch.no_grad():
+        weight.copy_(kept)
+    close(mine, model(x.clone())) if what != "weight" else None
+    net.close()
+
+
+def test_what_only_reads_through_numpy_stays_a_replay() -> None:
+    pytest.importorskip("numpy")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.detach().numpy().sum()
+        y += 1  # a call may write it
+        y.detach().numpy().sum()
+        return y * 2
+
+    net = Nimble(forward, QUICK).prepare(torch.randn(3))
+    assert net.engines[0].notes == ()
+    assert net.engines[0].schedule.policy == "single"
+    net.close()
 
 
 def test_a_compiled_submodule() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import checkpoint
 
-from nimble_core import CaptureError, Nimble, Options, TrainStep
+from nimble_core import CaptureError, Nimble, NimbleWarning, Options, TrainStep
 from nimble_core.preserve import installed_by_runs, preserved, run_preserved
 
 # -- dispatch modes ------------------------------------------------------------------------------------------------
@@ -187,3 +187,42 @@ def test_other_memory_does_not_stay(error: Exception | None) -> None:
         assert one.data_ptr() == pointer
         assert one.dtype is values.dtype
         assert torch.equal(one, values)
+
+
+def test_an_expanded_input_that_is_written_gets_its_values_back() -> None:
+    x = torch.randn(3)
+    before = x.clone()
+    run_preserved(lambda x: x.expand(2, 3).zero_(), (x,), {})
+    assert torch.equal(x, before)
+    net = Nimble(lambda x: x.expand(2, 3).zero_() + x, Options(tune="off")).prepare(x)
+    assert torch.equal(x, before)
+    net.close()
+
+
+def test_what_is_written_through_numpy_is_put_back() -> None:
+    pytest.importorskip("numpy")
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3)
+
+    class Numpy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.detach().numpy()[:] = 2
+            x.numpy()[:] = 3
+            return x * self.weight
+
+    run_preserved(Numpy(), (x,), {})
+    assert torch.equal(weight, torch.ones(3))
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_candidates_are_judged_without_giving_weights_other_memory() -> None:
+    model = Binary(None)
+    x = torch.randn(3)
+    pointers = [model.weight.data_ptr(), model.last.data_ptr()]
+    with pytest.warns(NimbleWarning, match=r"weight\.data"):
+        net = Nimble(model, Options(tune="off", fuse="library")).prepare(x)
+    assert [model.weight.data_ptr(), model.last.data_ptr()] == pointers
+    net.close()

@@ -107,3 +107,34 @@ def test_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     assert type(default_progress()) is TerminalProgress
+
+
+def test_a_notebook_shows_steps_and_keeps_nothing_of_them() -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient: make test installs it")
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat: make test installs it")
+    code = """
+import time
+from nimble_viz.progress import NotebookProgress, default_progress
+print("before")
+with default_progress() as progress, progress.step("record <now>"):
+    progress.advance(3, 30)
+    assert type(progress) is NotebookProgress
+    assert "record &lt;now&gt; 3/30" in shown[-1]
+print("after")
+"""
+    watch = """
+from IPython import get_ipython
+shown, publish = [], get_ipython().display_pub.publish
+def seen(data, *args, **kwargs):
+    shown.append(str(data.get("text/html", "")))
+    publish(data, *args, **kwargs)
+get_ipython().display_pub.publish = seen
+"""
+    silent = "with NotebookProgress(): pass"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in (watch, code, silent)])
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    outputs = notebook.cells[1].outputs
+    assert "".join(one.text for one in outputs if one.output_type == "stream") == "before\nafter\n"
+    assert all(one.data == {} for one in outputs if one.output_type == "display_data")  # which no front end draws
+    assert notebook.cells[2].outputs == []
+    nbformat.validate(notebook)

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.arena import MemoryPlan
 from nimble_core.layout import Layout
+from nimble_core.program import TensorRef
 from nimble_core.ranges import call_ranges
 from nimble_core.recording import Recording, Slot, Step, fill, flat_tensors
 from nimble_core.schedule import Schedule
+from nimble_core.strides import dense
 
 __all__ = ["Code", "Lines", "Stopped", "compile_recording", "lay_out_buffers"]
 
@@ -242,7 +244,27 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     return None
 
 
-def _filler(step: Step) -> tuple[Any, tuple[str, ...], tuple[int, ...]] | None:
+def _fills_badly(name: str, step: Step, recording: Recording) -> bool:
+    """Whether the variant of ``step`` that fills tensors is one of those that, in torch 2.11 to 2.13, do not."""
+    if name in ("aten::native_batch_norm", "aten::_native_batch_norm_legit"):
+        # What is not contiguous it computes elsewhere, and leaves the tensors as they were.
+        return not all(_contiguous(recording.refs[slot]) for slot in step.reads)
+    if name == "aten::binary_cross_entropy":
+        # To reduce it resizes the scalar that it is given, and writes a loss for each element over its neighbours.
+        given = dict(zip(("self", "target", "weight", "reduction"), step.args, strict=False)) | dict(step.kwargs)
+        return bool(given.get("reduction", 1))
+    return False
+
+
+def _contiguous(ref: TensorRef) -> bool:
+    """Row by row, or channels last."""
+    dims = range(len(ref.sizes))
+    if dense(ref.sizes, ref.strides, reversed(dims)):
+        return True
+    return len(dims) in (4, 5) and dense(ref.sizes, ref.strides, (1, *dims[:1:-1], 0))
+
+
+def _filler(step: Step, recording: Recording) -> tuple[Any, tuple[str, ...], tuple[int, ...]] | None:
     """The operator that does what ``step`` does, but fills tensors that are there; None if no kernel does.
 
     Returns:
@@ -254,15 +276,17 @@ def _filler(step: Step) -> tuple[Any, tuple[str, ...], tuple[int, ...]] | None:
     if name in ("aten::clone", "aten::_to_copy"):
         # Both are an allocation and this copy.
         return torch.ops.aten.copy_.default, (), ()
+    if _fills_badly(name, step, recording):
+        return None
     # What relu itself calls.
     func, extra = (torch.ops.aten.clamp_min.default, (0,)) if name == "aten::relu" else (step.func, ())
     found = _out_variant(func)
     return (*found, extra) if found is not None and len(found[1]) == len(step.outputs) else None
 
 
-def _into(step: Step, args: list[Any], kwargs: dict[str, Any], result: Any) -> Step | None:
+def _into(step: Step, recording: Recording, args: list[Any], kwargs: dict[str, Any], result: Any) -> Step | None:
     """``step`` as a call that fills the tensors of its output slots; None if no kernel does."""
-    found = _filler(step)
+    found = _filler(step, recording)
     if found is None:
         return None
     variant, names, extra = found
@@ -340,7 +364,7 @@ class _Plan:
         last: dict[int, int] = {}
         for index, step in enumerate(recording.steps):
             last |= dict.fromkeys((*step.reads, *step.outputs), index)
-        tensors = _without_effect(recording, inputs)
+        tensors, outputs = _without_effect(recording, inputs), set(recording.outputs)
         range_of = call_ranges(recording.program, self.schedule)
         forms = []
         for index, (step, fresh) in enumerate(zip(recording.steps, _made(recording), strict=True)):
@@ -355,10 +379,11 @@ class _Plan:
                 offset = int(tensor.storage_offset())
                 self.metas[slot] = _Meta(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
                 storage = storage_of[slot]
-                if storage in self.constant or (
-                    not tensor.numel() and self._ours(storage) and storage not in self.visible
-                ):
+                if storage in self.constant:
                     self.fixed[slot] = tensor
+                elif not tensor.numel() and self._ours(storage) and slot not in outputs:
+                    # Nothing orders its readers after the call that makes the rest of its memory.
+                    self.fixed[slot] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             ownable = (
                 len(fresh) == len(step.outputs)
                 and not fresh & (self.visible | self.constant)
@@ -367,7 +392,7 @@ class _Plan:
             forms.append(
                 _Form(
                     step=replace(step, func=_entry(step.func, args, kwargs, result)),
-                    into=_into(step, args, kwargs, result) if ownable else None,
+                    into=_into(step, recording, args, kwargs, result) if ownable else None,
                     shape=_shape(result),
                     allocates=step.call is None and bool(fresh),
                 )
@@ -395,7 +420,9 @@ class _Plan:
         """Make every view of fixed tensors."""
         for form in self.forms:
             step = form.step
-            if step.call is not None or form.allocates or not all(slot in self.fixed for slot in step.reads):
+            if step.call is not None or form.allocates or not step.outputs:
+                continue
+            if not all(slot in self.fixed for slot in step.reads):
                 continue
             result = step.func(*fill(list(step.args), self.fixed), **{n: fill(v, self.fixed) for n, v in step.kwargs})
             for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
@@ -454,7 +481,7 @@ def _buffers(recording: Recording, others: Collection[int]) -> frozenset[int]:
     for step, fresh in zip(recording.steps, _made(recording), strict=True):
         if step.call is None:
             found |= fresh - set(others)
-        elif len(fresh) == len(step.outputs) and fresh.isdisjoint(others) and _filler(step):
+        elif len(fresh) == len(step.outputs) and fresh.isdisjoint(others) and _filler(step, recording):
             found |= fresh
     storages = recording.program.storages
     return frozenset(one for one in found if storages[one].nbytes and storages[one].role == "intermediate")

@@ -1,0 +1,87 @@
+"""Methods that take a tensor out of torch's sight, or off its device, without a call of the dispatcher.
+
+Memory handed to numpy, or through DLPack, may be written without a call. And a copy to the host is none where the host
+stands in for the device that is planned for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["exports_seen", "host_copies_seen"]
+
+_EXPORTS = ("numpy", "__dlpack__")
+"""Methods that share a tensor's memory; ``__array__`` goes through the first."""
+_COPIES = ("cpu", "to")
+_SEEING = threading.RLock()
+
+Seen = Callable[[torch.Tensor, FrameType], None]
+
+
+@contextmanager
+def exports_seen(seen: Seen) -> Iterator[None]:
+    """Call ``seen(tensor, frame of the caller)`` before this thread hands the memory of a tensor out.
+
+    >>> found = []
+    >>> with exports_seen(lambda tensor, frame: found.append(tensor.shape)):
+    ...     _ = torch.ones(3).numpy()
+    >>> found
+    [torch.Size([3])]
+    """
+    with _methods_told(_EXPORTS, lambda tensor, frame, name, given: seen(tensor, frame)):
+        yield
+
+
+@contextmanager
+def host_copies_seen(seen: Seen) -> Iterator[None]:
+    """Call ``seen(tensor, frame of the caller)`` before this thread says ``x.cpu()`` or ``x.to("cpu")``.
+
+    Not for ``x.to(device)``: that may be the device of another tensor, for which the host stands in.
+    """
+
+    def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
+        if name == "cpu" or any(isinstance(one, str) and one.startswith("cpu") for one in given):
+            seen(tensor, frame)
+
+    with _methods_told(_COPIES, told):
+        yield
+
+
+@contextmanager
+def _methods_told(
+    names: Sequence[str], seen: Callable[[torch.Tensor, FrameType, str, Sequence[Any]], None]
+) -> Iterator[None]:
+    """Inside, methods of tensors that this thread calls tell ``seen(tensor, frame, name, arguments)`` first."""
+    thread = threading.get_ident()
+
+    def telling(name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
+        @wraps(method)
+        def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                seen(tensor, sys._getframe(1), name, [*args, *kwargs.values()])
+            return method(tensor, *args, **kwargs)
+
+        return told
+
+    with _SEEING:
+        own = {name: vars(torch.Tensor).get(name) for name in names}
+        for name in names:
+            setattr(torch.Tensor, name, telling(name))
+        try:
+            yield
+        finally:
+            for name, method in own.items():
+                if method is None:  # inherited
+                    delattr(torch.Tensor, name)
+                else:
+                    setattr(torch.Tensor, name, method)
