@@ -441,6 +441,7 @@ class _Comparison:
     def report(self) -> Report:
         """What is known, as one value."""
         from nimble_core.host_info import finish
+        from nimble_viz.sources import read_sources
 
         assert self.recorded is not None
         assert self.replayed is not None
@@ -479,6 +480,7 @@ class _Comparison:
             warnings=(*self.warnings, *(self.peers.warnings if self.peers else ())),
             complete=not self.interrupted,
             work=self._work(),
+            sources=read_sources(self.recorded.recording.program.calls),
         )
 
     def _work(self) -> Work:

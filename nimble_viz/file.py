@@ -32,10 +32,11 @@ from nimble_viz.report import (
     OverheadProfile,
     PhaseOverhead,
     Report,
+    SourceLines,
     Work,
 )
 
-__all__ = ["MAX_BYTES", "MAX_NUMBER", "MAX_RATIO", "Wire", "check_report", "load", "save"]
+__all__ = ["MAX_BYTES", "MAX_NUMBER", "MAX_RATIO", "MAX_SOURCE", "Wire", "check_report", "load", "save"]
 
 MAX_BYTES = 512 << 20
 """A file that unpacks to more than this is refused unread."""
@@ -46,6 +47,9 @@ MAX_NUMBER = 1e18
 MAX_RATIO = 200
 """A file that unpacks to more than 16 MiB and to more than this many times its size is refused unread: reports shrink
 to about a ninth, and what a small file can ask for should be small."""
+
+MAX_SOURCE = 1_000_000
+"""Most characters of code that a report may hold; those that this version makes hold a fifth of it."""
 
 _COMPRESSION = 4
 _SMALL = 16 << 20
@@ -274,6 +278,7 @@ def check_report(report: Report) -> Report:
         _amounts((bound.input_ns, bound.device_ns, bound.host_ns), "sampling.bound")
     if report.work is not None:
         _check_work(report.work, size, len(report.eager.calls) if report.eager is not None else 0)
+    _check_sources(report.sources)
     memory = report.memory
     _amounts((memory.eager_peak, memory.compare_peak, *(held for _, held in memory.engines)), "memory")
     for k, planned in enumerate(memory.planned):
@@ -350,6 +355,15 @@ def _check_work(work: Work, size: int, eager: int) -> None:
         held = work.processors
         limits = (held.count, held.threads, held.registers, held.shared_bytes, held.blocks, held.warp)
         _within(limits, 1, "work.processors")
+
+
+def _check_sources(sources: Sequence[SourceLines]) -> None:
+    left = MAX_SOURCE
+    for k, piece in enumerate(sources):
+        where = f"sources[{k}]"
+        _within((piece.first,), 1, f"{where}.first")
+        left -= sum(len(line) + 1 for line in piece.lines)
+        _require(left >= 0, where, f"more than {MAX_SOURCE:,} characters of code")
 
 
 def _check_schedule(plan: Schedule, size: int, where: str) -> None:

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from threading import get_ident
@@ -351,9 +351,10 @@ def _report(
     warnings: list[str],
 ) -> Report:
     from nimble_core.host_info import environment, finish
+    from nimble_viz.sources import read_sources
     from nimble_viz.trace_files import make_report
 
-    return make_report(
+    made = make_report(
         recording,
         finish(environment(recording.device)),
         subject=subject,
@@ -364,6 +365,7 @@ def _report(
         origins=origins,
         warnings=warnings,
     )
+    return replace(made, sources=read_sources(made.program.calls))
 
 
 class _Session:

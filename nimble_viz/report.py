@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nimble_core.plan import Plan
     from nimble_viz.dashboard import Dashboard
     from nimble_viz.diff import Difference
+    from nimble_viz.pane import Pane
 
 __all__ = [
     "INPUT",
@@ -47,6 +48,7 @@ __all__ = [
     "PrepareStep",
     "Report",
     "Sampling",
+    "SourceLines",
     "Stage",
     "Work",
 ]
@@ -324,6 +326,25 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceLines:
+    """Code that calls come from: one function, or statements outside of functions.
+
+    Args:
+        file: as ``Origin.file`` names it.
+        first: number of the first line.
+        name: qualified name of the function, e.g. ``"Net.forward"``, or of a notebook's cell; else empty.
+        lines: without their ends; none where the note says why.
+        note: what is not here, and why; empty otherwise.
+    """
+
+    file: str
+    first: int
+    name: str
+    lines: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything ``compare`` found out.
 
@@ -354,6 +375,8 @@ class Report:
         sampling: how code that nobody wrapped was profiled; None for what ``compare`` and ``plan`` make. With it there
             is no engine: no schedules, costs, checks or replays, and the graph has no edges.
         work: what the calls compute; None in older files, and where it was not counted.
+        sources: the code that calls come from, by file and line, read where it ran; empty in older files and where it
+            was not at hand.
         warnings: everything the reader should know before believing a figure.
         complete: False if the run was interrupted and this is what there was.
         schema_version: of the file format.
@@ -384,6 +407,7 @@ class Report:
     schema_version: int = SCHEMA_VERSION
     sampling: Sampling | None = None
     work: Work | None = None
+    sources: tuple[SourceLines, ...] = ()
 
     @property
     def eager_calls(self) -> tuple[Call, ...]:
@@ -488,6 +512,29 @@ class Report:
         from nimble_viz.statistics import statistics_figure
 
         return statistics_figure(self)
+
+    def pane(self, name: str) -> Pane:
+        """One view by itself: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"``, ``"syncs"``, … .
+
+        In a notebook the page, opened at it; ``print`` gives text, ``data`` plain values, ``to_html(path)`` a file.
+
+        Raises:
+            InputError: no such view; names those there are.
+        """
+        from nimble_viz.pane import Pane
+
+        return Pane(self, name)
+
+    def source(self) -> Pane:
+        """The model's code line by line: calls, eager's host and GPU time, replay time, waits; of a step also backward.
+
+        Shows the functions that ``sources`` carries; of a report without them, figures by file and line.
+        """
+        return self.pane("source")
+
+    def live_memory(self) -> Pane:
+        """Live bytes call by call, in eager and in the chosen replay, and which results hold the peak."""
+        return self.pane("memory")
 
     def dashboard(self) -> Dashboard:
         """This report as linked panes in a notebook: Summary, Overhead, DAG, Timeline, Syncs, Memory, and a what-if.

@@ -33,6 +33,7 @@ from nimble_viz.report import (
     PhaseOverhead,
     PrepareStep,
     Report,
+    SourceLines,
     Work,
 )
 from nimble_viz.trace_files import from_trace
@@ -173,6 +174,7 @@ def sample_report(
         warnings=() if complete else ("interrupted while measuring; what follows was measured before that",),
         complete=complete,
         work=Work(_flops(program), (), _GPU if on_gpu else None),
+        sources=_sources(hostile) if calls else (),
     )
 
 
@@ -182,6 +184,7 @@ def old_report() -> Report:
     return replace(
         report,
         work=None,
+        sources=(),
         costs=replace(report.costs, demand=()),
         schedules=tuple(
             replace(plan, counts=replace(plan.counts, forks=None, joins=None, inside=None)) for plan in report.schedules
@@ -406,6 +409,21 @@ def _memory() -> Memory:
         EngineMemory("nimble", 48_234_496, 167_772_160, 67_108_864),
     )
     return Memory(52_428_800, (("single", 96_468_992), ("nimble", 171_966_464)), 412_090_368, planned)
+
+
+def _sources(hostile: str) -> tuple[SourceLines, ...]:
+    """The function that all calls come from, and one that no call names any more."""
+    forward = [f"    # nothing is called on line {line}" for line in range(18, 47)]
+    forward[0] = "    def forward(self, x):"
+    forward[1] = '        """A stem, branches, and what joins them.'
+    forward[2] = '        """'
+    forward[3] = "        x = self.stem(x)  # line 21"
+    forward[12:15] = [f"        b{k} = self.{name}(x)" for k, name in enumerate(("project", "gelu", "norm"))]
+    forward[26] = '        return torch.cat([x, b2], dim=1 if self.name == "join" else 0)' + hostile
+    return (
+        SourceLines("sample_net/modeling.py" + hostile, 18, "Block.forward" + hostile, tuple(forward)),
+        SourceLines("sample_net/tokens.py", 9, "tokens", (), "not found where it ran" + hostile),
+    )
 
 
 def tangled_report(seed: int, calls: int = 60) -> Report:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import re
+from base64 import b64decode
 from html.parser import HTMLParser
 from importlib import resources
 
@@ -27,6 +29,10 @@ class _Tags(HTMLParser):
 
 def _data(text: str):
     return json.loads(re.search(r'<script type="application/json" id="nimble-data">(.*?)</script>', text, re.S)[1])
+
+
+def _unpacked(frame: str) -> str:
+    return gzip.decompress(b64decode(re.search(r'atob\("([^"]+)"\)', frame)[1])).decode()
 
 
 @pytest.mark.parametrize("name", list(RENDERED))
@@ -54,17 +60,31 @@ def test_fragment_is_a_sandboxed_frame_with_readable_text():
     text = fragment(report)
     frame = next(attrs for tag, attrs in _Tags(text).tags if tag == "iframe")
     assert frame["sandbox"] == "allow-scripts"
-    assert frame["srcdoc"] == page(report)
+    assert _unpacked(frame["srcdoc"]) == page(report)
     outside = text.split("</iframe>")[1]
     assert html.escape(verdict(report)) in outside
+    assert "<details open>" in outside
     assert "<pre>" in outside
-    assert "<script" not in outside
-    assert len(text.encode()) <= 1_000_000
+
+
+@pytest.mark.parametrize("calls", [1_000, 10_000])
+def test_a_notebook_grows_by_at_most_a_megabyte(calls):
+    report = sample_report(calls, width=8)
+    bundle = report._repr_mimebundle_()
+    assert len(json.dumps(bundle).encode()) <= 1_000_000
+    assert bundle["text/html"] == fragment(report)
+
+
+def test_the_script_beside_the_frame_is_the_same_for_every_report():
+    scripts = {fragment(report).rpartition("<script>")[2] for report in (sample_report(3), CASES["hostile"]())}
+    assert len(scripts) == 1
+    tags = [tag for tag, _ in _Tags(fragment(CASES["hostile"]())).tags]
+    assert tags == ["iframe", "details", "summary", "pre", "script"]
 
 
 def test_hostile_names_stay_text():
     report = CASES["hostile"]()
-    for text in (page(report), fragment(report)):
+    for text in (page(report), fragment(report), _unpacked(_Tags(fragment(report)).tags[0][1]["srcdoc"])):
         assert "<img src=x" not in text
         assert "<script>window.hacked" not in text
     assert _data(page(report))["summary"]["model"] == HOSTILE

@@ -26,8 +26,8 @@ from nimble_core.program import Call, Origin
 from nimble_core.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_viz import load
 from nimble_viz.export.html import embed_json, plain_summary
-from nimble_viz.file import MAX_NUMBER, MAX_RATIO, check_report, save
-from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, Report
+from nimble_viz.file import MAX_NUMBER, MAX_RATIO, MAX_SOURCE, check_report, save
+from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, Report, SourceLines
 from nimble_viz.text import plain_text
 from nimble_viz.views.payload import view_data
 
@@ -78,6 +78,9 @@ def reports(draw: st.DrawFn) -> Report:
         ),
         peers=(PeerResult(draw(words), draw(amounts), note=draw(words)),),
         warnings=tuple(draw(st.lists(words, max_size=2))),
+        sources=tuple(
+            draw(st.lists(st.builds(SourceLines, words, st.integers(1, 10**6), words, st.tuples(words), words)))
+        ),
     )
 
 
@@ -338,6 +341,30 @@ def test_a_small_bomb_is_refused_by_its_ratio(tmp_path: Path) -> None:
     assert path.stat().st_size < 50_000
     with pytest.raises(ReportFileError, match=f"more than {MAX_RATIO} times its size"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("sources", "field"),
+    [
+        ((SourceLines("a.py", 0, "f", ("x",)),), "sources[0].first"),
+        ((SourceLines("a.py", 1, "f", ("x",)), SourceLines("b.py", -5, "f", ())), "sources[1].first"),
+        ((SourceLines("a.py", 1, "f", ("x" * MAX_SOURCE,)),), "sources[0]"),
+        ((SourceLines("a.py", 1, "f", ("",) * (MAX_SOURCE + 1)),), "sources[0]"),
+        ((SourceLines("a.py", 1, "f", ("x" * 600_000,)), SourceLines("b.py", 1, "g", ("x" * 600_000,))), "sources[1]"),
+    ],
+)
+def test_code_has_lines_that_count_from_one_and_an_end(
+    tmp_path: Path, sources: tuple[SourceLines, ...], field: str
+) -> None:
+    with pytest.raises(ReportFileError) as caught:
+        save(replace(sample_report(3), sources=sources), tmp_path / "r.nimble")
+    assert caught.value.where == field
+
+
+def test_files_from_before_code_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    del tree["report"]["sources"]
+    assert load(_file(tmp_path, _pack(tree))).sources == ()
 
 
 def test_a_report_of_one_thing_over_and_over_is_no_bomb(tmp_path: Path) -> None:

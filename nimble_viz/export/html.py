@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
+from base64 import b64encode
 from importlib import resources
 from string import Template
 from typing import Any
@@ -15,9 +17,40 @@ from nimble_viz.views.summary import summary
 
 __all__ = ["embed_json", "fragment", "page", "plain_summary"]
 
+# A frame is told the system's theme, not that of the notebook around it: it asks, and the notebook's page answers.
+# Where scripts run the frame is there, and the text below it need not be open.
+_OUTSIDE = """<script>(() => {
+const frame = document.currentScript.previousElementSibling.previousElementSibling;
+frame.nextElementSibling.open = false;
+const dark = () => {
+  for (let at = frame.parentElement; at; at = at.parentElement) {
+    const parts = (getComputedStyle(at).backgroundColor.match(/[\\d.]+/g) ?? []).map(Number);
+    if (parts.length === 3 || parts[3] > 0.5) return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] < 102;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+};
+let told;
+const tell = () => { frame.contentWindow?.postMessage({ nimbleTheme: (told = dark()) ? "dark" : "light" }, "*"); };
+addEventListener("message", (event) => {
+  if (event.source && event.source === frame.contentWindow && event.data === "nimbleTheme?") tell();
+});
+const watch = new MutationObserver(() => setTimeout(() => { if (frame.isConnected && dark() !== told) tell(); }, 300));
+for (const node of [document.documentElement, document.body]) watch.observe(node, { attributes: true });
+})()</script>"""
+_INSIDE = Template("""<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><script>(async () => {
+const packed = Uint8Array.from(atob("$packed"), (one) => one.charCodeAt(0));
+const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+const text = await new Response(stream).text();
+document.open(); document.write(text); document.close();
+addEventListener("message", (event) => {
+  if (event.source === parent && event.data?.nimbleTheme) nimbleViewer.setTheme(event.data.nimbleTheme);
+});
+parent.postMessage("nimbleTheme?", "*");
+})()</script>""")
 
-def page(report: Report) -> str:
-    """A complete HTML document that shows all views; opens from a file, offline."""
+
+def page(report: Report, pane: str = "summary") -> str:
+    """A complete HTML document that shows all views, ``pane`` first; opens from a file, offline."""
     template = Template(_asset("template.html"))
     return template.substitute(
         title=html.escape(f"{report.model} – nimble_viz"),
@@ -25,19 +58,23 @@ def page(report: Report) -> str:
         script=_asset("viewer.js"),
         plain=html.escape(plain_summary(report)),
         data=embed_json(view_data(report)),
+        pane=html.escape(pane),
     )
 
 
-def fragment(report: Report) -> str:
+def fragment(report: Report, pane: str = "summary") -> str:
     """The page for a notebook: a sandboxed frame, and the summary as text where frames or scripts are not allowed.
 
-    The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network.
+    The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
+    it is packed, a fifth of its size, and follows the theme of the notebook's page.
     """
     title = html.escape(f"nimble_viz report of {report.model}")
+    packed = b64encode(gzip.compress(page(report, pane).encode(), mtime=0)).decode()
     return (
-        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(page(report))}" '
+        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=packed))}" '
         'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
-        f"</iframe><details><summary>Summary as text</summary><pre>{html.escape(plain_summary(report))}</pre></details>"
+        "</iframe><details open><summary>Summary as text</summary>"
+        f"<pre>{html.escape(plain_summary(report))}</pre></details>{_OUTSIDE}"
     )
 
 

@@ -1,5 +1,5 @@
 "use strict";
-/* One report, five views, one selection. No network, no dependencies; every text enters the page as text. */
+/* One report, seven views, one selection. No network, no dependencies; every text enters the page as text. */
 const NimbleViewer = (() => {
   // ---------------------------------------------------------------- small tools
   const el = (tag, attributes, ...children) => {
@@ -106,7 +106,7 @@ const NimbleViewer = (() => {
     const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
     const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.phase)) : []);
     const critical = new Set(graph.critical);
-    const state = { call: -1, eager: -1, plan: Math.max(0, plans.length - 1), pane: "summary" };
+    const state = { call: -1, eager: -1, line: null, plan: Math.max(0, plans.length - 1), pane: "summary" };
     /** What is marked as selected: calls, and eager calls; the same set where nothing was fused. */
     let marked = new Set(), markedEager = marked;
     const isEager = (run) => fused && run.run === "eager";
@@ -155,7 +155,7 @@ const NimbleViewer = (() => {
     const selected = () => state.call >= 0 || state.eager >= 0;
     function select(call, from) {
       state.call = call >= 0 && call < size ? call : -1;
-      state.eager = -1;
+      state.eager = -1; state.line = null;
       marked = new Set(state.call < 0 ? [] : [state.call]);
       markedEager = fused ? new Set(state.call < 0 ? [] : standsFor[state.call]) : marked;
       announce(from);
@@ -163,13 +163,26 @@ const NimbleViewer = (() => {
     /** An eager call, and with it the calls that stand for it. */
     function selectEager(call, from) {
       if (!fused || !became[call]) { select(call, from); return; }
-      state.eager = call; state.call = became[call].length ? became[call][0] : -1;
+      state.eager = call; state.line = null; state.call = became[call].length ? became[call][0] : -1;
       marked = new Set(became[call]); markedEager = new Set([call]);
+      announce(from);
+    }
+    const lineKey = (file, line) => `${line} ${file}`, callsOn = new Map();
+    eager.file.forEach((file, call) => { if (file) { const key = lineKey(file, eager.line[call]), list = callsOn.get(key); if (list) list.push(call); else callsOn.set(key, [call]); } });
+    const linesMarked = () => new Set([...markedEager].filter((call) => eager.file[call]).map((call) => lineKey(eager.file[call], eager.line[call])));
+    const codeAt = (file, line) => { const own = data.source && data.source.functions.find((one) => one.file === file && line >= one.first && line < one.first + one.text.length); return own ? own.text[line - own.first].trim() : ""; };
+    /** All calls made on one line of code, and what stands for them. */
+    function selectLine(file, line, from) {
+      const own = callsOn.get(lineKey(file, line)) || [];
+      if (!own.length) { select(-1, from); return; }
+      state.line = { file, line };
+      markedEager = new Set(own); marked = fused ? new Set(own.flatMap((call) => became[call])) : markedEager;
+      state.call = marked.size ? [...marked][0] : -1; state.eager = fused ? own[0] : -1;
       announce(from);
     }
     function announce(from) {
       fillDetail();
-      live.textContent = !selected() ? "Nothing selected" : state.eager >= 0 ? `Selected eager call ${state.eager}: ${nameOf(state.eager, eager)}; ${fate(state.eager).join(", ")}` : `Selected call ${state.call}: ${nameOf(state.call)}`;
+      live.textContent = !selected() ? "Nothing selected" : state.line ? `Selected line ${state.line.file}:${state.line.line}, ${count(markedEager.size)} calls` : state.eager >= 0 ? `Selected eager call ${state.eager}: ${nameOf(state.eager, eager)}; ${fate(state.eager).join(", ")}` : `Selected call ${state.call}: ${nameOf(state.call)}`;
       for (const react of onSelect) react(from);
     }
     function setPlan(index) { state.plan = index; for (const react of onPlan) react(); fillDetail(); }
@@ -192,12 +205,19 @@ const NimbleViewer = (() => {
       const call = state.call;
       detail.hidden = !selected();
       if (!selected()) return;
-      const rows = [], of = fused ? [...markedEager] : [call];
-      if (state.eager >= 0) {
+      const rows = [], of = fused || state.line ? [...markedEager] : [call];
+      if (state.line) {
+        const phases = data.phases.map((phase) => [phase, of.filter((other) => eager.phase[other] === phase).length]).filter(([, n]) => n);
+        rows.push(["Code", el("code", null, codeAt(state.line.file, state.line.line) || "not in this report")]);
+        rows.push([fused ? "Eager calls" : "Calls", [count(of.length), phased && phases.map(([phase, n]) => [", ", phaseChip(phase), ` ${count(n)}`]), many(of, fused ? eagerLink : (other) => el("div", null, callLink(other)))]]);
+        if (fused) rows.push(["Became", marked.size ? many([...marked], (other) => el("div", null, callLink(other))) : "no call of the replay"]);
+        rows.push(["Modules", listed([...new Set(of.map((other) => eager.module[other]))], 6, (name) => name || "the model itself").map((text) => el("div", null, text))]);
+        rows.push(["Cost alone", `${time([...marked].reduce((sum, other) => sum + calls.cost[other], 0))} together`]);
+      } else if (state.eager >= 0) {
         rows.push(["Eager call", `${state.eager} of ${count(eager.label.length)}, ${eager.operator[state.eager]}`], ["Module", eager.module[state.eager] || "the model itself"], ["Source", sourceOf(state.eager, eager) || "unknown"]);
         rows.push(["Became", became[state.eager].length ? many(became[state.eager], (other) => el("div", null, callLink(other))) : "No call of the replay stands for it: folded into weights, or not needed."]);
       }
-      if (call >= 0) {
+      if (call >= 0 && !state.line) {
         rows.push([fused ? "Kernel" : "Operator", calls.operator[call]], ["Call", el("span", null, `${call} of ${count(size)}, `, phased ? phaseChip(calls.phase[call]) : calls.phase[call])]);
         if (fused) rows.push(["Stands for", standsFor[call].length ? many(standsFor[call], eagerLink) : "no eager call: nothing explains it (a change of layout, most often)"]);
         if (state.eager < 0) rows.push(["Module", calls.module[call] || (fused && !standsFor[call].length ? "unknown" : "the model itself")]);
@@ -219,14 +239,15 @@ const NimbleViewer = (() => {
       }
       for (const run of runs) {
         const spans = [...marksOf(run)].flatMap((other) => spansOf(run).get(other) || []);
-        if (spans.length) rows.push([run.label, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${clock(run.start[span], 1)} + ${time(run.length[span])}`))]);
+        if (state.line && spans.length) rows.push([run.label, `${time(spans.reduce((sum, span) => sum + run.length[span], 0))} in ${count(spans.length)} spans`]);
+        else if (spans.length) rows.push([run.label, spans.slice(0, 4).map((span) => el("div", null, `${run.lanes[run.lane[span]].name}: ${clock(run.start[span], 1)} + ${time(run.length[span])}`))]);
       }
       const links = (list) => (list.length ? [list.slice(0, 8).map((other) => el("div", null, callLink(other))), list.length > 8 && `and ${list.length - 8} more`] : "none");
-      if (call >= 0) rows.push(["Waits for", links(before[call])], ["Needed by", links(after[call])]);
+      if (call >= 0 && !state.line) rows.push(["Waits for", links(before[call])], ["Needed by", links(after[call])]);
       detail.replaceChildren(
         el("button", { class: "nv-close", type: "button", "aria-label": "Clear selection", onclick: () => select(-1) }, "×"),
-        el("h2", null, state.eager >= 0 ? eager.label[state.eager] : calls.label[call]),
-        el("nav", { "aria-label": "Show this call in" }, ["overhead", "dag", "timeline", "syncs"].filter((name) => name !== state.pane).map((name) => el("button", { class: "nv-plain", type: "button", onclick: () => { show(name); fillDetail(); } }, panes[name].title))),
+        el("h2", null, state.line ? `${state.line.file}:${state.line.line}` : state.eager >= 0 ? eager.label[state.eager] : calls.label[call]),
+        el("nav", { "aria-label": "Show this call in" }, ["overhead", "dag", "timeline", "syncs", "source", "memory"].filter((name) => name !== state.pane).map((name) => el("button", { class: "nv-plain", type: "button", onclick: () => { show(name); fillDetail(); } }, panes[name].title))),
         el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)])),
       );
     }
@@ -310,6 +331,9 @@ const NimbleViewer = (() => {
     const definitions = (rows) => el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)]));
     const card = (title, wide, ...children) => el("section", { class: `nv-card${wide ? " nv-wide" : ""}` }, el("h2", null, title), children);
 
+    const engineTable = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", null, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => el("td", { class: "nv-num" }, row[key] || "–"))))),
+      el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
+
     // ---------------------------------------------------------------- Summary
     function buildSummary(node) {
       const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
@@ -375,8 +399,6 @@ const NimbleViewer = (() => {
         const most = Math.max(...rows.map((row) => row.eager_ns), 1);
         return [el("p", null, "Host time under the profiler, with the share that is the framework's overhead. Forward is what is none of the others."), table([["Phase"], ["Calls", 1], [""], ["Host time", 1], ["Overhead", 1]], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), el("td", { style: "width:34%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.eager_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.eager), number(row.overhead))))];
       };
-      const engines = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", null, named(row)), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => number(row[key]))))),
-        el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
         !facts.profiled && card("Speed", true,
@@ -401,7 +423,7 @@ const NimbleViewer = (() => {
         facts.advice && card("What would help next", false, ...nextHelp(facts.advice)),
         !facts.profiled && card("Preparation", false, steps.length ? table([["Step"], [""], ["Time", 1]], [...steps.map((step) => el("tr", null, el("td", null, step.name), el("td", { style: "width:40%" }, el("div", { class: "nv-bar", style: `width:${(100 * step.ns) / most}%;margin-top:7px` })), el("td", { class: "nv-num" }, step.text))), el("tr", null, el("td", null, el("b", null, "Total")), el("td"), el("td", { class: "nv-num" }, el("b", null, facts.preparation_total)))]) : el("p", null, "Preparation was not timed.")),
         facts.profiled && card("Not in this report", false, el("ul", { class: "nv-list" }, facts.profiled.absent.map((row) => el("li", null, `${row.what}: ${row.why}`)))),
-        !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engines(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
+        !facts.planned && !facts.profiled && card("Memory", facts.memory && facts.memory.engines.length > 0, facts.memory ? [facts.memory.facts.length > 0 && definitions(facts.memory.facts), facts.memory.engines.length > 0 && engineTable(facts.memory.engines)] : el("p", null, facts.host ? "Not tracked on the host device." : "Memory is unknown.")),
         card("Environment", false, definitions(facts.environment))));
     }
 
@@ -1216,9 +1238,273 @@ const NimbleViewer = (() => {
       panes.syncs.onshow = () => { const row = list.querySelector(".nv-on"); if (row) row.scrollIntoView({ block: "center" }); };
     }
 
+    // ---------------------------------------------------------------- Source
+    const KEYWORDS = new Set("and as assert async await break class continue def del elif else except finally for from global if import in is lambda None nonlocal not or pass raise return self True try False while with yield".split(" "));
+    const TOKEN = /("""|'{3})|[rbfuRBFU]{0,2}("(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)|(#.*)|([A-Za-z_]\w*)/;
+    /** A line of Python in spans (words of the language, texts, comments), and the text that goes on after it; `open` is one that began before. */
+    function painted(text, open) {
+      const parts = [], put = (piece, kind) => { if (piece) parts.push(kind ? el("span", { class: kind }, piece) : piece); };
+      let rest = text;
+      while (rest) {
+        if (open) {
+          const end = rest.indexOf(open);
+          if (end < 0) { put(rest, "nv-s"); return [parts, open]; }
+          put(rest.slice(0, end + 3), "nv-s"); rest = rest.slice(end + 3); open = "";
+          continue;
+        }
+        const found = TOKEN.exec(rest);
+        if (!found) { put(rest); break; }
+        put(rest.slice(0, found.index));
+        rest = rest.slice(found.index + found[0].length);
+        if (found[1]) open = found[1];
+        put(found[0], found[1] || found[2] ? "nv-s" : found[3] ? "nv-c" : KEYWORDS.has(found[4]) ? "nv-k" : "");
+      }
+      return [parts, open];
+    }
+    const QUIET = 3, LEAST = 8, OPENED = 400;
+    function buildSource(node) {
+      const source = data.source;
+      if (!source) { node.append(el("div", { class: "nv-empty" }, "No call of this report knows its source line, so there is no code to show.")); return; }
+      const { functions, sides, figures } = source, both = sides.length > 1, rows = unpackAll(source.lines, strings), known = figures.map(([key]) => key), timed = known.length > 0;
+      const view = { heat: source.heat, sort: source.heat, text: "", limit: 10 };
+      const of = (key, at) => rows[key][at] + (both ? rows[`${key}_backward`][at] : 0);
+      const sumIn = (row, key) => row[key] + (both ? row[`${key}_backward`] : 0), all = (key) => sumIn(source.totals, key);
+      const name = { ...Object.fromEntries(figures), calls: "Calls" }, said = (key, value) => (!value ? "" : key === "calls" ? count(value) : time(value));
+      const byFunction = functions.map(() => []);
+      rows.function.forEach((at, row) => byFunction[at].push(row));
+      const share = (at) => (all(view.heat) ? of(view.heat, at) / all(view.heat) : 0), most = () => rows.line.reduce((top, _, at) => Math.max(top, share(at)), 0);
+      const split = (key, at) => (both ? `${name[key]}: forward ${said(key, rows[key][at]) || "none"}, backward ${said(key, rows[`${key}_backward`][at]) || "none"}` : null);
+      const times = (value, what) => `${count(value)} ${what}${value > 1 ? "s" : ""}`;
+      const waits = (at) => at !== undefined && [
+        rows.waits[at] > 0 && el("span", { class: "nv-tag nv-warn", title: "In eager the host waited here for the device" }, `${times(rows.waits[at], "host wait")}, ${time(rows.wait[at])}`),
+        rows.after[at] > 0 && el("span", { class: "nv-tag nv-warn", title: "In eager the host waited for the device after this line, before the next call" }, `then ${times(rows.after[at], "host wait")}, ${time(rows.after_wait[at])}`),
+        rows.planned[at] > 0 && el("span", { class: "nv-tag", title: "Waits for another stream, in the chosen plan, before calls of this line" }, times(rows.planned[at], "planned wait"))];
+      /** Columns: key, title, value, whether it is left out where there is little room. */
+      const columns = () => [
+        ["calls", "Calls", (at) => of("calls", at), true],
+        ...(timed ? [[view.heat, both ? `${name[view.heat]}, forward` : name[view.heat], (at) => rows[view.heat][at], false]] : []),
+        ...(timed && both ? [[`${view.heat}_backward`, "backward", (at) => rows[`${view.heat}_backward`][at], false]] : []),
+        ...known.filter((key) => key !== view.heat).map((key) => [key, name[key], (at) => of(key, at), true])];
+      const cells = (at, top) => {
+        const width = top ? (100 * share(at)) / top : 0, forward = both && of(view.heat, at) ? rows[view.heat][at] / of(view.heat, at) : 1;
+        return [...columns().map(([key, , value, low]) => el("span", { class: `nv-num${low ? " nv-low" : ""}`, title: split(key.replace("_backward", ""), at) }, said(key, value(at)))),
+          el("span", { class: "nv-meter", title: split(view.heat, at) }, el("i", { style: `width:${width * forward}%;background:var(--${both ? "forward" : "heat"})` }), both && el("i", { class: "nv-bw", style: `width:${width * (1 - forward)}%` }), el("b", null, share(at) ? percent(share(at)) : ""))];
+      };
+      const head = (cell) => el("div", { class: "nv-line nv-top" }, columns().map(([key, title, , low]) => cell(key, title, `nv-num${low ? " nv-low" : ""}`)), cell("share", "Share", "nv-num"), el("span", null, "Line"));
+      const row = (at, top, marks, ...code) => {
+        const one = functions[rows.function[at]], on = marks.has(lineKey(one.file, rows.line[at]));
+        return el("button", { class: `nv-line nv-hot${on ? " nv-on" : ""}`, type: "button", "aria-pressed": String(on), "data-file": one.file, "data-line": rows.line[at], style: `--h:${top ? share(at) / top : 0}`, onclick: () => selectLine(one.file, rows.line[at], "source") }, cells(at, top), el("span", { class: "nv-code" }, ...code));
+      };
+      const host = el("div"), hot = el("div"), status = el("span", { class: "nv-push", role: "status" }), outside = el("p", { class: "nv-sub" }), blocks = [];
+      const lineText = (at) => { const one = functions[rows.function[at]]; return one.text[rows.line[at] - one.first] || ""; };
+      const placeOf = (at) => { const one = functions[rows.function[at]]; return `${one.file}:${rows.line[at]}${one.name ? `, ${one.name}` : ""}`; };
+      function fillHot() {
+        const words = view.text.toLowerCase().split(/\s+/).filter(Boolean), hits = (at) => { const hay = `${placeOf(at)} ${lineText(at)}`.toLowerCase(); return words.every((word) => hay.includes(word)); };
+        const value = view.sort === "share" ? share : columns().find(([key]) => key === view.sort)[2];
+        const ranked = rows.line.map((_, at) => at).filter(hits).sort((a, b) => value(b) - value(a) || a - b), top = most(), marks = linesMarked();
+        hot.replaceChildren(head((key, title, kind) => el("button", { type: "button", class: kind, "aria-pressed": String(view.sort === key), onclick: () => { view.sort = key; fillHot(); } }, title, view.sort === key ? " ↓" : "")),
+          ...ranked.slice(0, view.limit).map((at) => row(at, top, marks, painted(lineText(at).trim(), "")[0], waits(at), el("small", null, placeOf(at)))),
+          ranked.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 50; fillHot(); } }, `Show ${count(Math.min(50, ranked.length - view.limit))} more of ${count(ranked.length)} lines`) : "", ranked.length ? "" : el("div", { class: "nv-empty" }, "No line matches the search."));
+        status.textContent = `${count(ranked.length)} line${ranked.length === 1 ? "" : "s"} with calls, ${count(functions.length)} function${functions.length === 1 ? "" : "s"}`;
+      }
+      function fillBlock(block) {
+        const one = functions[block.at], rowOn = new Map(byFunction[block.at].map((at) => [rows.line[at], at])), top = most(), marks = linesMarked(), width = columns();
+        const used = [...rowOn.keys()].sort((a, b) => a - b), numbers = one.text.length ? one.text.map((_, k) => one.first + k) : used;
+        const list = [head((key, title, kind) => el("span", { class: kind }, title))], quiet = [];
+        const near = (line) => { const next = used[lower(used, line - QUIET)]; return line < one.first + 2 || (next !== undefined && next <= line + QUIET); };
+        const flush = () => {
+          const lines = quiet.splice(0);
+          if (lines.length < LEAST || block.whole) { list.push(...lines); return; }
+          const more = el("button", { class: "nv-quiet", type: "button", onclick: () => more.replaceWith(...lines) }, `⋯ ${count(lines.length)} lines without calls`);
+          list.push(more);
+        };
+        const indent = one.text.reduce((least, text) => (text.trim() ? Math.min(least, text.search(/\S/)) : least), Infinity);
+        let open = "";
+        for (const line of numbers) {
+          const at = rowOn.get(line), [spans, after] = painted((one.text[line - one.first] ?? "").slice(indent), open), code = [el("em", null, line), el("span", null, spans, waits(at))];
+          open = after;
+          if (at === undefined) {
+            const plain = el("div", { class: "nv-line" }, width.map(([, , , low]) => el("span", { class: low ? "nv-low" : null })), el("span"), el("span", { class: "nv-code" }, code));
+            if (!near(line)) { quiet.push(plain); continue; }
+            flush(); list.push(plain);
+          } else { flush(); list.push(row(at, top, marks, ...code)); }
+        }
+        flush();
+        block.body.replaceChildren(...list);
+        block.filled = true;
+      }
+      let group = null, last = null, opened = 0;
+      functions.forEach((one, at) => {
+        const body = el("div", { class: "nv-lines" }), sums = el("span", { class: "nv-place" }), block = { at, body, sums, whole: false, filled: false };
+        const more = el("button", { class: "nv-plain", type: "button", hidden: one.text.length < 40, onclick: (event) => { event.preventDefault(); block.whole = !block.whole; more.textContent = block.whole ? "Fold quiet lines" : "All lines"; block.box.open = true; fillBlock(block); } }, "All lines");
+        block.box = el("details", { class: "nv-function" }, el("summary", null, el("b", null, one.name || one.file), el("span", { class: "nv-place" }, `${one.file}:${one.first}`), sums, more), one.note && el("p", { class: "nv-sub" }, one.note), body);
+        block.box.addEventListener("toggle", () => { if (block.box.open && !block.filled) fillBlock(block); });
+        blocks.push(block);
+        if (last !== one.group) { last = one.group; group = el("section", { "aria-label": one.group }, functions[at + 1] && functions[at + 1].group === one.group && el("h2", { class: "nv-h2" }, one.group)); host.append(group); }
+        group.append(block.box);
+        if (opened < OPENED) { opened += Math.min(one.text.length, 80) || 1; block.box.open = true; }
+      });
+      const spent = (value) => (timed ? `${time(value)}, ${percent(all(view.heat) ? value / all(view.heat) : 0)} of ${view.heat === "device" ? "GPU" : name[view.heat].toLowerCase()} time` : `${count(value)} calls`);
+      function fill() {
+        for (const [key, button] of Object.entries(buttons)) button.setAttribute("aria-pressed", String(key === view.heat));
+        const kept = columns();
+        node.style.setProperty("--columns", `${kept.map(([key, , , low]) => (key === "calls" ? "44px" : both && !low ? "96px" : "70px")).join(" ")} 104px`);
+        node.style.setProperty("--narrow", `${kept.filter(([, , , low]) => !low).map(() => "64px").join(" ")} 56px`);
+        fillHot();
+        for (const block of blocks) {
+          block.sums.textContent = spent(byFunction[block.at].reduce((sum, at) => sum + of(view.heat, at), 0));
+          block.filled = false;
+          if (block.box.open) fillBlock(block);
+        }
+        const other = source.elsewhere;
+        outside.textContent = other && sumIn(other, "calls") ? `${count(sumIn(other, "calls"))} calls are of no line of Python (an optimizer's, most often)${timed ? `: ${spent(sumIn(other, view.heat))}` : ""}.` : "";
+      }
+      const buttons = Object.fromEntries(figures.map(([key, title, meaning]) => [key, el("button", { class: "nv-plain", type: "button", title: meaning, "aria-pressed": "false", onclick: () => { view.heat = view.sort = key; fill(); } }, title)]));
+      const field = el("input", { type: "search", placeholder: "Code, function, file", "aria-label": "Search the code", oninput: () => { view.text = field.value; view.limit = 10; fillHot(); } });
+      const everyBox = (open) => () => { for (const { box } of blocks) box.open = open; };
+      const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" },
+        el("section", { class: "nv-card", style: "margin-bottom:18px" }, el("h2", null, "Hottest lines"), el("div", { class: "nv-lines" }, hot)),
+        host, outside, source.notes.map((text) => el("p", { class: "nv-sub" }, text)));
+      node.append(
+        el("div", { class: "nv-tools" }, timed && el("span", { style: "color:var(--soft)" }, "Heat by"), Object.values(buttons), field, el("button", { class: "nv-plain", type: "button", onclick: everyBox(true) }, "Open all"), el("button", { class: "nv-plain", type: "button", onclick: everyBox(false) }, "Fold all"), status),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key nv-scale" }), "share of all calls: colour, bar and number"), both && el("span", null, el("i", { class: "nv-key", style: "background:var(--forward)" }), "forward"), both && el("span", null, el("i", { class: "nv-key nv-bw" }), "backward, on its forward's line"), figures.map(([, title, meaning]) => el("span", { style: "white-space:normal" }, el("b", null, title), ` ${meaning}`))), body);
+      fill();
+      const mark = (from) => {
+        const marks = linesMarked(), holds = ({ at }) => byFunction[at].some((line) => marks.has(lineKey(functions[at].file, rows.line[line])));
+        const wanted = marks.size && from !== "source" ? blocks.find(holds) : null;
+        if (wanted && !wanted.filled) fillBlock(wanted);
+        if (wanted) wanted.box.open = true;
+        for (const line of body.querySelectorAll("button[data-line]")) { const on = marks.has(lineKey(line.dataset.file, Number(line.dataset.line))); line.classList.toggle("nv-on", on); line.setAttribute("aria-pressed", String(on)); }
+        const first = wanted && wanted.body.querySelector(".nv-on");
+        if (first && !node.hidden) first.scrollIntoView({ block: "center" });
+      };
+      onSelect.push(mark);
+      panes.source.onshow = () => mark("show");
+    }
+
+    // ---------------------------------------------------------------- Memory
+    const bytes = (value) => { let at = 0; while (value >= 1023.5 && at < 5) { value /= 1024; at++; } return `${!at || value >= 99.95 ? value.toFixed(0) : value.toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][at]}`; };
+    let curves = null;
+    function buildMemory(node) {
+      const memory = data.live, known = facts.memory;
+      const held = known ? el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Measured and planned"), known.facts.length > 0 && definitions(known.facts), known.engines.length > 0 && el("div", { style: "margin-top:12px" }, engineTable(known.engines))) : "";
+      if (!memory) { node.append(el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" }, el("p", { class: "nv-sub" }, "What the results of each call hold is not known: this report does not say which memory its calls touch."), held)); return; }
+      const shownRuns = memory.runs.slice(0, memory.alike ? 1 : 2).map((run) => ({ ...run, ...unpackAll(run.columns, strings) }));
+      if (memory.alike) {
+        const [first, second] = memory.runs;
+        Object.assign(shownRuns[0], { label: `${first.label} and ${second.label}, which issue calls in the same order`, marks: [...first.marks.map(([text, value]) => [`eager: ${text}`, value]), ...second.marks.map(([text, value]) => [`replay: ${text}`, value])], facts: second.facts });
+      }
+      const view = { from: 0, to: 1 }, highest = shownRuns.reduce((most, run) => Math.max(most, run.peak), 1);
+      const ceiling = 1.1 * Math.max(highest, ...shownRuns.flatMap((run) => run.marks.map(([, value]) => value)).filter((value) => value <= 1.8 * highest));
+      const LEFT = 74, RIGHT = 14, FOOT = 44, BANDS = 12, lists = [];
+      const refresh = () => { for (const run of shownRuns) run.board.request(); };
+      const setRange = (from, to) => { const wide = clamp(to - from, Math.min(1, 12 / shownRuns.reduce((most, run) => Math.max(most, run.call.length), 12)), 1); view.from = clamp(from, 0, 1 - wide); view.to = view.from + wide; refresh(); };
+      const shareAt = (x, width) => view.from + ((x - LEFT) / (width - LEFT - RIGHT)) * (view.to - view.from);
+      const zoomAt = (by, x, width) => { const at = shareAt(x, width); setRange(at - (at - view.from) / by, at + (view.to - at) / by); };
+      const tableFor = (run) => (run.eager ? eager : calls), marksFor = (run) => (run.eager ? markedEager : marked), pick = (run, call) => (run.eager ? selectEager(call, "memory") : select(call, "memory"));
+      const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" });
+      for (const run of shownRuns) {
+        const above = run.marks.filter(([, value]) => value > ceiling).length, TOP = 14 + 15 * above;
+        const n = run.call.length, own = tableFor(run), place = (run.place = new Map(run.call.map((call, at) => [call, at])));
+        const bands = run.holders.slice(0, BANDS).map((row, at) => ({ ...row, number: at + 1 })).sort((a, b) => a.first - b.first || b.bytes - a.bytes);
+        const xOf = (at, width) => LEFT + ((at / n - view.from) / (view.to - view.from)) * (width - LEFT - RIGHT), atX = (x, width) => clamp(Math.floor(shareAt(x, width) * n), 0, n - 1);
+        /** Columns to draw: [position, left, right]; where calls are narrower than a pixel, the highest of each pixel. */
+        const spotsOf = (from, to, width) => {
+          const wide = Math.max(1, Math.round(width - LEFT - RIGHT)), step = (to - from) / wide;
+          if (step <= 1) return Array.from({ length: to - from }, (_, k) => [from + k, xOf(from + k, width), xOf(from + k + 1, width)]);
+          return Array.from({ length: wide }, (_, k) => { let best = from + Math.floor(k * step); for (let at = best; at < Math.min(to, from + Math.ceil((k + 1) * step)); at++) if (run.live[at] > run.live[best]) best = at; return [best, LEFT + k, LEFT + k + 1]; });
+        };
+        function draw(paint, width, height) {
+          const floor = height - FOOT, y = (value) => floor - (value / ceiling) * (floor - TOP), from = clamp(Math.floor(view.from * n), 0, n - 1), to = clamp(Math.ceil(view.to * n), from + 1, n), spots = spotsOf(from, to, width);
+          paint.font = `11px ${theme.value("sans")}`; paint.textBaseline = "middle"; paint.lineWidth = 1;
+          const unit = 2 ** Math.floor(Math.log2(ceiling / 3));
+          for (let value = 0; value <= ceiling; value += unit) { paint.strokeStyle = theme.value("line"); paint.beginPath(); paint.moveTo(LEFT, Math.round(y(value)) + 0.5); paint.lineTo(width - RIGHT, Math.round(y(value)) + 0.5); paint.stroke(); paint.textAlign = "right"; paint.fillStyle = theme.value("faint"); paint.fillText(bytes(value).replace(/\.0+ /, " "), LEFT - 8, y(value)); }
+          paint.save(); paint.beginPath(); paint.rect(LEFT, 0, width - LEFT - RIGHT, height); paint.clip();
+          const steps = () => { paint.beginPath(); spots.forEach(([at, left, right], k) => { if (k) paint.lineTo(left, y(run.live[at])); else paint.moveTo(left, y(run.live[at])); paint.lineTo(right, y(run.live[at])); }); };
+          steps(); paint.lineTo(spots[spots.length - 1][2], floor); paint.lineTo(spots[0][1], floor);
+          paint.fillStyle = theme.value("remainder"); paint.globalAlpha = 0.6; paint.fill();
+          const base = new Float64Array(spots.length), labels = [];
+          bands.forEach((band, order) => {
+            const chosen = marksFor(run).has(band.call);
+            paint.fillStyle = theme.value(chosen ? "select" : "work"); paint.globalAlpha = chosen || order % 2 === 0 ? 0.95 : 0.7;
+            const pieces = [];
+            let now = null;
+            spots.forEach(([at, left, right], k) => {
+              if (at < band.first || at > band.last) { now = null; return; }
+              if (now && now[2] === base[k]) now[1] = right; else pieces.push((now = [left, right, base[k]]));
+              base[k] += band.bytes;
+            });
+            for (const [left, right, under] of pieces) { const up = y(under + band.bytes); paint.fillRect(left, up, right - left, Math.max(y(under) - up - 0.8, 0.4)); }
+            if (pieces.length) labels.push([band, pieces.reduce((widest, one) => (one[1] - one[0] > widest[1] - widest[0] ? one : widest))]);
+          });
+          paint.globalAlpha = 1; paint.textAlign = "center"; paint.fillStyle = theme.dark ? "#0c1416" : "#ffffff";
+          for (const [band, [left, right, under]] of labels) { const tall = y(under) - y(under + band.bytes), x0 = Math.max(left, LEFT), x1 = Math.min(right, width - RIGHT); if (x1 - x0 > 20 && tall > 11) paint.fillText(`#${band.number}`, (x0 + x1) / 2, y(under) - tall / 2); }
+          paint.strokeStyle = theme.value("text"); paint.lineWidth = spots.length < to - from ? 0.5 : 1.2; steps(); paint.stroke();
+          if (phased) for (const [at, left, right] of spots) { paint.fillStyle = theme.value(own.phase[run.call[at]]); paint.fillRect(left, floor + 3, right - left + 0.4, 4); }
+          paint.fillStyle = paint.strokeStyle = theme.value("select"); paint.lineWidth = 1.5;
+          for (const call of [...marksFor(run)].slice(0, 400)) {
+            const at = place.get(call), left = xOf(at, width), middle = (left + xOf(at + 1, width)) / 2;
+            paint.globalAlpha = 0.8; paint.beginPath(); paint.moveTo(middle, TOP); paint.lineTo(middle, floor + 12); paint.stroke(); paint.globalAlpha = 1;
+            paint.fillRect(left, floor + 10, Math.max(3, xOf(at + run.held[at] + 1, width) - left), 4);
+          }
+          const peak = (xOf(run.peak_at, width) + xOf(run.peak_at + 1, width)) / 2, tip = y(run.peak) - 2;
+          paint.fillStyle = theme.value("critical"); paint.beginPath(); paint.moveTo(peak, tip); paint.lineTo(peak - 5, tip - 8); paint.lineTo(peak + 5, tip - 8); paint.fill();
+          paint.restore();
+          let free = 10;
+          for (const [text, value] of [...run.marks].sort((a, b) => b[1] - a[1])) {
+            const fits = value <= ceiling, label = `${text} ${bytes(value)}${fits ? "" : " ↑ above this chart"}`, wide = paint.measureText(label).width, at = fits ? Math.max(free, y(value) - 8) : free;
+            paint.strokeStyle = theme.value("sync"); paint.lineWidth = 1.4;
+            if (fits) { paint.setLineDash([6, 4]); paint.beginPath(); paint.moveTo(LEFT, y(value)); paint.lineTo(width - RIGHT, y(value)); paint.stroke(); paint.setLineDash([]); }
+            paint.fillStyle = theme.value("surface"); paint.globalAlpha = 0.85; paint.fillRect(width - RIGHT - wide - 8, at - 7, wide + 8, 14); paint.globalAlpha = 1;
+            paint.fillStyle = theme.value("sync"); paint.textAlign = "right"; paint.fillText(label, width - RIGHT - 4, at);
+            free = at + 15;
+          }
+          paint.fillStyle = theme.value("faint"); paint.textAlign = "left"; paint.fillText(`call ${count(run.call[from])}`, LEFT, height - 14); paint.textAlign = "right"; paint.fillText(`call ${count(run.call[to - 1])}`, width - RIGHT, height - 14); paint.textAlign = "center"; paint.fillText("calls in the order of issue", (LEFT + width - RIGHT) / 2, height - 14);
+        }
+        const stage = el("div", { class: "nv-curve" });
+        run.board = surface(stage, `Live bytes of ${run.label}, call by call: ${run.peak_text} at most, at ${run.where}. Left and right arrows walk the calls, plus and minus zoom, 0 shows all.`, draw, 250 + 15 * above);
+        const canvas = run.board.canvas;
+        pointer(canvas, {
+          pan: (dx) => { const by = (-dx / (canvas.clientWidth - LEFT - RIGHT)) * (view.to - view.from); setRange(view.from + by, view.to + by); },
+          zoom: (by, x) => zoomAt(by, x, canvas.clientWidth),
+          click: (x) => pick(run, run.call[atX(x, canvas.clientWidth)]),
+          hover: (event, x) => {
+            if (x < LEFT || x > canvas.clientWidth - RIGHT) { showTip(); return; }
+            const at = atX(x, canvas.clientWidth), call = run.call[at], change = run.live[at] - (at ? run.live[at - 1] : 0), until = run.call[at + run.held[at]];
+            showTip(event, [`${bytes(run.live[at])} live during call ${call} ${own.label[call]}`, own.module[call], run.makes[at] ? `makes ${bytes(run.makes[at])}, ${run.held[at] ? `held until call ${until} ${own.label[until]}` : "used by this call alone"}` : "makes nothing new", change !== 0 && `${change > 0 ? "+" : "−"}${bytes(Math.abs(change))} since the call before`, sourceOf(call, own)]);
+          },
+        });
+        canvas.addEventListener("wheel", (event) => { if (event.ctrlKey || event.metaKey) { event.preventDefault(); zoomAt(Math.exp(-event.deltaY * 0.006), event.offsetX, canvas.clientWidth); } }, { passive: false });
+        canvas.addEventListener("keydown", (event) => {
+          const now = [...marksFor(run)].map((call) => place.get(call))[0] ?? run.peak_at, middle = canvas.clientWidth / 2, walk = (by) => () => pick(run, run.call[clamp(now + by, 0, n - 1)]);
+          const act = { ArrowLeft: walk(-1), ArrowRight: walk(1), "+": () => zoomAt(1.5, middle, canvas.clientWidth), "=": () => zoomAt(1.5, middle, canvas.clientWidth), "-": () => zoomAt(1 / 1.5, middle, canvas.clientWidth), 0: () => setRange(0, 1) }[event.key];
+          if (act) { event.preventDefault(); act(); }
+        });
+        const list = el("div"), largest = run.holders.length ? run.holders[0].bytes : 1;
+        const side = (call) => [el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => pick(run, call) }, `${call} ${own.label[call]}`), el("span", { class: "nv-small", style: "white-space:normal" }, phased && phaseChip(own.phase[call]), phased && " ", own.module[call] || "the model itself")];
+        const fillList = () => list.replaceChildren(
+          table([["#", 1], ["Size", 1], [""], ["Made by"], ["Last used by"], ["Held for", 1]], run.holders.map((row, at) => el("tr", { class: marksFor(run).has(row.call) ? "nv-on" : null },
+            el("td", { class: "nv-num" }, at + 1), el("td", { class: "nv-num" }, row.size, el("span", { class: "nv-small" }, row.share)), el("td", { style: "width:20%;min-width:60px" }, el("div", { class: "nv-bar", style: `width:${(100 * row.bytes) / largest}%;margin-top:7px;background:var(--work)` })),
+            el("td", null, side(row.call)), el("td", null, row.output ? ["the end", el("span", { class: "nv-small" }, "an output")] : side(row.last_call)), el("td", { class: "nv-num" }, `${count(row.last - row.first + 1)} call${row.last > row.first ? "s" : ""}`)))),
+          run.more > 0 ? el("p", { class: "nv-under" }, `${count(run.more)} more results hold ${bytes(run.more_bytes)} of the peak.`) : "");
+        lists.push(fillList);
+        fillList();
+        body.append(el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, run.label), el("p", { class: "nv-answer" }, `${run.peak_text} of results are live at most, at ${run.where}.`), stage,
+          el("p", { class: "nv-under" }, `${run.facts.map(([text, value]) => `${text}: ${value}`).join(". ")}.`), el("h2", { style: "margin-top:16px" }, "What holds the peak"), list));
+      }
+      const final = shownRuns[shownRuns.length - 1], wide = () => final.board.canvas.clientWidth, tool = (text, label, act) => el("button", { class: "nv-plain", type: "button", "aria-label": label, title: label, onclick: act }, text);
+      body.append(held, el("section", { class: "nv-card" }, el("h2", null, "Not in the curve"), definitions(memory.fixed), el("p", { class: "nv-under" }, memory.note)));
+      node.append(
+        el("div", { class: "nv-tools" }, search("Search the memory curve", (call) => select(call, "search")), tool("−", "Zoom out", () => zoomAt(1 / 1.6, wide() / 2, wide())), tool("+", "Zoom in", () => zoomAt(1.6, wide() / 2, wide())), tool("Fit", "Show all calls", () => setRange(0, 1)), tool("Peak", "Select the call at the peak", () => pick(final, final.call[final.peak_at])), el("span", { class: "nv-push" }, "click a call; drag to move, Ctrl and wheel to zoom")),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), `the ${BANDS} largest results that hold the peak, numbered`), el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "all other results"), el("span", null, "▼ peak"), shownRuns.some((run) => run.marks.length > 0) && el("span", null, el("i", { class: "nv-edge nv-sync" }), "measured or planned"), el("span", null, el("i", { class: "nv-key", style: "background:var(--select)" }), "selected call, and how long its results live"), phaseLegend()), body);
+      onSelect.push(() => { for (const fillList of lists) fillList(); refresh(); });
+      panes.memory.onshow = refresh;
+      curves = { range: () => [view.from, view.to], point: (at, call) => { const run = shownRuns[at], frame = run.board.canvas.getBoundingClientRect(); return { x: frame.left + LEFT + (((run.place.get(call) + 0.5) / run.call.length - view.from) / (view.to - view.from)) * (frame.width - LEFT - RIGHT), y: frame.top + frame.height / 2 }; } };
+    }
+
     // ---------------------------------------------------------------- frame
     const tabs = el("div", { class: "nv-tabs", role: "tablist", "aria-label": "Views" }), holder = el("div", { class: "nv-panes" });
-    for (const [name, title, build, fill] of [["summary", "Summary", buildSummary], ["overhead", "Overhead", buildOverhead, 1], ["dag", "DAG", buildDag, 1], ["timeline", "Timeline", buildTimeline, 1], ["syncs", "Syncs", buildSyncs, 1]]) {
+    for (const [name, title, build, fill] of [["summary", "Summary", buildSummary], ["overhead", "Overhead", buildOverhead, 1], ["dag", "DAG", buildDag, 1], ["timeline", "Timeline", buildTimeline, 1], ["syncs", "Syncs", buildSyncs, 1], ["source", "Source", buildSource, 1], ["memory", "Memory", buildMemory, 1]]) {
       const tab = el("button", { role: "tab", type: "button", id: `nv-tab-${name}`, "aria-controls": `nv-pane-${name}`, "aria-selected": "false", tabindex: -1, onclick: () => { show(name); fillDetail(); } }, title);
       const node = el("div", { role: "tabpanel", id: `nv-pane-${name}`, "aria-labelledby": `nv-tab-${name}`, class: `nv-pane${fill ? " nv-fill" : ""}`, hidden: true, tabindex: 0 });
       panes[name] = { tab, node, build, title };
@@ -1248,8 +1534,8 @@ const NimbleViewer = (() => {
       !facts.complete && el("div", { class: "nv-note", role: "status" }, "Interrupted: this report holds what was measured until then. What is missing is said where it would stand."),
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();
-    show("summary");
-    return { select, selectEager, show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
+    show(panes[root.dataset.pane] ? root.dataset.pane : "summary");
+    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
   }
   return { mount };
 })();

@@ -27,6 +27,7 @@ __all__ = [
     "ratio_words",
     "split_plan",
     "trains",
+    "visible",
 ]
 
 SAME_BAND = 0.02
@@ -47,6 +48,7 @@ _SHORT = (
     ("softmax", "softmax"),
     ("to_copy", "copy"),
 )
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
 
 
@@ -165,6 +167,15 @@ def _short(operator: str) -> str:
     parts = operator.split(".")
     name = (parts[1] if len(parts) > 1 else operator).strip("_")
     return next((short for long, short in _SHORT if long in name), name)
+
+
+def visible(text: str) -> str:
+    r"""One line with a box for each character that a terminal or a browser would obey instead of showing it.
+
+    >>> visible("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
+    True
+    """
+    return _HIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def plural(count: int, noun: str) -> str:

@@ -14,9 +14,11 @@ from nimble_core.program import Call, Program, TensorRef
 from nimble_viz.report import Report
 from nimble_viz.views.dag import dag
 from nimble_viz.views.labels import label_call
+from nimble_viz.views.live import live_memory
 from nimble_viz.views.overhead import overhead
 from nimble_viz.views.phases import PHASES
 from nimble_viz.views.provenance import module_of
+from nimble_viz.views.source import source
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, ENDS, host_syncs
 from nimble_viz.views.timeline import axis_note, timelines
@@ -46,6 +48,11 @@ def view_data(report: Report) -> dict[str, Any]:
     for line in lines:
         for columns in ("columns", "gaps", "flights"):
             line[columns] = table(line[columns])
+    code, live = source(report), live_memory(report)
+    if code:
+        code["lines"] = table(code["lines"])
+    for at, run in enumerate(live["runs"] if live else ()):
+        run["columns"] = None if at and live and live["alike"] else table(run["columns"])
     graph = dag(report)
     graph["columns"] = table(graph["columns"])
     graph["plans"] = [
@@ -65,6 +72,8 @@ def view_data(report: Report) -> dict[str, Any]:
         "sync_ends": ENDS,
         "phases": PHASES,
         "host_syncs": host_syncs(report),
+        "source": code,
+        "live": live,
         "strings": list(strings),
     }
 

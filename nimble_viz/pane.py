@@ -1,0 +1,99 @@
+"""One view of a report by itself: plain data, text for a terminal, and in a notebook the page, opened at it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nimble_core.errors import InputError
+
+if TYPE_CHECKING:
+    from nimble_viz.report import Report
+
+__all__ = ["PANES", "Pane"]
+
+PANES = ("summary", "overhead", "dag", "timeline", "syncs", "source", "memory")
+"""Views of the page, in the order of its tabs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pane:
+    """A view of a report.
+
+    Args:
+        report: what it shows.
+        name: which view, one of ``PANES``.
+
+    Raises:
+        InputError: there is no such view.
+    """
+
+    report: Report
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in PANES:
+            raise InputError(f"there is no view {self.name!r}", fix=f"one of {', '.join(PANES)}")
+
+    @property
+    def data(self) -> Any:
+        """The view as plain values: what its function in ``nimble_viz.views`` returns; None where nothing is known."""
+        return _views()[self.name](self.report)
+
+    def to_text(self, width: int | None = None) -> str:
+        """The view as plain text; views without a text of their own give the whole report's."""
+        from nimble_viz.views.live import live_text
+        from nimble_viz.views.source import source_text
+
+        made: Mapping[str, Callable[[Report], str]] = {"source": source_text, "memory": live_text}
+        own = made.get(self.name)
+        return own(self.report) if own else self.report.to_text(width)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""
+        from nimble_viz.export.html import page
+
+        target = Path(path)
+        target.write_text(page(self.report, self.name), encoding="utf-8")
+        return target
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.report!r}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """Text and HTML for a notebook. Never raises: without HTML there is text, without text the ``repr``."""
+        bundle = {"text/plain": repr(self)}
+        try:
+            bundle["text/plain"] = self.to_text(100)
+            from nimble_viz.export.html import fragment
+
+            bundle["text/html"] = fragment(self.report, self.name)
+        except Exception as error:  # a display must not fail: what went wrong is said in the text
+            bundle["text/plain"] += f"\n(not shown in full: {type(error).__name__}: {error})\n"
+        return bundle
+
+
+def _views() -> Mapping[str, Callable[[Report], Any]]:
+    from nimble_viz.views.dag import dag
+    from nimble_viz.views.live import live_memory
+    from nimble_viz.views.overhead import overhead
+    from nimble_viz.views.source import source
+    from nimble_viz.views.summary import summary
+    from nimble_viz.views.syncs import host_syncs
+    from nimble_viz.views.timeline import timelines
+
+    return {
+        "summary": summary,
+        "overhead": overhead,
+        "dag": dag,
+        "timeline": timelines,
+        "syncs": host_syncs,
+        "source": source,
+        "memory": live_memory,
+    }

@@ -1,0 +1,198 @@
+"""Live bytes, call by call: what the calls' own results hold, and which of them hold the peak.
+
+Counted from the calls alone: a result lives from the call that makes it to the last that touches it, in the order of
+issue; outputs live to the end. The model's tensors and inputs are not in it, nor what a library needs while a call
+runs. That is what a run needs, not what it takes: in eager Python keeps what a variable still names, and a replay on
+several streams shares bytes only where calls are ordered. What was measured stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nimble_core.program import Program
+from nimble_core.units import format_bytes, format_percent
+from nimble_viz.report import Report
+from nimble_viz.views.labels import label_call, label_run, plural, trains, visible
+from nimble_viz.views.provenance import module_of
+
+__all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text"]
+
+HOLDERS = 24
+"""Results that are listed by name among those that hold a peak."""
+
+_BAR = 40
+
+
+def live_memory(report: Report) -> dict[str, Any] | None:
+    """A run for eager's order of calls and one for the chosen plan's; None where the calls' memory is not known.
+
+    A run has ``run``, ``label``, ``eager`` (whether it counts in eager calls where these are others), ``peak`` (as text
+    ``peak_text``), ``peak_at`` (position), ``where``, ``total`` (of all results), ``facts``, ``marks`` (sizes to draw
+    beside it: label, bytes), ``columns``: by position ``call``, ``live`` (bytes while it runs), ``makes`` (bytes it
+    makes) and ``held`` (for how many calls more something that it makes is alive); ``holders``: the largest results
+    that are alive at the peak, largest first; ``more`` and ``more_bytes`` of those that are not listed. ``alike``: both
+    runs are the same. ``fixed``: what is there before the first call and after the last.
+    """
+    if not any(storage.role == "intermediate" and storage.nbytes for storage in report.program.storages):
+        return None
+    plan = report.schedule(report.chosen)
+    eager = report.eager or report.program
+    known = {one.name: one for one in report.memory.planned}
+    held = dict(report.memory.engines)
+    on_host = report.environment.device != "cuda"
+    marks = []
+    if report.memory.eager_peak and not on_host:
+        above = "model and optimizer state" if trains(report) else "the model"
+        marks.append((f"measured peak above {above}", report.memory.eager_peak))
+    first = _run(report, eager, range(len(eager.calls)), "eager", "Eager", marks)
+    runs = [first]
+    alike = False
+    if plan is not None:
+        planned = known.get(plan.policy)
+        marks = [("arena of what was planned", planned.arena)] if planned else []
+        if held.get(plan.policy):
+            marks.append(("held by the engine", held[plan.policy]))
+        second = _run(report, report.program, plan.order, plan.policy, label_run(report, plan.policy), marks)
+        alike = second["columns"] == first["columns"]
+        runs.append(second)
+    return {
+        "runs": runs,
+        "alike": alike,
+        "fixed": _fixed(report.program),
+        "note": "Counted from the calls: a result lives from the call that makes it to the last that uses it, outputs "
+        "to the end. The model's own tensors, inputs and workspaces of libraries are not in the curve; Python may keep "
+        "results longer, and streams share bytes only where calls are ordered.",
+    }
+
+
+def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[int, tuple[int, int]]]:
+    """Bytes of results alive while each call runs, by position in ``order``; and where each storage lives.
+
+    Returns:
+        The bytes, and for each intermediate storage the positions of the first and the last call that touches it (an
+        output's last is the end). O(accesses).
+
+    >>> from nimble_core.program import Access, Call, Program, Storage, TensorRef
+    >>> a, b = (TensorRef(k, 0, (2,), (1,), "float32", 4) for k in range(2))
+    >>> calls = (Call(0, "make", (), (Access(a, True),)), Call(1, "use", (), (Access(a, False), Access(b, True))))
+    >>> made = Storage(8, "intermediate")
+    >>> live_bytes(Program(calls, (made, made), (), (b,)), range(2))
+    ([8, 16], {0: (0, 1), 1: (1, 1)})
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for position, call in enumerate(order):
+        for access in program.calls[call].accesses:
+            storage = access.ref.storage
+            if program.storages[storage].role == "intermediate":
+                spans[storage] = (spans.get(storage, (position, 0))[0], position)
+    for ref in program.outputs:
+        if ref.storage in spans:
+            spans[ref.storage] = (spans[ref.storage][0], len(order) - 1)
+    change = [0] * (len(order) + 1)
+    for storage, (first, last) in spans.items():
+        change[first] += program.storages[storage].nbytes
+        change[last + 1] -= program.storages[storage].nbytes
+    live, now = [], 0
+    for step in change[:-1]:
+        now += step
+        live.append(now)
+    return live, spans
+
+
+def live_text(report: Report) -> str:
+    """The curve's peak and what holds it, as plain text."""
+    found = live_memory(report)
+    if found is None:
+        return "the memory of this report's calls is not known\n"
+    lines = []
+    for run in found["runs"]:
+        lines += [f"{run['label']}: {format_bytes(run['peak'])} live at most, at {run['where']}"]
+        lines += [f"  {name}: {format_bytes(value)}" for name, value in run["marks"]]
+        lines += [f"  {name}: {value}" for name, value in run["facts"]]
+        for row in run["holders"]:
+            bar = "#" * max(1, round(_BAR * row["bytes"] / run["peak"]))
+            lines.append(f"  {row['size']:>10} {row['share']:>6}  {row['text']}  {bar}")
+        if run["more"]:
+            lines.append(f"  {format_bytes(run['more_bytes']):>10}         in {plural(run['more'], 'more result')}")
+        lines.append("")
+        if found["alike"]:
+            lines.append("The replay issues its calls in the same order, so its curve is the same.")
+            break
+    lines += [f"{name}: {value}" for name, value in found["fixed"]]
+    return "".join(f"{visible(line)}\n" for line in [*lines, found["note"]])
+
+
+def _run(
+    report: Report, program: Program, order: Sequence[int], name: str, label: str, marks: list[tuple[str, int]]
+) -> dict[str, Any]:
+    live, spans = live_bytes(program, order)
+    size = len(order)
+    makes, held = [0] * size, [0] * size
+    for storage, (first, last) in spans.items():
+        makes[first] += program.storages[storage].nbytes
+        held[first] = max(held[first], last - first)
+    peak = max(live, default=0)
+    at = live.index(peak) if live else 0
+    alive = [storage for storage, (first, last) in spans.items() if first <= at <= last]
+    alive = [storage for storage in alive if program.storages[storage].nbytes]
+    alive.sort(key=lambda storage: (-program.storages[storage].nbytes, spans[storage][0]))
+    holders = []
+    for storage in alive[:HOLDERS]:
+        first, last = spans[storage]
+        nbytes = program.storages[storage].nbytes
+        maker, user = program.calls[order[first]], program.calls[order[last]]
+        module = module_of(maker)
+        place = f"{label_call(maker)}{f' in {module}' if module else ''}"
+        holders.append(
+            {
+                "call": order[first],
+                "last_call": order[last],
+                "bytes": nbytes,
+                "size": format_bytes(nbytes),
+                "share": format_percent(nbytes / peak),
+                "first": first,
+                "last": last,
+                "output": any(ref.storage == storage for ref in program.outputs),
+                "phase": maker.phase,
+                "text": f"made by {order[first]} {place}, last used by {order[last]} {label_call(user)}",
+            }
+        )
+    rest = alive[HOLDERS:]
+    total = sum(makes)
+    planned = next((one for one in report.memory.planned if one.name == name), None)
+    facts = [("All results together, none reused", format_bytes(total))]
+    if planned:
+        outside = total - planned.unshared
+        if outside > 0:
+            facts.append(("Of that not in the arena (outputs, what the device placed)", format_bytes(outside)))
+        facts.append(("Workspaces of libraries, apart", format_bytes(planned.workspaces)))
+    where = f"call {order[at]} {label_call(program.calls[order[at]])}" if live else "no call"
+    return {
+        "run": name,
+        "label": label,
+        "eager": program is report.eager,
+        "peak": peak,
+        "peak_text": format_bytes(peak),
+        "peak_at": at,
+        "where": where,
+        "total": total,
+        "facts": facts,
+        "marks": marks,
+        "columns": {"call": list(order), "live": live, "makes": makes, "held": held},
+        "holders": holders,
+        "more": len(rest),
+        "more_bytes": sum(program.storages[storage].nbytes for storage in rest),
+    }
+
+
+def _fixed(program: Program) -> list[tuple[str, str]]:
+    """What is there before the first call and after the last."""
+    names = {"parameter": "Parameters", "buffer": "Buffers", "input": "Inputs", "constant": "Constants"}
+    found = []
+    for role, name in names.items():
+        nbytes = sum(storage.nbytes for storage in program.storages if storage.role == role)
+        if nbytes:
+            found.append((name, format_bytes(nbytes)))
+    return found
