@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["line_inside", "module_paths", "pass_over", "place_of"]
+__all__ = ["label_of", "line_inside", "module_paths", "pass_over", "place_of"]
 
 # With the slash: torchvision's code is not torch's.
 _TORCH_ROOT = f"{torch.__path__[0]}/"
@@ -39,7 +39,7 @@ def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, 
     while frame is not None:
         name = frame.f_code.co_filename
         if not file and not name.startswith(_passed):
-            file, line = _short(name), frame.f_lineno
+            file, line = label_of(name), frame.f_lineno
         if frame.f_code.co_name == "_call_impl" and name.startswith(_TORCH_ROOT):
             path = modules.get(id(frame.f_locals.get("self")))
             if path is not None:
@@ -57,13 +57,13 @@ def line_inside(frame: FrameType | None) -> tuple[str, int]:
     """
     while frame is not None and not frame.f_code.co_filename.startswith(_passed[1:]):
         if not frame.f_code.co_filename.startswith(_TORCH_ROOT):
-            return _short(frame.f_code.co_filename), frame.f_lineno
+            return label_of(frame.f_code.co_filename), frame.f_lineno
         frame = frame.f_back
     return "", 0
 
 
 @cache
-def _short(file: str) -> str:
+def label_of(file: str) -> str:
     """``file`` relative to the import path it lies on: reports travel, absolute paths do not."""
     roots = sorted((root.rstrip("/") + "/" for root in sys.path if root), key=len, reverse=True)
     return next((file[len(root) :] for root in roots if file.startswith(root)), file.rpartition("/")[2])
@@ -72,6 +72,6 @@ def _short(file: str) -> str:
 def _outside_torch(frame: FrameType | None, fallback: tuple[str, int]) -> tuple[str, int]:
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_passed):
-            return _short(frame.f_code.co_filename), frame.f_lineno
+            return label_of(frame.f_code.co_filename), frame.f_lineno
         frame = frame.f_back
     return fallback

@@ -72,14 +72,16 @@ _STYLE = """<style>
 .nimble-dashboard th, .nimble-dashboard td { text-align: left; padding: 3px 14px 3px 0; vertical-align: top; }
 .nimble-dashboard th { font-weight: 500; opacity: .75; border-bottom: 1px solid rgba(128, 128, 128, .5); }
 .nimble-dashboard td { border-bottom: 1px solid rgba(128, 128, 128, .25); overflow-wrap: anywhere; }
+.nimble-dashboard .nimble-whole { white-space: nowrap; }
 .nimble-dashboard .nimble-facts :is(th, td) { border: 0; padding: 1px 14px 1px 0; }
 .nimble-dashboard select { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px; }
 </style>"""
 
 
 class _Ground(AnyWidget):
-    """Asks the page whether its background is dark, and has figures follow the dashboard's size; nothing is seen of it.
+    """What the page has to know and to tell once for a dashboard; nothing is seen of it.
 
+    It brings plotly's code, asks the page whether its background is dark, and has figures follow the dashboard's size.
     plotly's figures look at their size when the window's changes, not when their pane comes into view, and those that
     were drawn out of view keep the width that was guessed then.
     """
@@ -115,6 +117,39 @@ class _Ground(AnyWidget):
     export default { render };
     """
     dark = traitlets.Bool(False).tag(sync=True)
+    plotly = traitlets.Unicode().tag(sync=True)
+
+    @traitlets.default("plotly")
+    def _bundled(self) -> str:
+        return str(FigureWidget._esm)
+
+
+class _Figure(FigureWidget):
+    """plotly's widget with its code, 5 MB, taken from a widget that others take it from too: the page reads it once."""
+
+    _esm = """
+    export default () => {
+      let own;
+      return {
+        async initialize(props) {
+          const ground = await props.model.widget_manager.get_model(props.model.get("_ground").split("IPY_MODEL_")[1]);
+          const load = async () => {
+            const url = URL.createObjectURL(new Blob([ground.get("plotly")], { type: "text/javascript" }));
+            try { return await import(url); } finally { URL.revokeObjectURL(url); }
+          };
+          ground.nimblePlotly ??= load();
+          own = (await ground.nimblePlotly).default();
+          return own.initialize(props);
+        },
+        render: (props) => own.render(props),
+      };
+    };
+    """
+    _ground = traitlets.Instance(_Ground).tag(sync=True, **widgets.widget_serialization)
+
+    def __init__(self, ground: _Ground) -> None:
+        self._ground = ground  # ahead of all else: the page is told once, when the widget is made
+        super().__init__()
 
 
 class Dashboard(widgets.VBox):
@@ -154,8 +189,8 @@ class Dashboard(widgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
-        plain = {"text/plain": self.report.to_text(100)}  # where no widget can be shown
-        return bundle | plain if isinstance(bundle, dict) else (bundle[0] | plain, *bundle[1:])
+        still = self.report._repr_mimebundle_()  # where no widget can be shown
+        return bundle | still if isinstance(bundle, dict) else (bundle[0] | still, *bundle[1:])
 
     # ---------------------------------------------------------------- selection
 
@@ -190,7 +225,7 @@ class Dashboard(widgets.VBox):
     def _build(self) -> None:
         views, report = self.views, self.report
         self._ground = _Ground()
-        self._figures = {name: _figure_widget() for name in ("Overhead", "DAG", "Timeline")}
+        self._figures = {name: _figure_widget(self._ground) for name in ("Overhead", "DAG", "Timeline")}
         self._drawn: set[str] = set()
         for name, figure in self._figures.items():
             figure.observe(lambda _, name=name: self._drawn.add(name), "_js2py_layoutDelta")
@@ -247,7 +282,10 @@ class Dashboard(widgets.VBox):
             control.disabled = bool(why)
         self._why = widgets.HTML(f"<p>Nothing can be simulated: {html.escape(why)}.</p>" if why else "")
         self._find = widgets.Text(
-            placeholder="operator, module, source", description="Find", style={"description_width": "auto"}
+            placeholder="operator, module, source",
+            description="Find",
+            style={"description_width": "auto"},
+            layout={"width": "auto"},
         )
         self._calls = _list("Calls", "Calls of the report")
         self._syncs = _list("Waits", "Planned synchronisations")
@@ -545,8 +583,8 @@ class Dashboard(widgets.VBox):
         self.what_if(self._policy.value, self._streams.value)
 
 
-def _figure_widget() -> FigureWidget:
-    widget = FigureWidget()
+def _figure_widget(ground: _Ground) -> FigureWidget:
+    widget = _Figure(ground)
     widget._config = {
         "scrollZoom": True,
         "responsive": True,
@@ -570,7 +608,7 @@ def _button(text: str, meaning: str, pressed: Callable[[], Any]) -> widgets.Butt
 
 
 def _list(name: str, meaning: str) -> widgets.Select:
-    return widgets.Select(options=[], rows=10, tooltip=meaning, layout={"width": "100%"})
+    return widgets.Select(options=[], rows=10, tooltip=meaning, layout={"width": "auto"})
 
 
 def _said(text: str) -> widgets.HTML:

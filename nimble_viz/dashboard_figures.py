@@ -55,6 +55,8 @@ MOST_SPANS = 3_000
 _GROUPS = 40
 _OPEN_NODES = 1_200
 _ROWS = 32
+_NAMED_ROWS = 10
+_NAMED_BARS = 24
 _PATTERNS = ("", "/", ".", "|")
 
 Grouping = Literal["call", "operator", "module"]
@@ -178,7 +180,14 @@ def overhead_figure(views: Views, rows: Sequence[Mapping[str, Any]], by: Groupin
     value = "µs of host time in the profiled eager run"
     rest = f"; {format_count(left)} with less are left to the page" if left else ""
     if along:
-        figure.update_xaxes(title_text=f"eager calls, in this order{rest}", showticklabels=False)
+        figure.update_xaxes(
+            title_text=f"eager calls, in this order{rest}",
+            showticklabels=len(shown) <= _NAMED_BARS,
+            tickvals=at if len(shown) <= _NAMED_BARS else [],
+            ticktext=[_plain(_shorten(row["name"], 22)) for row in shown[:_NAMED_BARS]],
+            showgrid=False,
+            range=[-0.7, len(shown) - 0.3],
+        )
         figure.update_yaxes(title_text=value, rangemode="tozero")
     else:
         sides = [_plain(_shorten(row["name"], 34)) for row in shown]
@@ -310,6 +319,8 @@ def dag_figure(
             members[at].append(call)
     _add_nodes(figure, views, boxes, members, row, position, plan, colour, colours)
     rows = max(row, default=0) + 1
+    if rows <= _NAMED_ROWS:
+        _add_names(figure, views, boxes, row, position, colours)
     low, high = min(position, default=0.0), max(position, default=0.0)
     half = max(high - low + 2, 7) / 2
     _finish(figure, colours, 520)
@@ -546,6 +557,29 @@ def _add_nodes(
                 | scale,
             )
         )
+
+
+def _add_names(
+    figure: Figure, views: Views, boxes: Sequence[int], row: Sequence[int], position: Sequence[float], colours: Palette
+) -> None:
+    """What each node is, below it: where columns are wide enough to be read."""
+    names = [
+        f"{box} {views.calls['label'][box]}" if box < views.size else views.graph["name"][box - views.size]
+        for box in boxes
+    ]
+    figure.add_trace(
+        Scatter(
+            x=list(row),
+            y=[place - 0.25 for place in position],
+            mode="text",
+            name="names",
+            text=[_plain(_shorten(name, 18)) for name in names],
+            textfont={"size": 10, "color": colours["text"]},
+            textposition="bottom center",
+            hoverinfo="skip",
+            showlegend=False,
+        )
+    )
 
 
 def _mark(

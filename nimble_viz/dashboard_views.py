@@ -410,8 +410,13 @@ def _card(title: str, body: str) -> str:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{_text(text)}</th>' for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td{_unbroken(cell)}>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="nimble-scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _unbroken(cell: str) -> str:
+    """A number stays in one line with its unit."""
+    return ' class="nimble-whole"' if len(cell) <= 12 else ""
 
 
 def _ratio(cell: Mapping[str, Any] | None, wrong: bool) -> str:

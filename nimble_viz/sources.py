@@ -118,7 +118,7 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
 
 def _text_of(file: str) -> _Text | None:
     """The text that origins call ``file``; None if there is none, or if several texts are called so."""
-    from nimble_core.origins import _short as label_of
+    from nimble_core.origins import label_of
 
     # Through vars: a module may make attributes when asked, and import others for it.
     modules = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]

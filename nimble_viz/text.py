@@ -14,6 +14,7 @@ from nimble_viz.views.gaps import CAUSES
 from nimble_viz.views.labels import label_call, plural, trains
 from nimble_viz.views.overhead import PARTS, grouped, overhead
 from nimble_viz.views.provenance import fused_calls, module_of
+from nimble_viz.views.source import hottest, source
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import ENDS, host_syncs
 from nimble_viz.views.timeline import axis_note, timelines
@@ -31,6 +32,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 200
 
 _TOP = 10
 _GAPS = 5
+_LINES = 5
 _PLAN_COLUMNS, _PEER_COLUMNS = (36, 7, 7, 8, 12), (28, 7, 22, 11)
 _PATH_ENDS = 3
 _NAMES = 46
@@ -167,6 +169,9 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, lis
         yield "Framework overhead of the eager run", _overhead(report, profile)
         waits = host_syncs(report)
         yield "Host synchronisations of the eager run", [_waits(waits) if waits else _text("none")]
+    code = source(report) if report.sources else None
+    if code and code["figures"]:
+        yield "Hottest lines", _hottest(code)
     if tables["preparation"]:
         title = f"Preparation ({tables['preparation_total']})"
         yield title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
@@ -540,6 +545,23 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Table:
         kind = f"{row['kind']} ({row['phase']})" if row["phase"] else row["kind"]
         table.add_row(_text(kind), _text(format_count(row["count"])), _text(row["total"]), advice)
     return table
+
+
+def _hottest(code: dict[str, Any]) -> list[RenderableType]:
+    """Lines of the model's code that take most of what is known first: eager host time, else time in the replay."""
+    key, name, meaning = code["figures"][0]
+    table = _table((name.lower(), "r"), ("share", "r"), ("line and code", ""))
+    for row in hottest(code, key, _LINES):
+        if not row["value"]:
+            break
+        where = _text(f"{row['file']}:{row['line']}")
+        where.append(_clean(f"  {row['name']}" if row["name"] else ""), "dim")
+        if row["text"]:
+            where.append(f"\n{_clean(row['text'])}")
+        where.no_wrap, where.overflow = True, "ellipsis"
+        table.add_row(_text(format_ns(row["value"])), _text(format_percent(row["share"])), where)
+    both = "; forward and backward together" if len(code["sides"]) > 1 else ""
+    return [table, _text(f"{meaning}; shares are of all calls{both}; every line: report.source()", "dim")]
 
 
 def _table(*columns: tuple[str, str]) -> Table:

@@ -335,6 +335,23 @@ def test_a_selection_is_marked_in_every_pane(board: Dashboard) -> None:
         assert wanted in said
 
 
+def test_plotly_is_brought_once(board: Dashboard) -> None:
+    states = {name: figure.get_state() for name, figure in board._figures.items()}
+    assert all(len(state["_esm"]) < 2_000 for state in states.values())
+    assert {state["_ground"] for state in states.values()} == {f"IPY_MODEL_{board._ground.model_id}"}
+    assert len(board._ground.get_state()["plotly"]) > 1_000_000
+
+
+def test_small_figures_name_what_they_draw() -> None:
+    views = views_of("two streams")
+    drawn = figures.dag_figure(views, frozenset(), views.plans[-1], "stream", LIGHT)
+    assert next(trace for trace in drawn.data if trace.name == "names").text == ("layer.0", "layer.1", "layer.2")
+    rows = figures.overhead_rows(views, "call", "program")
+    bars = figures.overhead_figure(views, rows, "call", LIGHT)
+    assert [text.split()[0] for text in bars.layout.xaxis.ticktext] == [str(row["eager"][0]) for row in rows]
+    assert not figures.overhead_figure(views_of("thousand"), rows * 9, "call", LIGHT).layout.xaxis.showticklabels
+
+
 def test_figures_are_sent_whole_until_the_page_has_drawn_them(
     board: Dashboard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,6 +522,7 @@ def test_every_report_is_shown(case: str) -> None:
     bundle = board._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert "text/plain" in bundle
+    assert "<iframe" in bundle["text/html"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nimble_core.origins import line_inside, pass_over, place_of
+from nimble_core.origins import label_of, line_inside, pass_over, place_of
 
 
 def frame_at(file: str) -> FrameType:
@@ -42,3 +42,8 @@ def test_what_is_passed_over_is_a_directory_and_not_its_neighbours(monkeypatch: 
     pass_over("/some/tool")
     assert place_of(frame_at("/some/tools/mine.py"), {})[1] == "mine.py"
     assert Path(place_of(frame_at("/some/tool/its.py"), {})[1]).name == "test_origins.py"
+
+
+def test_files_are_called_by_their_place_on_the_import_path_and_others_by_their_name() -> None:
+    assert label_of(torch.__file__) == "torch/__init__.py"
+    assert label_of("/nowhere/on/the/path/net.py") == "net.py"

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from sample_reports import RENDERED, fused_report, old_report, plan_report, sample_report
+from sample_reports import RENDERED, fused_report, old_report, plan_report, sample_report, training_report
 
 from nimble_core.costs import uniform_costs
 from nimble_core.program import Origin
 from nimble_core.schedule import SyncCounts
+from nimble_core.units import format_ns
 from nimble_viz.report import EqualityCheck
 from nimble_viz.text import plain_text, report_text
 from nimble_viz.views.labels import label_plan
+from nimble_viz.views.source import hottest, source
 from nimble_viz.views.summary import verdict
 
 
@@ -182,6 +184,29 @@ def test_operators_are_sorted_by_overhead_and_the_largest_fills_the_bar() -> Non
     bars = [len(re.sub("[^█▓▒░]", "", row)) for row in table]
     assert bars == sorted(bars, reverse=True)
     assert bars[0] == 24
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_hottest_lines_stand_in_order_with_their_code(width: int) -> None:
+    report = sample_report(60)
+    found = source(report)
+    assert found is not None
+    text = plain_text(report, width).split("\n\nHottest lines\n")[1].split("\n\n")[0]
+    rows = hottest(found, "host", 5)
+    at = [text.index(f"{row['file']}:{row['line']}  {row['name']}\n") for row in rows]
+    assert at == sorted(at)
+    assert [format_ns(row["value"]) in text for row in rows] == [True] * 5
+    assert re.search(r"29\.\d%|28\.\d%", text)
+    assert "b0 = self.project(x)\n" in text
+    assert "host time of the profiled eager iteration" in words(text)
+
+
+def test_without_a_profile_the_hottest_lines_are_those_of_the_replay_and_without_code_there_are_none() -> None:
+    text = plain_text(sample_report(60, overhead=False), 80)
+    assert re.search(r"Hottest lines\n +replay +share", text)
+    assert "Hottest lines" not in plain_text(replace(sample_report(60), sources=()), 80)
+    assert "Hottest lines" not in plain_text(plan_report(), 80)
+    assert "forward and backward together" in words(plain_text(training_report(), 80))
 
 
 def test_costs_that_were_not_measured_are_not_shown_as_times() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,11 @@ from sample_reports import (
 )
 
 from nimble_core.timeline import SelfCheck
+from nimble_core.units import format_ns
 from nimble_viz.export.html import fragment, page
 from nimble_viz.pane import PANES
+from nimble_viz.views.colours import exposed
+from nimble_viz.views.dag import dag
 from nimble_viz.views.gaps import gaps
 from nimble_viz.views.live import live_memory
 from nimble_viz.views.source import hottest, source
@@ -411,6 +415,129 @@ def test_folding_and_opening_modules(opened):
     assert shown.page.evaluate("nimbleViewer.dagBoxes()") <= folded
 
 
+_COLOUR = "#nv-pane-dag select[aria-label=Colour]"
+
+
+def test_colour_is_chosen_with_the_keyboard_and_stays(opened):
+    shown = opened(page(training_report()))
+    shown.page.click("#nv-tab-dag")
+    legend = "#nv-pane-dag .nv-legend"
+    assert shown.page.input_value(_COLOUR) == "stream"
+    shown.page.focus(_COLOUR)
+    for key, told in (("exposed", "device was idle"), ("time", "each call alone"), ("phase", "optimizer")):
+        shown.page.keyboard.press("ArrowDown")
+        assert shown.page.input_value(_COLOUR) == key
+        assert told in shown.page.inner_text(legend)
+    shown.page.keyboard.press("ArrowUp")
+    shown.page.click("#nv-tab-overhead")
+    shown.page.evaluate("nimbleViewer.setTheme('dark')")
+    shown.page.click("#nv-tab-dag")
+    shown.page.select_option("#nv-pane-dag select[aria-label=Schedule]", "0")
+    assert shown.page.input_value(_COLOUR) == "time"
+    assert shown.page.evaluate("nimbleViewer.dagColours().key") == "time"
+    assert shown.troubles == []
+
+
+def test_a_colour_that_is_not_known_cannot_be_chosen_and_says_why(opened):
+    shown = opened(page(plan_report()))
+    shown.page.click("#nv-tab-dag")
+    barred = shown.page.eval_on_selector_all(f"{_COLOUR} option", "all => all.map(o => [o.disabled, o.textContent])")
+    assert barred == [
+        [False, "Stream"],
+        [True, "Exposed overhead (eager was not profiled)"],
+        [True, "GPU time (not measured)"],
+        [True, "Phase (all calls are forward)"],
+    ]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_steps_of_the_scale_have_numbers_and_hold_the_values(opened, dark):
+    report = sample_report(60)
+    shown = opened(page(report), dark=dark)
+    shown.page.click("#nv-tab-dag")
+    shown.page.select_option(_COLOUR, "time")
+    for act in ("text=Open all", "text=Fold all"):
+        shown.page.click(f"#nv-pane-dag >> {act}")
+        found = shown.page.evaluate("nimbleViewer.dagColours()")
+        bounds = found["bounds"]
+        steps = shown.page.locator("#nv-pane-dag .nv-steps b").all_inner_texts()
+        assert steps == [f"≤ {bound / 1e3:g} µs" for bound in bounds]
+        assert 1 < len(bounds) <= 7
+        ns = [0.0] * (len(report.program.calls) + 1000)
+        columns = dag(report)["columns"]
+        size = len(report.program.calls)
+        for box, _, _ in found["boxes"]:
+            first, last = (box, box) if box < size else (columns["first"][box - size], columns["last"][box - size])
+            ns[box] = sum(round(value) for value in report.costs.ns[first : last + 1])
+        by_step = {}
+        for box, colour, words in found["boxes"]:
+            assert words.startswith(format_ns(ns[box]))
+            assert ("%" in words) == (box >= size)
+            by_step.setdefault(next(k for k, bound in enumerate(bounds) if ns[box] <= bound), set()).add(colour)
+        assert all(len(colours) == 1 for colours in by_step.values())
+        light = [_lightness(colours.copy().pop()) for _, colours in sorted(by_step.items())]
+        assert light == sorted(light, reverse=not dark)
+        assert all(abs(a - b) > 0.03 for a, b in itertools.pairwise(light))
+
+
+def _lightness(colour: str) -> float:
+    """Relative luminance by WCAG 2."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_on_every_step_can_be_read(opened):
+    for dark in (False, True):
+        shown = opened(page(CASES["thousand"]()), dark=dark)
+        shown.page.click("#nv-tab-dag")
+        for colour in ("time", "exposed"):
+            shown.page.select_option(_COLOUR, colour)
+            inks = shown.page.eval_on_selector_all(
+                "#nv-pane-dag .nv-steps b[style]",
+                "all => all.map(b => [getComputedStyle(b).backgroundColor, getComputedStyle(b).color])",
+            )
+            for pair in inks:
+                levels = [
+                    _lightness("#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", one)[:3]))
+                    for one in pair
+                ]
+                assert (max(levels) + 0.05) / (min(levels) + 0.05) >= 4.5
+
+
+def test_calls_without_a_value_say_so(opened):
+    report = fused_report()
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-dag")
+    shown.page.click("#nv-pane-dag >> text=Open all")
+    shown.page.select_option(_COLOUR, "exposed")
+    words = {box: (colour, said) for box, colour, said in shown.page.evaluate("nimbleViewer.dagColours().boxes")}
+    assert words[0] == (None, "not known")
+    assert "1 call not among those of profiled eager" in shown.page.inner_text("#nv-pane-dag .nv-legend")
+    point = shown.page.evaluate("nimbleViewer.dagPoint(0)")
+    shown.page.mouse.move(point["x"], point["y"])
+    assert "Exposed overhead: not known" in shown.page.inner_text(".nv-tip")
+    point = shown.page.evaluate("nimbleViewer.dagPoint(1)")
+    shown.page.mouse.move(point["x"], point["y"])
+    assert f"Exposed overhead: {format_ns(exposed(report)[1])}" in shown.page.inner_text(".nv-tip")
+
+
+def test_calls_and_folded_groups_name_their_phase(opened):
+    report = training_report()
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-dag")
+    shown.page.select_option(_COLOUR, "phase")
+    shown.page.click("#nv-pane-dag >> text=Open all")
+    phases = {box: said for box, _, said in shown.page.evaluate("nimbleViewer.dagColours().boxes")}
+    assert phases == {call.index: call.phase for call in report.program.calls}
+    shown.page.click("#nv-pane-dag >> text=Fold all")
+    folded = [said for box, _, said in shown.page.evaluate("nimbleViewer.dagColours().boxes") if box >= 60]
+    assert set(folded) >= {"forward", "backward"}
+    letters = shown.page.locator("#nv-pane-dag .nv-legend .nv-stream").all_inner_texts()
+    assert letters == ["F", "L", "B", "O"]
+    assert shown.troubles == []
+
+
 _CROSSED = """
 () => {
   const { boxes, edges } = nimbleViewer.dagDrawn(), hits = [];
@@ -588,6 +715,8 @@ def test_ten_thousand_calls_open(opened):
     shown.page.click("#nv-tab-dag")
     assert shown.page.evaluate("nimbleViewer.dagBoxes()") > 0
     assert "modules folded" in shown.page.inner_text("#nv-pane-dag")
+    shown.page.select_option(_COLOUR, "exposed")
+    assert shown.page.locator("#nv-pane-dag .nv-steps b").count() > 0
     shown.page.evaluate("nimbleViewer.select(9876)")
     assert shown.page.evaluate("nimbleViewer.dagBoxes()") > 0
     assert shown.troubles == []

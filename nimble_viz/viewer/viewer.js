@@ -29,6 +29,8 @@ const NimbleViewer = (() => {
   const fixed = (value, digits) => value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   /** Points of time and lengths of runs: microseconds below 10 ms, milliseconds above. */
   const scaled = (value, unit) => { let at = 0; while (value >= 999.5 && at < 6) { value /= 1000; at++; } return `${value >= 99.95 || !at ? value.toFixed(0) : value.toPrecision(3)} ${"\u00a0kMGTPE"[at].trim()}${unit}`; };
+  /** A round time: ``1.5 µs``, ``200 ns``. */
+  const roundTime = (ns) => { const [unit, scale] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3]].find(([, one]) => ns >= one) || ["ns", 1]; return `${Number((ns / scale).toPrecision(3))} ${unit}`; };
   const clock = (ns, digits = 1) => (Math.abs(ns) < 1e7 ? `${fixed(ns / 1e3, digits)} µs` : `${fixed(ns / 1e6, digits + 1)} ms`);
   const percent = (share) => share > 0.995 && share < 1 ? ">99%" : `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
   const lower = (array, value) => {
@@ -50,6 +52,11 @@ const NimbleViewer = (() => {
     light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92f", "#8a8f92"],
     dark: ["#3f9ad3", "#e8ab26", "#22b58b", "#d68fb7", "#7cc6ef", "#e5793a", "#e9de5c", "#9aa1a5"],
   };
+  /** From little to much after ColorBrewer's YlOrBr: lightness alone tells the steps apart. */
+  const HEAT = {
+    light: ["#fbe7b2", "#fdcb62", "#fba63a", "#ee8020", "#d2600f", "#a34004", "#6b2a06"],
+    dark: ["#4a2c0c", "#713d0a", "#9c4f0a", "#cb6a16", "#ee9136", "#fcbf66", "#ffe9ae"],
+  };
   const ink = (hex) => {
     const [r, g, b] = [1, 3, 5].map((at) => { const c = parseInt(hex.slice(at, at + 2), 16) / 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
     return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? "#10181b" : "#ffffff";
@@ -59,6 +66,8 @@ const NimbleViewer = (() => {
     value(name) { return (this.cache[name] ??= getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()); },
     cache: {},
     stream(index) { return STREAMS[this.dark ? "dark" : "light"][index % 8]; },
+    /** Step ``at`` of ``steps``, spread over the whole scale; one alone is in its middle. */
+    heat(at, steps) { return HEAT[this.dark ? "dark" : "light"][steps > 1 ? Math.round((6 * at) / (steps - 1)) : 3]; },
   };
   const patterns = {};
   /** Beyond eight streams the colours come round again, with stripes, dots, bars: never colour alone. */
@@ -78,6 +87,31 @@ const NimbleViewer = (() => {
       patterns[key] = context.createPattern(tile, "repeat");
     }
     return patterns[key];
+  };
+  /** What has no value: hatched. */
+  const unknownFill = (context) => {
+    if (!patterns.unknown) {
+      const tile = el("canvas", { width: 8, height: 8 }), paint = tile.getContext("2d");
+      paint.fillStyle = theme.value("sunken"); paint.fillRect(0, 0, 8, 8);
+      paint.strokeStyle = theme.value("line-strong"); paint.lineWidth = 1.2; paint.beginPath();
+      for (const at of [-8, 0, 8]) { paint.moveTo(at - 2, 10); paint.lineTo(at + 10, -2); }
+      paint.stroke();
+      patterns.unknown = context.createPattern(tile, "repeat");
+    }
+    return patterns.unknown;
+  };
+  /** Upper bounds, round and rising, of at most seven steps that tell ``values`` apart; the lowest holds all below it. */
+  const boundsOf = (values) => {
+    const sorted = Float64Array.from(values.filter((value) => value > 0)).sort(), most = sorted[sorted.length - 1], least = sorted[Math.floor(sorted.length / 20)];
+    let bounds = [];
+    for (const steps of sorted.length ? [[1, 1.5, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]] : []) {
+      bounds = [];
+      for (let decade = Math.floor(Math.log10(least)); !(bounds[bounds.length - 1] >= most); decade++) {
+        for (const step of steps) { const bound = Number((step * 10 ** decade).toPrecision(2)); if (bound >= least && !(bounds[bounds.length - 1] >= most)) bounds.push(bound); }
+      }
+      if (bounds.length <= 7) break;
+    }
+    return bounds.slice(-7);
   };
   const STRIPES = (mark) => [null, `repeating-linear-gradient(135deg,${mark} 0 2px,transparent 2px 6px)`, `radial-gradient(${mark} 28%,transparent 32%) 0 0/6px 6px`, `repeating-linear-gradient(90deg,${mark} 0 2px,transparent 2px 6px)`];
   const streamChip = (stream) => {
@@ -106,7 +140,8 @@ const NimbleViewer = (() => {
     const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
     const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.phase)) : []);
     const critical = new Set(graph.critical);
-    const state = { call: -1, eager: -1, line: null, plan: Math.max(0, plans.length - 1), pane: "summary" };
+    const state = { call: -1, eager: -1, line: null, plan: Math.max(0, plans.length - 1), pane: "summary", colour: "stream" };
+    const timed = data.colours.some((one) => one.key === "time" && !one.why);
     /** What is marked as selected: calls, and eager calls; the same set where nothing was fused. */
     let marked = new Set(), markedEager = marked;
     const isEager = (run) => fused && run.run === "eager";
@@ -145,7 +180,7 @@ const NimbleViewer = (() => {
       `call ${call}, ${calls.phase[call]}${calls.module[call] ? `, ${calls.module[call]}` : ""}`,
       calls.writes[call] && `→ ${calls.writes[call]}`,
       ...origin(call),
-      `cost ${time(calls.cost[call])}, stream ${streamOf(call)}${critical.has(call) ? ", on the critical path" : ""}`,
+      `${timed ? `cost ${time(calls.cost[call])}, ` : ""}stream ${streamOf(call)}${critical.has(call) ? ", on the critical path" : ""}`,
     ];
 
     // ---- panes and their updates
@@ -693,6 +728,17 @@ const NimbleViewer = (() => {
       step(middle(b), y[b], y[b]);
       return way;
     }
+    /** What boxes are coloured by: known sum, calls without a value, and calls of each box. */
+    const FIGURES = { exposed: calls.exposed, time: calls.cost }, running = {};
+    const figureOf = (key, box) => {
+      if (!running[key]) {
+        const sum = new Float64Array(size + 1), unknown = new Int32Array(size + 1);
+        FIGURES[key].forEach((value, call) => { sum[call + 1] = sum[call] + Math.max(value, 0); unknown[call + 1] = unknown[call] + (value < 0); });
+        running[key] = { sum, unknown };
+      }
+      const { sum, unknown } = running[key], [first, last] = isGroup(box) ? [graph.first[box - size], graph.last[box - size] + 1] : [box, box + 1];
+      return { sum: sum[last] - sum[first], unknown: unknown[last] - unknown[first], calls: last - first, share: sum[size] ? (sum[last] - sum[first]) / sum[size] : 0 };
+    };
     let dag = null;
     function buildDag(node) {
       if (facts.profiled) { node.append(el("div", { class: "nv-empty" }, `No DAG here: ${facts.profiled.absent[0].why}. compare(model, inputs) records them.`)); return; }
@@ -709,10 +755,38 @@ const NimbleViewer = (() => {
       let place, edges;
       const status = el("span", { class: "nv-push", role: "status" });
       const stage = el("div", { class: "nv-stage" }), legend = el("div", { class: "nv-legend" });
-      const board = surface(stage, `Graph of ${count(size)} calls, coloured and numbered by stream. Arrow keys walk the graph, plus and minus zoom, 0 fits.`, draw);
+      const board = surface(stage, `Graph of ${count(size)} calls, coloured as chosen. Arrow keys walk the graph, plus and minus zoom, 0 fits.`, draw);
       const map = el("canvas", { class: "nv-map", "aria-hidden": "true", hidden: true });
       stage.append(map);
-      let sketch = null;
+      let sketch = null, bounds = [], mixtures = new Map();
+      const scales = () => state.colour in FIGURES;
+      /** How a box is coloured: what fills it, a colour that text on it can be read on, and its value in words. */
+      function tint(paint, box) {
+        const call = isGroup(box) ? graph.first[box - size] : box;
+        if (state.colour === "stream") return { fill: streamFill(paint, streamOf(call)), colour: theme.stream(streamOf(call)), badge: String(streamOf(call)), words: timed && time(calls.cost[call]) };
+        if (state.colour === "phase") { const colour = theme.value(calls.phase[call]); return { fill: colour, colour, badge: calls.phase[call][0].toUpperCase(), words: calls.phase[call] }; }
+        const { sum, unknown, calls: n, share } = figureOf(state.colour, box);
+        if (unknown === n) return { fill: unknownFill(paint), words: "not known", share: 0 };
+        const step = lower(bounds, sum), colour = sum ? theme.heat(step, bounds.length) : "";
+        return { fill: colour || theme.value("sunken"), colour, words: sum ? `${time(sum)}${isGroup(box) ? `, ${percent(share)}` : ""}` : "none", share };
+      }
+      /** Shares of the calls of a group by what they are coloured by: ``[colour, calls, name]``, in order. */
+      function mixture(paint, box) {
+        let parts = mixtures.get(box);
+        if (!parts) {
+          const tally = new Map(), at = box - size, streams = state.colour === "stream";
+          for (let call = graph.first[at]; call <= graph.last[at]; call++) { const one = streams ? streamOf(call) : data.phases.indexOf(calls.phase[call]); tally.set(one, (tally.get(one) || 0) + 1); }
+          parts = [...tally].sort((a, b) => a[0] - b[0]).map(([one, n]) => (streams ? [streamFill(paint, one), n, one] : [theme.value(data.phases[one]), n, data.phases[one]]));
+          mixtures.set(box, parts);
+        }
+        return parts;
+      }
+      function recolour() {
+        sketch = null; mixtures = new Map();
+        bounds = scales() ? boundsOf(place.list.filter((box) => !isGroup(box) || !open.has(box)).map((box) => figureOf(state.colour, box).sum)) : [];
+        fillLegend();
+        board.request();
+      }
       /** The whole graph in a corner, with the part in view framed; narrow graphs are drawn wider than true. */
       function drawMap(width, height) {
         const w = place.width, h = place.height, frame = Math.min(height - 24, 300), k = Math.min(130 / w, frame / h), ky = k, kx = Math.max(k, Math.min(34 / w, 1));
@@ -724,7 +798,7 @@ const NimbleViewer = (() => {
           const paint = sketch.getContext("2d"); paint.scale(ratio, ratio); paint.fillStyle = theme.value("surface"); paint.fillRect(0, 0, mw, mh);
           for (const box of place.list) {
             const opened = isGroup(box) && open.has(box);
-            paint.fillStyle = opened ? theme.value("sunken") : theme.stream(streamOf(isGroup(box) ? graph.first[box - size] : box));
+            paint.fillStyle = opened ? theme.value("sunken") : tint(paint, box).fill;
             paint.fillRect(4 + (place.x[box] - place.left) * kx, 4 + place.y[box] * ky, Math.max(place.wide[box] * kx, 1), Math.max(place.tall[box] * ky - (opened ? 0 : 0.4), 0.6));
           }
         }
@@ -745,7 +819,7 @@ const NimbleViewer = (() => {
         reconnect();
       }
       function reconnect() {
-        sketch = view.edge = null;
+        view.edge = null;
         const seen = new Map(), total = size + groups;
         const add = (u, v, kind) => {
           const a = place.stand[u], b = place.stand[v];
@@ -768,15 +842,23 @@ const NimbleViewer = (() => {
           for (let at = 3; at < way.length; at += 3) { edge.x0 = Math.min(edge.x0, way[at]); edge.x1 = Math.max(edge.x1, way[at]); }
           edge.y0 = way[1]; edge.y1 = way[way.length - 1];
         }
-        fillLegend();
-        board.request();
+        recolour();
+      }
+      /** What the colours stand for, in numbers or names. */
+      function key() {
+        const chosen = data.colours.find((one) => one.key === state.colour), streams = plan() ? plan().streams : 0;
+        if (state.colour === "stream") return el("span", { title: chosen.meaning }, streams === 1 ? "stream" : "streams", Array.from({ length: Math.min(streams, 12) }, (_, stream) => streamChip(stream)), streams > 12 && `and ${streams - 12} more`);
+        if (state.colour === "phase") return el("span", { title: chosen.meaning }, "phase", facts.phases.rows.filter((row) => calls.phase.includes(row.phase)).map(({ phase }) => { const colour = theme.value(phase); return [el("b", { class: "nv-stream", style: `background:${colour};color:${ink(colour)}` }, phase[0].toUpperCase()), phase]; }));
+        const shown = place.list.filter((box) => !isGroup(box) || !open.has(box)).map((box) => figureOf(state.colour, box)), folded = shown.some((one) => one.calls > 1);
+        return [el("span", { class: "nv-ramp", title: chosen.meaning }, chosen.name.toLowerCase().replace("gpu", "GPU"),
+          el("span", { class: "nv-steps" }, shown.some((one) => !one.sum && one.unknown < one.calls) && el("b", { class: "nv-none" }, "none"), bounds.map((bound, at) => { const colour = theme.heat(at, bounds.length); return el("b", { style: `background:${colour};color:${ink(colour)}` }, `≤ ${roundTime(bound)}`); })),
+          folded && "modules: sum, share of all"), el("span", null, chosen.meaning), chosen.unknown && el("span", null, el("i", { class: "nv-key nv-unknown" }), chosen.unknown)];
       }
       function fillLegend() {
-        const streams = plan() ? plan().streams : 0;
         legend.replaceChildren(
-          el("span", null, streams === 1 ? "stream" : "streams", Array.from({ length: Math.min(streams, 12) }, (_, stream) => streamChip(stream)), streams > 12 && `and ${streams - 12} more`),
+          ...[key()].flat().filter(Boolean),
           el("span", null, el("i", { class: "nv-edge" }), "must wait (MEG)"), el("span", null, el("i", { class: "nv-edge nv-sync" }), `synchronisation across streams (${count(plan() ? plan().producer.length : 0)})`),
-          ...phaseLegend(),
+          ...(state.colour === "phase" ? [] : phaseLegend()),
           view.transitive ? el("span", null, el("i", { class: "nv-edge nv-trans" }), "transitive, implied by others") : "", view.critical ? el("span", null, el("i", { class: "nv-edge nv-crit" }), "critical path") : "", status);
       }
       /** Everything at once; or, from the top, as much as can still be read. */
@@ -861,7 +943,6 @@ const NimbleViewer = (() => {
         for (const box of place.list) if (isGroup(box) && open.has(box) && seen(box)) {
           context.fillStyle = theme.value("sunken"); context.strokeStyle = theme.value("line"); context.lineWidth = 1;
           context.globalAlpha = 0.6; rounded(context, x[box], y[box], wide[box], tall[box], 8); context.fill(); context.globalAlpha = 1; context.stroke();
-          if (s > 0.3) { context.fillStyle = soft; context.font = `11.5px ${sans}`; context.textBaseline = "middle"; context.fillText(cut(context, `− ${graph.name[box - size]}`, wide[box] - 16), x[box] + 9, y[box] + HEAD / 2 + 1); }
         }
         const stroke = (edge, colour, thick, dash) => {
           context.strokeStyle = colour; context.lineWidth = thick; context.setLineDash(s > 0.15 ? dash : []);
@@ -880,41 +961,71 @@ const NimbleViewer = (() => {
         }
         for (const edge of touched) stroke(edge, picked, Math.max(edge.kind === 2 ? 3 : 2.2, 1.6 / s), edge.kind === 2 ? [7, 4] : edge.kind ? [] : [2, 3]);
         context.setLineDash([]);
+        context.textBaseline = "middle"; context.textAlign = "left"; context.lineJoin = "round";
+        if (s > 0.3) for (const box of place.list) if (isGroup(box) && open.has(box) && seen(box)) {
+          context.font = `11.5px ${sans}`; context.fillStyle = soft; context.strokeStyle = theme.value("sunken"); context.lineWidth = 4; // edges run through it
+          const name = cut(context, `− ${graph.name[box - size]}${scales() ? ` · ${tint(context, box).words}` : ""}`, wide[box] - 16);
+          context.strokeText(name, x[box] + 9, y[box] + HEAD / 2 + 1); context.fillText(name, x[box] + 9, y[box] + HEAD / 2 + 1);
+        }
         for (const box of place.list) {
           if ((isGroup(box) && open.has(box)) || !seen(box)) continue;
           if (isGroup(box)) drawGroup(context, box); else drawCall(context, box);
         }
+        function stripe(paint, call, thick) { if (phased && state.colour !== "phase") { paint.fillStyle = theme.value(calls.phase[call]); paint.fillRect(x[call] + W - thick, y[call], thick, H); } }
         function drawCall(paint, call) {
-          const stream = streamOf(call), onPath = view.critical && critical.has(call), fill = streamFill(paint, stream);
-          if (s < 0.28) { paint.fillStyle = fill; paint.fillRect(x[call], y[call], W, H); if (phased) { paint.fillStyle = theme.value(calls.phase[call]); paint.fillRect(x[call] + W - 22, y[call], 22, H); } }
+          const onPath = view.critical && critical.has(call), { fill, colour, badge, words } = tint(paint, call);
+          if (s < 0.28) { paint.fillStyle = fill; paint.fillRect(x[call], y[call], W, H); stripe(paint, call, 22); }
           else {
-            rounded(paint, x[call], y[call], W, H, 6); paint.fillStyle = surfaceColour; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
-            paint.save(); rounded(paint, x[call], y[call], W, H, 6); paint.clip(); paint.fillStyle = fill; paint.fillRect(x[call], y[call], 26, H); if (phased) { paint.fillStyle = theme.value(calls.phase[call]); paint.fillRect(x[call] + W - 6, y[call], 6, H); } paint.restore();
-            paint.textBaseline = "middle"; paint.textAlign = "center"; paint.font = `650 12px ${sans}`;
-            if (stream >= 8) { paint.fillStyle = theme.stream(stream); paint.fillRect(x[call] + 3, y[call] + H / 2 - 8, 20, 16); }
-            paint.fillStyle = ink(theme.stream(stream)); paint.fillText(String(stream), x[call] + 13, y[call] + H / 2 + 0.5);
-            paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, calls.label[call], W - 40), x[call] + 34, y[call] + 13);
-            paint.fillStyle = soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, `${time(calls.cost[call])} · ${lastStep(call)}`, W - 40), x[call] + 34, y[call] + 27);
+            const from = badge ? 34 : 10, room = W - from - (phased ? 12 : 6), told = colour && !badge ? ink(colour) : "";
+            rounded(paint, x[call], y[call], W, H, 6); paint.fillStyle = badge ? surfaceColour : fill; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
+            paint.save(); rounded(paint, x[call], y[call], W, H, 6); paint.clip(); if (badge) { paint.fillStyle = fill; paint.fillRect(x[call], y[call], 26, H); } stripe(paint, call, 6); paint.restore();
+            paint.textBaseline = "middle";
+            if (badge) {
+              paint.textAlign = "center"; paint.font = `650 12px ${sans}`;
+              if (state.colour === "stream" && streamOf(call) >= 8) { paint.fillStyle = colour; paint.fillRect(x[call] + 3, y[call] + H / 2 - 8, 20, 16); }
+              paint.fillStyle = ink(colour); paint.fillText(badge, x[call] + 13, y[call] + H / 2 + 0.5);
+            } else if (!colour) plate(paint, x[call] + 4, y[call] + 4, W - 14, H - 8);
+            paint.textAlign = "left"; paint.fillStyle = told || text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, calls.label[call], room), x[call] + from, y[call] + 13);
+            paint.fillStyle = told || soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, [words, lastStep(call)].filter(Boolean).join(" · "), room), x[call] + from, y[call] + 27);
           }
           if (onPath) { rounded(paint, x[call], y[call], W, H, 6); paint.strokeStyle = strong; paint.lineWidth = Math.max(2.2, floor); paint.stroke(); }
           if (marked.has(call)) { rounded(paint, x[call] - 3, y[call] - 3, W + 6, H + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
         }
+        /** Ground on which text can be read over a pattern. */
+        function plate(paint, left, top, wideness, height) { rounded(paint, left, top, wideness, height, 4); paint.fillStyle = theme.value("sunken"); paint.globalAlpha = 0.9; paint.fill(); paint.globalAlpha = 1; }
         function drawGroup(paint, box) {
-          const at = box - size, first = graph.first[at], last = graph.last[at], n = last - first + 1;
+          const at = box - size, n = graph.last[at] - graph.first[at] + 1, room = wide[box] - 18, heat = scales(), { fill, colour, words, share } = heat ? tint(paint, box) : {}, told = heat && colour ? ink(colour) : "";
           paint.fillStyle = line; rounded(paint, x[box] + 4, y[box] + 4, wide[box], tall[box], 6); paint.globalAlpha = 0.35; paint.fill(); paint.globalAlpha = 1;
-          rounded(paint, x[box], y[box], wide[box], tall[box], 6); paint.fillStyle = surfaceColour; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
-          const tally = new Map();
-          for (let call = first; call <= last; call++) tally.set(streamOf(call), (tally.get(streamOf(call)) || 0) + 1);
-          let from = x[box] + 9; const room = wide[box] - 18;
-          for (const [stream, share] of [...tally].sort((a, b) => a[0] - b[0])) { const part = (room * share) / n; paint.fillStyle = streamFill(paint, stream); paint.fillRect(from, y[box] + tall[box] - 10, Math.max(part - 1, 0.5), 4); from += part; }
+          rounded(paint, x[box], y[box], wide[box], tall[box], 6); paint.fillStyle = heat ? fill : surfaceColour; paint.fill(); paint.strokeStyle = line; paint.lineWidth = 1; paint.stroke();
+          if (heat && !colour) plate(paint, x[box] + 4, y[box] + 4, wide[box] - 8, tall[box] - 8);
+          if (heat) {
+            paint.fillStyle = told || soft; paint.globalAlpha = 0.25; paint.fillRect(x[box] + 9, y[box] + tall[box] - 9, room, 3);
+            paint.globalAlpha = 1; paint.fillRect(x[box] + 9, y[box] + tall[box] - 9, room * share, 3);
+          } else {
+            let from = x[box] + 9;
+            for (const [one, calling] of mixture(paint, box)) { const part = (room * calling) / n; paint.fillStyle = one; paint.fillRect(from, y[box] + tall[box] - 10, Math.max(part - 1, 0.5), 4); from += part; }
+          }
           if (s > 0.28) {
-            paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}`, room), x[box] + 9, y[box] + 13);
-            const used = [...tally.keys()].sort((a, b) => a - b), alike = graph.alike[at] > 1 ? `, 1 of ${count(graph.alike[at])} alike` : "";
-            paint.fillStyle = soft; paint.font = `10.5px ${sans}`;
-            paint.fillText(cut(paint, `${count(n)} calls${alike} · stream${used.length > 1 ? "s" : ""} ${used.length > 2 ? `${used[0]}–${used[used.length - 1]}` : used.join(", ")}`, room), x[box] + 9, y[box] + 29);
+            paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = told || text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}`, room), x[box] + 9, y[box] + 13);
+            const alike = graph.alike[at] > 1 ? `, 1 of ${count(graph.alike[at])} alike` : "", own = `${count(n)} calls${alike}`;
+            paint.fillStyle = told || soft; paint.font = `10.5px ${sans}`;
+            paint.fillText(cut(paint, heat ? `${words} · ${own}` : `${own} · ${mixed(mixture(paint, box))}`, room), x[box] + 9, y[box] + 29);
           }
           if (stood.has(box)) { rounded(paint, x[box] - 3, y[box] - 3, wide[box] + 6, tall[box] + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
         }
+      }
+      /** A mixture in words. */
+      function mixed(parts) {
+        if (state.colour === "phase") return parts.map(([, , phase]) => phase).join(", ");
+        const used = parts.map(([, , stream]) => stream);
+        return `stream${used.length > 1 ? "s" : ""} ${used.length > 2 ? `${used[0]}–${used[used.length - 1]}` : used.join(", ")}`;
+      }
+      /** What a tooltip says of a box's colour. */
+      function coloured(box) {
+        if (!scales()) return isGroup(box) && state.colour === "phase" ? mixed(mixture(board.canvas.getContext("2d"), box)) : "";
+        const chosen = data.colours.find((one) => one.key === state.colour), { sum, unknown, calls: n, share } = figureOf(state.colour, box);
+        if (unknown === n) return `${chosen.name}: not known`;
+        return `${chosen.name}: ${sum ? time(sum) : "none"}${sum ? `, ${percent(share)} of all` : ""}${unknown ? `; not known of ${count(unknown)} of ${count(n)} calls` : ""}`;
       }
       function toggle(box) {
         const sx = place.x[box] * view.scale + view.x, sy = place.y[box] * view.scale + view.y;
@@ -932,8 +1043,8 @@ const NimbleViewer = (() => {
           const edge = box < 0 || (isGroup(box) && open.has(box)) ? edgeAt(x, y) : null;
           if (edge !== view.edge) { view.edge = edge; board.request(); }
           if (edge) showTip(event, [["implied by other edges", "must wait", "synchronisation across streams"][edge.kind], `from ${edge.u} ${nameOf(edge.u)}, stream ${streamOf(edge.u)}`, `to ${edge.v} ${nameOf(edge.v)}, stream ${streamOf(edge.v)}`, edge.n > 1 && `${count(edge.n)} edges between these boxes`]);
-          else if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, describe(box));
-          else { const at = box - size; showTip(event, [graph.name[at], `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `${graph.alike[at]} modules make these very calls`, open.has(box) ? "click to fold" : "click to open"]); }
+          else if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, [...describe(box), state.colour === "exposed" && coloured(box)]);
+          else { const at = box - size; showTip(event, [graph.name[at], `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `${graph.alike[at]} modules make these very calls`, coloured(box), open.has(box) ? "click to fold" : "click to open"]); }
         },
       });
       board.canvas.addEventListener("wheel", (event) => {
@@ -953,7 +1064,9 @@ const NimbleViewer = (() => {
       });
       const check = (key, label, act) => { const box = el("input", { type: "checkbox", onchange: () => { view[key] = box.checked; act(); } }); box.checked = view[key]; return el("label", null, box, label); };
       const tool = (text, label, act) => el("button", { class: "nv-plain", type: "button", "aria-label": label, title: label, onclick: act }, text);
-      node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), search("Search the graph", (call) => { select(call, "search"); reveal(call); }),
+      const picker = el("select", { class: "nv-colour", "aria-label": "Colour", onchange: () => { state.colour = picker.value; recolour(); } }, data.colours.map((one) => el("option", { value: one.key, disabled: one.why !== "", title: one.meaning }, one.why ? `${one.name} (${one.why})` : one.name)));
+      picker.value = state.colour;
+      node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), el("label", null, "Colour", picker), search("Search the graph", (call) => { select(call, "search"); reveal(call); }),
         check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); }),
         groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })],
         tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true))), legend, stage);
@@ -965,6 +1078,7 @@ const NimbleViewer = (() => {
       dag = {
         point: (call) => { reveal(call); board.paint(); const frame = board.canvas.getBoundingClientRect(); return { x: frame.left + (place.x[call] + W / 2) * view.scale + view.x, y: frame.top + (place.y[call] + H / 2) * view.scale + view.y }; },
         visible: () => place.list.length,
+        colours: () => { const paint = board.canvas.getContext("2d"); return { key: state.colour, bounds, boxes: place.list.filter((box) => !isGroup(box) || !open.has(box)).map((box) => { const { colour, words } = tint(paint, box); return [box, colour, words]; }) }; },
         drawn: () => ({ boxes: place.list.filter((box) => !isGroup(box) || !open.has(box)).map((box) => [box, place.x[box], place.y[box], place.wide[box], place.tall[box]]), edges: edges.map(({ a, b, kind, way }) => ({ a, b, kind, way })) }),
       };
     }
@@ -1535,7 +1649,7 @@ const NimbleViewer = (() => {
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();
     show(panes[root.dataset.pane] ? root.dataset.pane : "summary");
-    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
+    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), dagColours: () => dag.colours(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
   }
   return { mount };
 })();

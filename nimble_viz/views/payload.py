@@ -12,6 +12,7 @@ from typing import Any
 
 from nimble_core.program import Call, Program, TensorRef
 from nimble_viz.report import Report
+from nimble_viz.views.colours import colours, exposed
 from nimble_viz.views.dag import dag
 from nimble_viz.views.labels import label_call
 from nimble_viz.views.live import live_memory
@@ -66,6 +67,7 @@ def view_data(report: Report) -> dict[str, Any]:
         "eager": table(_eager(report.eager)) if report.eager is not None else None,
         "overhead": profile,
         "dag": graph,
+        "colours": colours(report),
         "timelines": lines,
         "axis": axis_note(report),
         "sync_counts": COUNTS,
@@ -125,6 +127,7 @@ def _calls(report: Report) -> dict[str, list[Any]]:
         "arguments": [_arguments(call) for call in calls],
         "cost": [round(ns) for ns in report.costs.ns],
         "spread": [round(ns) for ns in spread] if spread else [],
+        "exposed": exposed(report),
     }
 
 

@@ -1,0 +1,183 @@
+"""How fast a large report opens in a browser, and how many frames a second it draws while it is panned.
+
+    python -m benchmarks.views --out benchmarks/results/views-host.json
+
+Opens reports of 10,000 calls (as they are, and fused) in headless Chromium without a GPU, on two cores: as the page
+that ``to_html`` writes, and as what a notebook holds, the same page packed into a frame. Opening ends with the second
+frame that was drawn after the views are there. Then DAG (as it opens, with all modules open, and with all of them in
+sight) and timeline are dragged with the mouse, and the frames that the page draws are counted: the mean rate, and the
+longest time between two. A browser draws at most 60 a second. Exits with 1 where opening takes longer than ``LIMIT_S``
+or panning is below ``LIMIT_FPS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report_file import CALLS, reports
+from nimble_core.host_info import environment
+from nimble_viz.export.html import fragment, page
+from nimble_viz.report import Report
+
+LIMIT_S = 3.0
+"""Most seconds until a report of 10,000 calls is open."""
+LIMIT_FPS = 20.0
+"""Fewest frames a second while it is panned."""
+CORES = 2
+SIZE = {"width": 1280, "height": 800}
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+_TWO_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+_COUNT = """() => {
+  window.counted = [];
+  const tick = (now) => { window.counted.push(now); window.counting = requestAnimationFrame(tick); };
+  window.counting = requestAnimationFrame(tick);
+}"""
+_COUNTED = "() => { cancelAnimationFrame(window.counting); return window.counted; }"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print one line for each report and view, write the file; 1 where a limit is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
+    parser.add_argument("--rounds", type=int, default=5, help="of opening (default: 5)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of panning each view (default: 3)")
+    given = parser.parse_args(argv)
+    program = next((found for found in map(shutil.which, BROWSERS) if found), None)
+    if program is None:
+        parser.error(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
+    from playwright.sync_api import sync_playwright
+
+    rows = {}
+    with on_cores(CORES), sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        stamp = environment("cpu")
+        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+        name = f"Chromium {browser.version}, headless, {SIZE['width']} × {SIZE['height']}"
+        for kind, make in reports(given.calls).items():
+            rows[kind] = one_report(browser, make(), Path(folder), given.rounds, given.seconds)
+            print(*lines(f"{kind}, {given.calls:,} calls", rows[kind]), sep="\n", flush=True)
+        browser.close()
+    if given.out:
+        written = {"environment": asdict(stamp), "browser": name, "calls": given.calls, "reports": rows}
+        given.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    wrong = [one for row in rows.values() for one in missed(row)]
+    print(*(f"MISSED: {one}" for one in wrong), sep="\n", end="\n" * bool(wrong))
+    return int(bool(wrong))
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Keep this process and those it starts on so many cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def one_report(browser: Any, report: Report, folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Seconds and bytes of both forms, and frames of each view of the page while it is dragged."""
+    forms: dict[str, Callable[[Report], str]] = {
+        "page": page,
+        "notebook": lambda one: f"<!doctype html><title>a notebook</title>{fragment(one)}",
+    }
+    row: dict[str, Any] = {"open": {}, "pan": {}}
+    for form, made in forms.items():
+        text = made(report)
+        path = folder / f"{form}.html"
+        path.write_text(text, encoding="utf-8")
+        took = []
+        for at in range(rounds):
+            context = browser.new_context(viewport=SIZE)
+            shown = context.new_page()
+            began = time.perf_counter()
+            shown.goto(path.as_uri())
+            frame = shown.frames[-1]
+            frame.wait_for_function("window.nimbleViewer")
+            frame.evaluate(_TWO_FRAMES)
+            took.append(time.perf_counter() - began)
+            if form == "page" and at == rounds - 1:
+                row["pan"] = panned(shown, seconds)
+            context.close()
+        row["open"][form] = {"s": took, "bytes": len(text.encode())}
+    return row
+
+
+def panned(shown: Any, seconds: float) -> dict[str, dict[str, float]]:
+    """Frames a second, and the longest between two, of each view; and what it took to show it at first."""
+    found = {}
+    views = (
+        ("DAG", "dag", ()),
+        ("DAG, all open", "dag", ("Open all",)),
+        ("DAG, all in sight", "dag", ("Fit",)),
+        ("timeline", "timeline", ()),
+    )
+    for name, tab, acts in views:
+        began = time.perf_counter()
+        shown.click(f"#nv-tab-{tab}")
+        for act in acts:
+            shown.click(f"#nv-pane-{tab} button:text-is('{act}')")
+        shown.evaluate(_TWO_FRAMES)
+        first = time.perf_counter() - began
+        found[name] = {"show_s": first} | dragged(shown, f"#nv-pane-{tab} canvas", seconds)
+    return found
+
+
+def dragged(shown: Any, canvas: str, seconds: float) -> dict[str, float]:
+    """Drag what is drawn in a circle for so long."""
+    boxes = [one.bounding_box() for one in shown.locator(f"{canvas}:visible").all()]
+    box = max(boxes, key=lambda one: one["width"] * one["height"])
+    middle, half = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2), min(box["width"], box["height"]) / 4
+    shown.mouse.move(*middle)
+    shown.mouse.down()
+    shown.evaluate(_COUNT)
+    began = time.perf_counter()
+    while (now := time.perf_counter() - began) < seconds:
+        turn = 2 * math.pi * now
+        shown.mouse.move(middle[0] + half * math.sin(turn), middle[1] + half * (1 - math.cos(turn)) / 2)
+    times = shown.evaluate(_COUNTED)
+    shown.mouse.up()
+    gaps = [later - sooner for sooner, later in pairwise(times)]
+    return {"fps": 1e3 * len(gaps) / sum(gaps), "longest_ms": max(gaps), "frames": len(gaps)}
+
+
+def missed(row: Mapping[str, Any]) -> list[str]:
+    """The limits that a report misses, in words."""
+    slow = [f"{form} opens in {median(one['s']):.2f} s" for form, one in row["open"].items()]
+    bad = [said for said, one in zip(slow, row["open"].values(), strict=True) if median(one["s"]) > LIMIT_S]
+    pans = row["pan"].items()
+    return bad + [f"{name} pans at {one['fps']:.0f} frames/s" for name, one in pans if one["fps"] < LIMIT_FPS]
+
+
+def lines(name: str, row: Mapping[str, Any]) -> list[str]:
+    """A report's figures as text."""
+    opens = ", ".join(
+        f"{form} {median(one['s']):.2f} s ({min(one['s']):.2f} to {max(one['s']):.2f}, {one['bytes']:,} bytes)"
+        for form, one in row["open"].items()
+    )
+    pans = (
+        f"  {view}: shown in {one['show_s']:.2f} s, {one['fps']:.0f} frames/s, longest {one['longest_ms']:.0f} ms"
+        for view, one in row["pan"].items()
+    )
+    return [f"{name}: open {opens}", *pans]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
