@@ -129,6 +129,9 @@ _WARM_UPS = 3
 TOLERANCE = {"float32": 1e-3, "tf32": 5e-2, "bf16": 1e-1}
 """What is allowed of ``‖losses - eager's‖ / ‖eager's‖`` over the first steps, however little rounding does."""
 
+_STILL = 0.02
+"""Losses that move by less than this share of their size do not count as moving at all."""
+
 # Steps amplify differences: on an H200, in TF32, two honest ways were 1e-1 from eager's losses of ResNet-18.
 _STARTS, _MOST_STARTS, _ASIDE = 3, 12, 1e-2
 """Where nothing is random: from how many starts losses are averaged, at first and at most, and how far, relative to
@@ -459,7 +462,8 @@ def lessons(
     Who steps differently rounds differently, and each start makes of that what it will: means over n starts are nearer
     to each other by √n. The bound is the tolerance for the precision, or three times as far as moved results take the
     mean, if they take each curve as far as was seen and in directions that have nothing to do with each other. Where
-    steps are random: twice the distance that two means over as many seeds are expected to have from each other, more.
+    steps are random: the tolerance of how far losses move, which leaves room for chance: twice the distance that two
+    means over as many seeds are expected to have from each other.
 
     Args:
         curves: one for each seed or start, two at least.
@@ -470,16 +474,18 @@ def lessons(
     """
     middle = means(curves)
     norm, count = math.hypot(*middle) or 1.0, len(curves)
+    still = [middle[i % batches] for i in range(len(middle))]
+    moves = distance(still, middle)
     bound = TOLERANCE[dtype]
     if random:
+        bound *= min(max(moves, _STILL), 1.0)
         variance = math.fsum(math.dist(one, middle) ** 2 for one in curves) / (count - 1)
         bound += 2 * math.sqrt(2 * variance / count) / norm
     if moved:
         apart = math.hypot(*(math.dist(one, other) for one, other in zip(moved, curves, strict=True))) / count / norm
         bound = max(bound, _FACTOR * apart) if math.isfinite(apart) else math.inf
-    still = [middle[i % batches] for i in range(len(middle))]
     perturbed = tuple(distance(one, other) for one, other in zip(moved, curves, strict=False))
-    return Lessons(tuple(curves), bound, random, distance(still, middle), perturbed)
+    return Lessons(tuple(curves), bound, random, moves, perturbed)
 
 
 def judged(curves: Sequence[list[float]], given: Lessons) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import Structure, builder, flatten
-from nimble_core.tuning import Tuned, tune
+from nimble_core.tuning import Tuned, eager_peak, tune
 
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
 
@@ -583,8 +583,11 @@ def make_trainable(
             saved += [inputs[at] for at in halves.saved_inputs]
             eager = _Issued(halves.backward, len(halves.backward.program.calls))
             second = _recorded(halves.backward, [*templates, *saved], eager)
+        whole_nbytes = eager_peak(device, cut)
         with state_kept(second):
-            behind = tune(device, second, options, step=step)
+            behind = tune(
+                device, second, options, step=step, eager_nbytes=whole_nbytes, beside_nbytes=forward.best.nbytes
+            )
         behind.close(keep=behind.best)
     except BaseException:
         forward.best.close()
@@ -612,6 +615,10 @@ def make_trainable(
         forward.best.close()
         behind.best.close()
         raise
+    if isinstance(behind.best, _Fixed):
+        # From here on they are examples of shapes only, and outputs may be large: one memory is enough.
+        for template, buffer in zip(templates, behind.best.buffers, strict=False):
+            template.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride())
     return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
 
 

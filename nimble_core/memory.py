@@ -13,7 +13,7 @@ from nimble_core.algorithms.reachability import ancestors
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, stream_neighbours
 
-__all__ = ["LivePeak", "ReleasePlan", "live_peak", "release_plan"]
+__all__ = ["LivePeak", "ReleasePlan", "live_peak", "release_plan", "serial_peak"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,23 @@ def live_peak(program: Program, plan: ReleasePlan, schedule: Schedule) -> LivePe
         planned=planned,
         pooled=sum(peak_on),
         kept=sum(sizes[storage] for storage, calls in enumerate(touches) if calls),
-        ideal=_ideal(program, sizes),
+        ideal=serial_peak(program),
     )
 
 
-def _ideal(program: Program, sizes: Sequence[int]) -> int:
+def serial_peak(program: Program, scratch: Sequence[int] = ()) -> int:
+    """Peak bytes of intermediate storages where calls run one after the other in program order, as eager's do.
+
+    Each storage is there from its first use to its last, outputs to the end.
+
+    Args:
+        program: the calls and what they touch.
+        scratch: bytes that each call needs while it runs, by call; empty: none.
+
+    Complexity:
+        Linear in accesses.
+    """
+    sizes = [storage.nbytes for storage in program.storages]
     outputs = {ref.storage for ref in program.outputs}
     made: dict[int, int] = {}
     freed: dict[int, int] = {}
@@ -164,7 +176,7 @@ def _ideal(program: Program, sizes: Sequence[int]) -> int:
     alive = peak = 0
     for call in range(len(program.calls)):
         alive += made.get(call, 0)
-        peak = max(peak, alive)
+        peak = max(peak, alive + (scratch[call] if scratch else 0))
         alive -= freed.get(call, 0)
     return peak
 

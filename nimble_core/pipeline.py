@@ -111,9 +111,17 @@ class Recorded:
 
 @contextmanager
 def preparing() -> Iterator[None]:
-    """One preparation at a time: random state is put back for the whole process, and captures exclude each other."""
+    """One preparation at a time: random state is put back for the whole process, and captures exclude each other.
+
+    cuBLAS's workspaces go at the end: replays have their own, and eager, which may not run again, would hold 32 MiB for
+    each stream on a large GPU.
+    """
     with _PREPARING:
-        yield
+        try:
+            yield
+        finally:
+            if torch.cuda.is_initialized():
+                torch._C._cuda_clearCublasWorkspaces()
 
 
 def device_for(device: torch.device) -> Device:
@@ -384,7 +392,7 @@ def _with_memory(
                 recorded.graph,
                 program,
                 schedule,
-                limit - beside,
+                max(limit - beside, 0),
                 costs=costs or uniform_costs(recorded.graph.size),
                 device=device.model,
                 scratch=layout.scratch,

@@ -20,6 +20,7 @@ from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.fusing import follow, fuse
 from nimble_core.judging import Judge
 from nimble_core.measurement import TIE, interleave
+from nimble_core.memory import serial_peak
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
 from nimble_core.plan import fingerprint, make_plan, schedule_of
@@ -27,7 +28,7 @@ from nimble_core.program import Fuse
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
 
-__all__ = ["Tuned", "tune"]
+__all__ = ["Tuned", "eager_peak", "tune"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
 
@@ -42,8 +43,8 @@ the others; only the most promising one where not listed."""
 _ROUNDS = {"fast": 15, "full": 101}
 _HOPELESS = 1.25
 """Kernels whose best simulated plan takes this much longer than that of others are tried on one stream only."""
-_HEAVY, _HEAVY_NBYTES, _WORTH = 1.2, 16 << 20, 1.1
-"""What holds this many times as much as one stream, parameters and their like included, and this much more, has to be
+_HEAVY, _HEAVY_NBYTES, _WORTH = 1.22, 8 << 20, 1.1
+"""What holds this many times as much as eager does, parameters and their like included, and this much more, has to be
 this much faster than another."""
 _LESS = (0.0, 0.25, 0.5)
 """Limits to try where much is held: shares of the way from what is not heavy to all that the fastest holds."""
@@ -90,7 +91,16 @@ class Tuned:
                 executable.close()
 
 
-def tune(device: Device, recorded: Recorded, options: Options, *, step: Step, measure_single: bool = False) -> Tuned:
+def tune(
+    device: Device,
+    recorded: Recorded,
+    options: Options,
+    *,
+    step: Step,
+    measure_single: bool = False,
+    eager_nbytes: int | None = None,
+    beside_nbytes: int = 0,
+) -> Tuned:
     """Find the kernels and the plan to run.
 
     Kernels: ``fuse`` names them, or ``"auto"`` tries eager's own, libraries' and, as far as the budget goes, compiled
@@ -109,18 +119,33 @@ def tune(device: Device, recorded: Recorded, options: Options, *, step: Step, me
         options: fuse, policy, tune, budget_s, max_streams, memory_limit, strict.
         step: times the steps.
         measure_single: capture and watch eager's kernels on one stream whatever the options say.
+        eager_nbytes: most bytes that eager holds in what this is a part of; None: as ``eager_peak`` says.
+        beside_nbytes: of that, what other parts hold already.
 
     Raises:
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
         ScheduleError, DeviceError, InputError: as ``capture`` and ``schedule_by``.
     """
-    run = _Tuning(device, recorded, options, step, Judge(device, recorded))
+    if eager_nbytes is None:
+        eager_nbytes = eager_peak(device, recorded)
+    run = _Tuning(device, recorded, options, step, Judge(device, recorded), eager_nbytes, beside_nbytes)
     try:
         return run.tuned(measure_single)
     except BaseException:
         for executable in run.executables.values():
             executable.close()
         raise
+
+
+def eager_peak(device: Device, recorded: Recorded) -> int:
+    """Most bytes that the model's own calls hold at a time, one after the other, workspaces included; what was there
+    before (inputs, parameters) apart.
+    """
+    recording, calls = recorded.recording, len(recorded.recording.program.calls)
+    layout = device.lay_out(recording, Schedule("single", (0,) * calls, tuple(range(calls)), ()))
+    if layout is None:
+        return serial_peak(recording.program)
+    return serial_peak(layout.sized(recording.program), layout.scratch)
 
 
 @dataclass(slots=True)
@@ -130,6 +155,8 @@ class _Tuning:
     options: Options
     step: Step
     judge: Judge
+    eager_nbytes: int
+    beside_nbytes: int
     variants: dict[str, Recorded] = field(default_factory=dict)
     fuse_s: dict[str, float] = field(default_factory=dict)
     observed: dict[str, Observation] = field(default_factory=dict)
@@ -271,7 +298,7 @@ class _Tuning:
         return checks
 
     def _with_less_memory(self, best: str) -> tuple[EqualityCheck, ...]:
-        """Memory has to be worth it: where the best takes much more than one stream, the same with less of it."""
+        """Memory has to be worth it: where the best takes much more than eager, the same with less of it."""
         kind = self.candidates[best].fuse
         if not self._heavy(best):
             return ()
@@ -302,17 +329,18 @@ class _Tuning:
         return checks
 
     def _heavy(self, name: str) -> bool:
-        """Whether it holds much more than one stream of the same kernels."""
+        """Whether it holds much more than eager, and than one stream of the same kernels."""
         return self.candidates[name].nbytes > self._light(name) + _HEAVY_NBYTES
 
     def _light(self, name: str) -> int:
-        """Bytes that this plan may hold without being much more than one stream; what it holds if that is unknown."""
+        """Bytes that this plan may hold without being much; all that it does if there is nothing to compare it with."""
         single = self.candidates.get(_named(self.candidates[name].fuse, "single"))
         if single is None or not single.nbytes:
             return self.candidates[name].nbytes
         storages = self.recorded.recording.program.storages
         owned = sum(storage.nbytes for storage in storages if storage.role in ("parameter", "buffer"))
-        return int(_HEAVY * (single.nbytes + owned)) - owned
+        light = int(_HEAVY * (max(self.eager_nbytes, single.nbytes) + owned)) - owned
+        return max(light - self.beside_nbytes, single.nbytes)
 
     def _made(self, kind: Fuse) -> bool:
         """Whether there are kernels of this kind: made now, if they can be and the budget allows."""

@@ -331,16 +331,18 @@ def test_starts_lie_beside_the_first_and_are_the_same_for_all() -> None:
 
 def test_losses_that_hardly_move_show_nothing() -> None:
     still = [2.0, 2.1] * 3
-    found = judged([still], lessons([still, still], "float32", 2))
-    assert not found["passed"]
-    assert not found["differs"]
-    assert found["reason"].startswith("void")
+    for random in (False, True):
+        found = judged([still], lessons([still, still], "float32", 2, random=random))
+        assert not found["passed"]
+        assert not found["differs"]
+        assert found["reason"].startswith("void")
 
 
 def test_seeds_widen_the_bound_by_what_their_means_may_differ() -> None:
     low, high = [one - 0.1 for one in CURVE], [one + 0.1 for one in CURVE]
     few, many = (lessons([low, high] * count, "float32", 2, random=True) for count in (1, 8))
     assert few.bound > 2 * many.bound > 2e-3
+    assert many.bound > training.TOLERANCE["float32"] * many.moved
     assert judged([CURVE], many)["error"] == pytest.approx(0)
 
 

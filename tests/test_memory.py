@@ -9,7 +9,7 @@ from strategies import programs
 
 from nimble_core.costs import uniform_costs
 from nimble_core.graph import build_graph, graph_from_edges
-from nimble_core.memory import live_peak, release_plan
+from nimble_core.memory import live_peak, release_plan, serial_peak
 from nimble_core.policies import nimble, plan_streams, single
 from nimble_core.program import Access, Call, Program, Role, Storage, TensorRef
 from nimble_core.schedule import Schedule, stream_neighbours
@@ -134,3 +134,18 @@ def test_an_empty_program_needs_nothing() -> None:
     schedule = single(graph_from_edges(0, []), uniform_costs(0))
     peak = live_peak(program, release_plan(program, schedule), schedule)
     assert (peak.planned, peak.pooled, peak.kept, peak.ideal) == (0, 0, 0, 0)
+
+
+@given(programs(), st.data())
+def test_one_call_after_the_other_needs_what_is_in_use_and_its_workspace(program: Program, data: st.DataObject) -> None:
+    calls = range(len(program.calls))
+    scratch = data.draw(st.lists(st.integers(0, 50), min_size=len(calls), max_size=len(calls)))
+    outputs = {ref.storage for ref in program.outputs}
+    owned = [at for at, storage in enumerate(program.storages) if storage.role == "intermediate"]
+    users = {at: users_of(program, at) for at in owned}
+    peak = 0
+    for call in calls:
+        alive = [at for at in owned if users[at] and users[at][0] <= call and (at in outputs or call <= users[at][-1])]
+        peak = max(peak, sum(program.storages[at].nbytes for at in alive) + scratch[call])
+    assert serial_peak(program, scratch) == peak
+    assert serial_peak(program) == serial_peak(program, [0] * len(calls)) <= peak

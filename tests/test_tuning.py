@@ -16,13 +16,14 @@ from torch import nn
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError
 from nimble_core.judging import eager_cases
+from nimble_core.memory import serial_peak
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.plan import Plan, load_plan
 from nimble_core.policies import POLICIES
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import DeviceModel
-from nimble_core.tuning import Tuned, tune
+from nimble_core.tuning import Tuned, eager_peak, tune
 
 
 class Watched(FakeDevice):
@@ -159,6 +160,27 @@ def test_what_is_small_beside_the_parameters_is_not_much(monkeypatch: pytest.Mon
     assert max(one.nbytes for one in named.values()) > 1.2 * named["single"].nbytes + (4 << 10)
     assert not any("less memory" in name for name in named)
     tuned.close()
+
+
+@pytest.mark.parametrize(
+    ("eager", "beside", "much"), [(None, 0, True), (1 << 30, 0, False), (1 << 30, 1 << 31, True)], ids=str
+)
+def test_much_memory_is_more_than_eager_holds(
+    eager: int | None, beside: int, much: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nimble_core.tuning._HEAVY_NBYTES", 4 << 10)
+    device = Watched(1000.0)
+    found = recorded(device, Broad())
+    with state_kept(found):
+        options = Options(policy="auto")
+        tuned = tune(device, found, options, step=Stopwatch(), eager_nbytes=eager, beside_nbytes=beside)
+    assert any("less memory" in one.name for one in tuned.candidates) is much
+    tuned.close()
+
+
+def test_eager_holds_what_its_calls_need_one_after_the_other() -> None:
+    found = recorded(Watched(1000.0), Broad())
+    assert eager_peak(Watched(1000.0), found) == serial_peak(found.recording.program)
 
 
 def test_a_limit_of_the_users_is_not_tightened(monkeypatch: pytest.MonkeyPatch) -> None:
