@@ -17,9 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
+
+import torch
+
+from nimble_core.host_info import environment
 
 ROOT = Path(__file__).parent.parent
 CALLS = 16
@@ -48,7 +53,9 @@ def main() -> None:
         return
     taken = compared(given.rounds, given.device)
     if given.out:
-        given.out.write_text(json.dumps(taken, indent=1) + "\n", encoding="utf-8")
+        stamp = environment(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        results = {"environment": asdict(stamp), "samples": taken}
+        given.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(table(taken))
 
 
@@ -90,7 +97,6 @@ def sample(kind: str, tool: Path | None, device: str) -> dict[str, float]:
 
 def measured(device: str) -> dict[str, float]:
     """Microseconds of each thing, in this process."""
-    import torch
 
     from nimble_core import Nimble, Options
     from nimble_core.ranges import listener

@@ -14,8 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+from nimble_core.host_info import environment
 from nimble_core.units import format_ns
 from nimble_viz import load
 from nimble_viz.report import Report
@@ -66,24 +68,30 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
     parser.add_argument("--rounds", type=int, default=5, help="of saving and loading (default: 5)")
     parser.add_argument("--cold", action="store_true", help="each report in a process of its own, once")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON too")
     parser.add_argument("--only", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only:
         print(json.dumps(measured(reports(given.calls)[given.only](), 1)))
         return 0
     failed = False
+    rows = {}
     for name, make in reports(given.calls).items():
         if given.cold:
             command = [sys.executable, "-m", "benchmarks.report_file", "--only", name, "--calls", str(given.calls)]
             row = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
         else:
             row = measured(make(), given.rounds)
+        rows[name] = row
         wrong = missed(row)
         failed |= bool(wrong)
         figures = (
             f"save {format_ns(row['save_s'] * 1e9)}, load {format_ns(row['load_s'] * 1e9)}, {row['bytes']:,} bytes"
         )
         print(f"{name}, {given.calls:,} calls: {figures}" + (f"; MISSED: {', '.join(wrong)}" if wrong else ""))
+    if given.out:
+        results = {"environment": asdict(environment("cpu")), "calls": given.calls, "cold": given.cold, "reports": rows}
+        given.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return int(failed)
 
 

@@ -264,7 +264,7 @@ TASKS: dict[str, Factory] = {
     "ResNet-18 CIFAR": _images("resnet18", 32, 10, 0.004),
     "ResNet-50 CIFAR": _images("resnet50", 32, 10, 0.004),
     "MobileNetV2 CIFAR": _images("mobilenet_v2", 32, 10, 0.01),
-    "EfficientNet-B0 CIFAR": _images("efficientnet_b0", 32, 10, 0.05),
+    "EfficientNet-B0 CIFAR": _images("efficientnet_b0", 32, 10, 0.01),
     "BERT-base 128": _bert,
     "ResNet-50 ImageNet": _images("resnet50", 224, 1000, 0.01),
     "CycleGAN 256": _cyclegan,

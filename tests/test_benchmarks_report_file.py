@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 from benchmarks.report_file import LIMIT_BYTES, LIMIT_S, ROOT, measured, missed, reports
 
@@ -26,8 +28,13 @@ def test_what_is_missed_is_named() -> None:
     assert missed({**fine, "save_s": 1.5, "bytes": LIMIT_BYTES + 1}) == ["saving 1.50 s", "5,000,001 bytes"]
 
 
-def test_the_command_runs() -> None:
-    command = [sys.executable, "-m", "benchmarks.report_file", "--calls", "20", "--cold"]
+def test_the_command_runs(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.report_file", "--calls", "20", "--cold", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 2
     assert "20 calls: save" in done.stdout
+    found = json.loads(out.read_text())
+    assert set(found["reports"]) == set(reports())
+    assert found["calls"] == 20
+    assert found["environment"]["host_cpu"]
