@@ -97,7 +97,6 @@ def sample(kind: str, tool: Path | None, device: str) -> dict[str, float]:
 
 def measured(device: str) -> dict[str, float]:
     """Microseconds of each thing, in this process."""
-
     from nimble_core import Nimble, Options
     from nimble_core.ranges import listener
     from nimble_viz.nvtx_ranges import annotated
