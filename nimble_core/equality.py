@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.candidates import EqualityCheck
+from nimble_core.distances import Gap, all_finite, gaps
 
 if TYPE_CHECKING:
     import torch
@@ -95,17 +96,12 @@ def _alike(out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bo
 
 def _errors(out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> list[float]:
     """``relative_error`` of each tensor."""
-    return [_error(a, b) for a, b in zip(out, reference, strict=True)]
+    apart, sizes = gaps(reference, out), gaps(reference)
+    return [_finite_or_inf(gap.norm / (size.norm or 1.0)) for gap, size in zip(apart, sizes, strict=True)]
 
 
-def _error(a: torch.Tensor, b: torch.Tensor) -> float:
-    if not (b.is_floating_point() or b.is_complex()):
-        return float((a != b).double().mean()) if b.numel() else 0.0
-    wide = getattr(_torch(), "complex128" if b.is_complex() else "float64")
-    a, b = a.detach().to(wide), b.detach().to(wide)
-    norm = float(b.norm())
-    error = float((a - b).norm()) / (norm or 1.0)
-    return error if math.isfinite(error) else math.inf
+def _finite_or_inf(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
 
 
 def tolerance_for(outputs: Sequence[torch.Tensor], lowest: str = "") -> float:
@@ -234,7 +230,7 @@ def check_equality(
     precision = working_precision(eager[0], lowest)
     # Compared after the last run: an output overwritten by a later run shows.
     alike = all(_alike(out, eager[case]) for case, out in kept)
-    errors = _worst([_errors(out, eager[case]) for case, out in kept]) if alike else [math.inf]
+    errors: list[float] | None = None
     verdicts: list[_Verdict] = []
     if not _finite(eager):
         reason = "void: eager's own outputs are not finite"
@@ -244,17 +240,22 @@ def check_equality(
         reason = "outputs differ from eager's in number or shape"
     else:
         truth, moved = _usable(references, eager), _usable(perturbed, eager)
+        if moved is None or truth is not None:
+            errors = _worst([_errors(out, eager[case]) for case, out in kept])
         if moved is None:
-            verdicts = _verdicts(kept, eager, errors, truth, precision)
+            verdicts = _verdicts(kept, eager, errors or [], truth, precision)
         else:
             verdicts = _verdicts_by_perturbation(kept, eager, truth, moved, precision)
             if truth is None:
                 errors = [max(verdicts, key=lambda one: one.margin).error]
             else:  # what is rounding only is as far from eager as it is large: no error to show
-                errors = [error for error, one in zip(errors, verdicts, strict=True) if one.telling or not one.right]
+                pairs = zip(errors or [], verdicts, strict=True)
+                errors = [error for error, one in pairs if one.telling or not one.right]
         if names:
             verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
         reason = _reason(verdicts)
+    if errors is None:
+        errors = _worst([_errors(out, eager[case]) for case, out in kept]) if alike else [math.inf]
     by_truth = [one for one in verdicts if one.own is not None]
     nothing = _Verdict(0.0, TOLERANCE.get(precision, 0.0), 0.0)
     shown = max(by_truth or verdicts, key=lambda one: one.margin, default=nothing)
@@ -305,24 +306,28 @@ def _verdicts_by_perturbation(
     """One for each output: of its norm, or of its single elements where only they are wrong."""
     floor = (TOLERANCE if truth is None else _STEP_FLOOR).get(precision, 0.0)
     target = eager if truth is None else truth
+    sizes = [gaps(outputs) for outputs in (eager if truth is None else (*truth, *eager))]
+    owns = [] if truth is None else [gaps(out, truth[case]) for case, out in enumerate(eager)]
+    noises = [gaps(out, eager[case]) for case, out in enumerate(moved)]
+    errors = [gaps(out, target[case]) for case, out in kept]
+    effects = gaps(eager[1], eager[0])
     found = []
     for i, tensor in enumerate(eager[0]):
         both = []
         for peak in (False, True):
 
-            def far(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], peak: bool = peak, output: int = i) -> float:
-                return _distance(a[output], b[output], peak)
+            def most(runs: Sequence[Sequence[Gap]], peak: bool = peak, output: int = i) -> float:
+                return max((run[output].peak if peak else run[output].norm for run in runs), default=0.0)
 
             # One scale for all cases: the norm of what is rounding only says little in any one of them.
-            sizes = [_distance(one[i], None, peak) for one in (*target, *eager)]
-            scale = max(sizes) or 1.0
-            own = max(far(out, target[case]) for case, out in enumerate(eager)) / scale
-            noise = max(far(out, eager[case]) for case, out in enumerate(moved)) / scale
-            bound = max(doubt(max(own, noise), tensor.numel(), 1.0, precision), floor if any(sizes) else 0.0)
-            error = max(far(out, target[case]) for case, out in kept) / scale
-            effect = far(eager[1], eager[0]) / scale
+            largest = most(sizes)
+            scale = largest or 1.0
+            own, noise = most(owns) / scale, most(noises) / scale
+            bound = max(doubt(max(own, noise), tensor.numel(), 1.0, precision), floor if largest else 0.0)
             own_or_none = None if truth is None else own
-            both.append(_Verdict(error, (_PEAK if peak else 1.0) * bound, effect, own_or_none, peak=peak))
+            effect = most([effects]) / scale
+            bound *= _PEAK if peak else 1.0
+            both.append(_Verdict(most(errors) / scale, bound, effect, own_or_none, peak=peak))
         by_norm, by_peak = both
         found.append(by_peak if by_norm.right and not by_peak.right else by_norm)
     return found
@@ -351,18 +356,6 @@ def doubt(error: float, count: int, size: float = math.inf, precision: str = "")
     return room * _FACTOR * (1 + 4 / max(count, 1)) * error
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor | None, peak: bool) -> float:
-    """Norm of ``a - b``, or its greatest element; inf if it is not finite. Of integers the share that differs."""
-    if not a.numel():
-        return 0.0
-    if not (a.is_floating_point() or a.is_complex()):
-        return 1.0 if b is None else float((a != b).double().mean())
-    wide = _torch().complex128 if a.is_complex() else _torch().float64
-    gap = a.detach().to(wide) if b is None else a.detach().to(wide) - b.detach().to(wide)
-    found = float(gap.abs().max() if peak else gap.norm())
-    return found if math.isfinite(found) else math.inf
-
-
 def _worst(rounds: Sequence[Sequence[float]]) -> list[float]:
     return [max(one) for one in zip(*rounds, strict=True)]
 
@@ -376,7 +369,7 @@ def _usable(
 
 
 def _finite(runs: Sequence[Sequence[torch.Tensor]]) -> bool:
-    return all(bool(_torch().isfinite(tensor).all()) for outputs in runs for tensor in outputs)
+    return all_finite(tensor for outputs in runs for tensor in outputs)
 
 
 def _reason(verdicts: Sequence[_Verdict]) -> str:

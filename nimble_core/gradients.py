@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from nimble_core.candidates import EqualityCheck
+from nimble_core.distances import numbers
 from nimble_core.equality import TOLERANCE, doubt, product_precision, working_precision
 from nimble_core.recording import flat_tensors
 
@@ -165,7 +167,12 @@ def check_updates(name: str, updates: Sequence[Update], *, lowest: str = "") -> 
         ``relative_error`` and ``tolerance`` are of the tensor that uses up most of its bound, relative to ``‖e‖``;
         ``input_effect`` is the largest update by its bound. Void if no update is ten times its bound, or not finite.
     """
-    judged = [_judged(one, working_precision([one.eager], lowest)) for one in updates]
+    measures = [_measures(one) for one in updates]
+    read = iter(numbers(list(chain(*measures))))
+    judged = [
+        _judged(one, list(islice(read, len(own))), working_precision([one.eager], lowest))
+        for one, own in zip(updates, measures, strict=True)
+    ]
     worst = max(judged, key=lambda one: one.margin, default=_Judged("", 0.0, 0.0, 0.0))
     wrong = [one for one in judged if one.margin > 1 or one.missing]
     scale = worst.size or 1.0
@@ -203,41 +210,49 @@ class _Judged:
         return self.error / self.bound if self.bound else math.inf if self.error else 0.0
 
 
-def _judged(update: Update, precision: str) -> _Judged:
+def _measures(update: Update) -> list[torch.Tensor]:
+    """Scalars from which an update is judged, on its device; none where there is nothing to compare."""
     states = (update.before, update.after, update.eager, update.perturbed)
     before, after, eager, moved = (one.detach() for one in states)
+    if after.shape != eager.shape or after.dtype != eager.dtype or not eager.numel():
+        return []
+    if not (eager.is_floating_point() or eager.is_complex()):
+        return [(after != eager).double().mean(), (before != eager).double().mean(), (after != before).any()]
+    wide = torch.complex128 if eager.is_complex() else torch.float64
+    mine, theirs, others = ((one.to(wide) - before.to(wide)) for one in (after, eager, moved))
+    along = torch.vdot(theirs.flatten(), others.flatten()).real
+    return [
+        *(theirs.norm(), theirs.abs().max(), theirs.count_nonzero()),
+        *((others - theirs).norm(), others.norm(), along),
+        *((mine - theirs).norm(), mine.any(), eager.to(wide).norm()),
+    ]
+
+
+def _judged(update: Update, read: Sequence[float], precision: str) -> _Judged:
+    """An update by what ``_measures`` read of it."""
+    after, eager = update.after, update.eager
     if after.shape != eager.shape or after.dtype != eager.dtype:
         return _Judged(update.name, math.inf, 0.0, 0.0)
-    count = eager.numel()
-    if not count:
+    if not read:
         return _Judged(update.name, 0.0, 0.0, 0.0)
     if not (eager.is_floating_point() or eager.is_complex()):
-        error, size = (float((one != eager).double().mean()) for one in (after, before))
-        return _Judged(update.name, error, 0.0, size, bool(error) and torch.equal(after, before))
-    wide = torch.complex128 if eager.is_complex() else torch.float64
-    ulp = torch.finfo(eager.dtype).eps
-    mine, theirs, others = ((one.to(wide) - before.to(wide)) for one in (after, eager, moved))
-    size, peak = _finite(theirs.norm()), _finite(theirs.abs().max())
-    moved_by = float((others - theirs).norm())
+        error, size, changed = read
+        return _Judged(update.name, error, 0.0, size, bool(error) and not changed)
+    norm, greatest, nonzero, moved_by, other, along, apart, changed, whole = read
+    count = eager.numel()
+    size, peak = _finite(norm), _finite(greatest)
     rounding = doubt(moved_by, count, size, precision) if math.isfinite(moved_by) else 0.0
-    stored = ulp * _finite(eager.to(wide).norm())
+    stored = torch.finfo(eager.dtype).eps * _finite(whole)
     bound = TOLERANCE.get(precision, 0.0) * size + stored + rounding
     if update.jumps:
         bound = min(bound + 2 * peak * math.sqrt(min(_FLIPS, count // 16)), stored + 2 * peak * math.sqrt(count))
-    missing = not bool(mine.any()) and _agree(theirs, others)
-    return _Judged(update.name, _finite((mine - theirs).norm()), bound, size, missing)
+    # Within 60 degrees of each other, and not by the chance of a few elements.
+    agree = nonzero >= min(4, count) and along > 0.5 * norm * other > 0
+    return _Judged(update.name, _finite(apart), bound, size, not changed and agree)
 
 
-def _agree(theirs: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two updates are within 60 degrees of each other, and not by the chance of a few elements."""
-    size = float(theirs.norm() * others.norm())
-    along = float(torch.vdot(theirs.flatten(), others.flatten()).real)
-    return int(theirs.count_nonzero()) >= min(4, theirs.numel()) and along > 0.5 * size > 0
-
-
-def _finite(value: torch.Tensor) -> float:
-    found = float(value)
-    return found if math.isfinite(found) else math.inf
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
 
 
 def _written(value: float) -> float:

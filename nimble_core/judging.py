@@ -19,6 +19,7 @@ import torch
 
 from nimble_core.candidates import EqualityCheck
 from nimble_core.devices.base import Device, Executable
+from nimble_core.distances import gaps
 from nimble_core.equality import DROWNED, check_equality, doubt, lowest_precision, working_precision
 from nimble_core.errors import NimbleError
 from nimble_core.gradients import Update, check_updates, perturbed
@@ -156,19 +157,21 @@ def doubted(recorded: Recorded, cases: Cases) -> Cases:
     for case, (inputs, outputs) in enumerate(cases.eager):
         for seed in _MORE_SEEDS:
             others, after = eager.run(inputs, seed)
-            moved[case] = [_further(*three) for three in zip(outputs, moved[case], others, strict=True)]
+            moved[case] = _further(outputs, moved[case], others)
             if case == 0 and written:
-                pairs = zip(written, after, strict=True)
-                written = [replace(one, perturbed=_further(one.eager, one.perturbed, now)) for one, now in pairs]
+                furthest = _further([one.eager for one in written], [one.perturbed for one in written], after)
+                written = [replace(one, perturbed=now) for one, now in zip(written, furthest, strict=True)]
     return replace(cases, moved=moved, written=tuple(written))
 
 
-def _further(tensor: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which of the two is further from ``tensor``; what is not finite says nothing."""
-    if not tensor.is_floating_point():
-        return one
-    near, far = (_size(moved.double() - tensor.double()) for moved in (one, other))
-    return other if near < far < math.inf else one
+def _further(
+    tensors: Sequence[torch.Tensor], some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Of each two the one that is further from the tensor; what is not finite says nothing."""
+    pairs = zip(some, others, gaps(some, tensors), gaps(others, tensors), strict=True)
+    return [
+        other if one.is_floating_point() and near.norm < far.norm < math.inf else one for one, other, near, far in pairs
+    ]
 
 
 class _Eager:
@@ -417,19 +420,20 @@ def _of_same_sizes(name: str, cases: Cases, run: Run) -> EqualityCheck:
     """
     assert cases.moved is not None
     runs = [run([tensor.clone() for tensor in inputs]) for inputs, _ in cases.eager]
+    outputs_of = [outputs for _, outputs in cases.eager]
+    norms = [[gaps(outputs) for outputs in lists] for lists in (outputs_of, cases.moved, runs)]
+    moves = [gaps(moved, outputs) for moved, outputs in zip(cases.moved, outputs_of, strict=True)]
     worst, allowed, where, telling = 0.0, _SIZES_APART, "", False
     for at, tensor in enumerate(cases.eager[0][1]):
         count = tensor.numel()
         if not tensor.is_floating_point() or not count:
             continue
-        eager = [outputs[at] for _, outputs in cases.eager]
+        sizes, others, mine = ([case[at].norm for case in lists] for lists in norms)
         # What rounding made infinite says nothing of it.
-        pairs = zip((outputs[at] for outputs in cases.moved), eager, strict=True)
-        moved = [one if _size(one) < math.inf else instead for one, instead in pairs]
-        sizes, others, mine = (list(map(_size, them)) for them in (eager, moved, [outputs[at] for outputs in runs]))
+        others = [other if other < math.inf else size for other, size in zip(others, sizes, strict=True)]
         scale = max(sizes) or max(others) or 1.0
         noise = sum(abs(a - b) for a, b in zip(others, sizes, strict=True)) / len(sizes) / scale
-        apart = max(_size(a.double() - b.double()) for a, b in zip(moved, eager, strict=True)) / scale
+        apart = max((move[at].norm for move in moves if move[at].norm < math.inf), default=0.0) / scale
         error = max(abs(a - b) for a, b in zip(mine, sizes, strict=True)) / scale
         bound = _SIZES_APART + max(doubt(noise, count, 1.0, "float32"), 3 * apart / math.sqrt(count))
         telling = telling or max(sizes) / scale > bound
@@ -439,9 +443,3 @@ def _of_same_sizes(name: str, cases: Cases, run: Run) -> EqualityCheck:
     if worst > allowed:
         reason = f"{where} is not of the size of eager's: {worst:.1e} off, at most {allowed:.1e} would pass"
     return EqualityCheck(name, min(worst, 1e300), allowed, 0.0, not reason, reason)
-
-
-def _size(tensor: torch.Tensor) -> float:
-    """Norm; inf if it is not finite."""
-    found = float(tensor.double().norm())
-    return found if math.isfinite(found) else math.inf
