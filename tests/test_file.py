@@ -31,6 +31,8 @@ from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, P
 from nimble_viz.text import plain_text
 from nimble_viz.views.payload import view_data
 
+ROOT = Path(__file__).parents[1]
+RECORDINGS = sorted(path for of in ("examples", "tests") for path in (ROOT / of / "recordings").glob("*.nimble"))
 amounts = st.floats(min_value=0, max_value=MAX_NUMBER)
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 
@@ -132,13 +134,25 @@ def test_files_from_before_candidates_load(tmp_path: Path) -> None:
     assert load(_file(tmp_path, _pack(tree))) == old_report()
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "examples" / "recordings").glob("*.nimble")), ids=str
-)
-def test_recordings_of_earlier_versions_can_be_shown(path: Path) -> None:
+def test_there_are_recordings() -> None:
+    assert {path.name for path in RECORDINGS} >= {"googlenet-h200.nimble", "googlenet-of-0.1.nimble"}
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
+def test_recordings_of_this_and_earlier_versions_can_be_shown(tmp_path: Path, path: Path) -> None:
     report = load(path)
     assert "Streams and synchronisations" in plain_text(report, 80)
     embed_json(view_data(report))
+    assert load(report.save(tmp_path / "again.nimble")) == report
+
+
+def test_what_earlier_versions_did_not_record_is_absent_not_made_up() -> None:
+    for name in ("googlenet-of-0.1.nimble", "clip-of-0.1.nimble"):
+        report = load(ROOT / "tests" / "recordings" / name)
+        assert (report.eager, report.program.fuse, report.sources, report.peers) == (None, "none", (), ())
+        assert report.overhead is not None
+        assert report.overhead.idle is None
+        assert all(line.nodes == () for line in report.timelines)
 
 
 def test_files_from_before_fused_calls_and_peers_load(tmp_path: Path) -> None:

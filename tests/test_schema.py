@@ -13,6 +13,7 @@ from sample_reports import RENDERED, fused_report, sample_report
 from nimble_viz.schema import report_schema, schema_text
 
 ROOT = Path(__file__).parents[1]
+RECORDINGS = sorted(path for of in ("examples", "tests") for path in (ROOT / of / "recordings").glob("*.nimble"))
 
 
 def validator() -> Any:
@@ -33,8 +34,8 @@ def test_saved_reports_keep_to_it(tmp_path: Path, case: str) -> None:
     assert [error.message for error in validator().iter_errors(tree)] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "recordings").glob("*.nimble")), ids=lambda one: one.name)
-def test_recordings_of_earlier_versions_keep_to_it(path: Path) -> None:
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda one: one.name)
+def test_recordings_of_this_and_earlier_versions_keep_to_it(path: Path) -> None:
     tree = json.loads(gzip.decompress(path.read_bytes()))
     assert next(validator().iter_errors(tree), None) is None
 
