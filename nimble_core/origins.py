@@ -62,9 +62,24 @@ def line_inside(frame: FrameType | None) -> tuple[str, int]:
     return "", 0
 
 
-@cache
 def label_of(file: str) -> str:
-    """``file`` relative to the import path it lies on: reports travel, absolute paths do not."""
+    """``file`` relative to the import path it lies on: reports travel, absolute paths do not.
+
+    A notebook's cell is called by its number, ``"In[12]"``: the file that stands for it has a name nobody has seen. A
+    cell that is run again has another number from then on.
+    """
+    return _cell(file) or _relative(file)
+
+
+def _cell(file: str) -> str:
+    """``"In[12]"`` for the code of a cell of the running IPython, else nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    return str(named[1]) if named and named[0] == "Cell" else ""
+
+
+@cache
+def _relative(file: str) -> str:
     roots = sorted((root.rstrip("/") + "/" for root in sys.path if root), key=len, reverse=True)
     return next((file[len(root) :] for root in roots if file.startswith(root)), file.rpartition("/")[2])
 

@@ -16,12 +16,14 @@ from plotly.graph_objects import Figure, FigureWidget
 
 from nimble_core.policies import POLICIES
 from nimble_core.units import format_count
+from nimble_viz.dashboard_code import STYLE, code_html, holders_html, hottest_html, sortable
 from nimble_viz.dashboard_figures import (
-    COLOURS,
     Grouping,
     Palette,
     dag_figure,
     dag_marks,
+    memory_figure,
+    memory_marks,
     opened_boxes,
     overhead_figure,
     overhead_marks,
@@ -49,7 +51,7 @@ from nimble_viz.views.labels import plural
 
 __all__ = ["MOST_ROWS", "PANES", "Dashboard"]
 
-PANES = ("Summary", "Overhead", "DAG", "Timeline", "Syncs", "Memory")
+PANES = ("Summary", "Overhead", "DAG", "Timeline", "Syncs", "Source", "Memory")
 """Titles of the panes, in order."""
 
 MOST_ROWS = 400
@@ -58,7 +60,9 @@ MOST_ROWS = 400
 _MOST_STREAMS = 32
 _NONE = -1
 _WHOLE = ["_widget_data", "_widget_layout"]  # where plotly keeps a figure's state, as opposed to changes of it
-_STYLE = """<style>
+_STYLE = (
+    f"""<style>{STYLE}</style>"""
+    """<style>
 .nimble-dashboard { font-size: 13px; }
 .nimble-dashboard h3 { margin: 0 0 6px; font-size: 15px; overflow-wrap: anywhere; }
 .nimble-dashboard h4 { margin: 10px 0 4px; font-size: 13px; }
@@ -76,6 +80,7 @@ _STYLE = """<style>
 .nimble-dashboard .nimble-facts :is(th, td) { border: 0; padding: 1px 14px 1px 0; }
 .nimble-dashboard select { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px; }
 </style>"""
+)
 
 
 class _Ground(AnyWidget):
@@ -152,6 +157,55 @@ class _Figure(FigureWidget):
         super().__init__()
 
 
+class _Rows(AnyWidget):
+    """Rows of HTML of which one is picked: a press of what has a ``data-key`` sends that key.
+
+    What is marked comes into view inside of the list, and what is folded around it opens; the page stays where it is.
+    """
+
+    _esm = """
+    function render({ model, el }) {
+      el.classList.add("nimble-rows");
+      const mark = () => {
+        const keys = new Set(model.get("marked"));
+        let first = null;
+        for (const row of el.querySelectorAll(".nimble-row[data-key]")) {
+          const on = keys.has(row.dataset.key);
+          row.classList.toggle("nimble-on", on);
+          row.setAttribute("aria-pressed", String(on));
+          if (on) first ??= row;
+        }
+        for (let at = first; at && at !== el; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
+        const list = first?.closest(".nimble-code"), seen = list?.getBoundingClientRect();
+        const row = first?.getBoundingClientRect();
+        if (list && (row.top < seen.top || row.bottom > seen.bottom)) {
+          list.scrollTop += row.top - seen.top - seen.height / 2;
+        }
+      };
+      const draw = () => { el.innerHTML = model.get("content"); mark(); };
+      el.addEventListener("click", (event) => {
+        const key = event.target.closest("[data-key]")?.dataset.key;
+        if (key) model.send({ key });
+      });
+      // Keys that press a button are not the notebook's.
+      el.addEventListener("keydown", (event) => { if (["Enter", " "].includes(event.key)) event.stopPropagation(); });
+      model.on("change:content", draw);
+      model.on("change:marked", mark);
+      const shown = new IntersectionObserver((seen) => { if (seen.some((one) => one.isIntersecting)) mark(); });
+      shown.observe(el);
+      draw();
+      return () => shown.disconnect();
+    }
+    export default { render };
+    """
+    content = traitlets.Unicode().tag(sync=True)
+    marked = traitlets.List(traitlets.Unicode()).tag(sync=True)
+
+    def __init__(self, content: str, picked: Callable[[str], None]) -> None:
+        super().__init__(content=content)
+        self.on_msg(lambda _, said, __: picked(str(said.get("key", ""))))
+
+
 class Dashboard(widgets.VBox):
     """A report's panes, linked: what is selected in one is marked in all, and told in full beside them.
 
@@ -179,8 +233,9 @@ class Dashboard(widgets.VBox):
         self._build()
         super().__init__(children=self._frame())
         self.add_class("nimble-dashboard")
-        for draw in (self._draw_overhead, self._draw_dag, self._draw_timeline, self._list_syncs, self._list_calls):
-            draw()
+        self._draw_all()
+        self._list_syncs()
+        self._list_calls()
         self._tell()
         self.observe(lambda _: self._mark(), "marked")
         self.observe(lambda _: self._draw_all(), "dark")
@@ -225,7 +280,7 @@ class Dashboard(widgets.VBox):
     def _build(self) -> None:
         views, report = self.views, self.report
         self._ground = _Ground()
-        self._figures = {name: _figure_widget(self._ground) for name in ("Overhead", "DAG", "Timeline")}
+        self._figures = {name: _figure_widget(self._ground) for name in ("Overhead", "DAG", "Timeline", "Memory")}
         self._drawn: set[str] = set()
         for name, figure in self._figures.items():
             figure.observe(lambda _, name=name: self._drawn.add(name), "_js2py_layoutDelta")
@@ -250,8 +305,10 @@ class Dashboard(widgets.VBox):
         ]
         chosen = next((at for at, plan in enumerate(views.plans) if plan["policy"] == report.chosen), len(plans) - 1)
         self._plan = _dropdown("Schedule", plans or [("none was made", _NONE)], chosen)
-        known = [(name, key) for key, name in COLOURS.items() if self._can_colour(key)]
-        self._colour = _dropdown("Colour", known)
+        known = [(one["name"], one["key"]) for one in views.colours if not one["why"]]
+        known = known if views.plans else [one for one in known if one[1] != "stream"]
+        self._colour = _dropdown("Colour", known or [("none", "stream")])
+        self._meaning = widgets.HTML()
         self._transitive = widgets.Checkbox(
             False, description="transitive hazards", indent=False, layout={"width": "auto"}
         )
@@ -289,6 +346,12 @@ class Dashboard(widgets.VBox):
         )
         self._calls = _list("Calls", "Calls of the report")
         self._syncs = _list("Waits", "Planned synchronisations")
+        heat = views.code["heat"] if views.code else ""
+        self._hot = _Rows(hottest_html(views, heat), self._pick_key)
+        self._code = _Rows(code_html(views), self._pick_key)
+        live = views.live["runs"] if views.live else []
+        self._live = _dropdown("Run", [(run["label"], at) for at, run in enumerate(live)] or [("none", _NONE)])
+        self._holders = _Rows("", self._pick_key)
         self._told = widgets.HTML()
         self._count = widgets.HTML()
         self._sync_count = widgets.HTML()
@@ -298,6 +361,7 @@ class Dashboard(widgets.VBox):
             (self._order, self._draw_overhead),
             (self._colour, self._draw_dag),
             (self._transitive, self._draw_dag),
+            (self._live, self._draw_memory),
             (self._find, self._list_calls),
         ):
             control.observe(lambda _, draw=draw: draw(), "value")
@@ -321,7 +385,11 @@ class Dashboard(widgets.VBox):
             else [_said("Framework overhead is not known: eager was not profiled.")]
         )
         graph = (
-            [widgets.HBox([self._colour, self._transitive, self._fold, self._unfold], layout=row), self._boxes["DAG"]]
+            [
+                widgets.HBox([self._colour, self._transitive, self._fold, self._unfold], layout=row),
+                self._meaning,
+                self._boxes["DAG"],
+            ]
             if views.size and self.report.sampling is None
             else [
                 _said(
@@ -344,6 +412,18 @@ class Dashboard(widgets.VBox):
             if views.runs
             else [_said("No run was timed call by call."), self._boxes["Timeline"]]
         )
+        code = [_said("Hottest lines; press a line to select its calls."), self._hot, self._code]
+        live = (
+            [
+                widgets.HBox([self._live], layout=row),
+                self._boxes["Memory"],
+                widgets.HTML("<h4>What holds the peak</h4>"),
+                self._holders,
+                _said(views.live["note"]),
+            ]
+            if views.live
+            else [_said("What each call's results hold is not known.")]
+        )
         panes = {
             "Summary": [widgets.HTML(summary_html(views))],
             "Overhead": overhead,
@@ -355,7 +435,8 @@ class Dashboard(widgets.VBox):
                 *([self._syncs] if views.plans else []),
                 widgets.HTML(host_syncs_html(views)),
             ],
-            "Memory": [widgets.HTML(memory_html(views))],
+            "Source": code if views.code else [self._code],
+            "Memory": [*live, widgets.HTML(memory_html(views))],
         }
         self._tabs = widgets.Tab(
             [box(panes[name]) for name in PANES], titles=PANES, layout={"flex": "1 1 640px", "min_width": "0"}
@@ -372,12 +453,6 @@ class Dashboard(widgets.VBox):
         )
         return [head, widgets.HBox([self._tabs, side], layout={"flex_flow": "row wrap", "align_items": "flex-start"})]
 
-    def _can_colour(self, key: str) -> bool:
-        """Whether the report knows what this colour would show."""
-        views = self.views
-        known = {"stream": bool(views.plans), "exposed": views.overhead is not None, "cost": views.timed}
-        return known.get(key, True)
-
     # ---------------------------------------------------------------- drawing
 
     @property
@@ -393,6 +468,7 @@ class Dashboard(widgets.VBox):
         self._draw_overhead()
         self._draw_dag()
         self._draw_timeline()
+        self._draw_memory()
 
     def _draw_plan(self) -> None:
         self._draw_dag()
@@ -416,6 +492,27 @@ class Dashboard(widgets.VBox):
             transitive=self._transitive.value,
         )
         self._put("DAG", drawn, lambda _, box: self._click_box(box))
+        self._meaning.value = f"<p>{html.escape(self._colour_words())}</p>"
+
+    def _colour_words(self) -> str:
+        """What the colour of the DAG means, and why others are not to be had."""
+        rows = self.views.colours
+        chosen = next(one for one in rows if one["key"] == self._colour.value)
+        left = [f"{one['name']}: {one['why']}" for one in rows if one["why"]]
+        told = [f"{chosen['name']}: {chosen['meaning']}", chosen["unknown"] and f"?: {chosen['unknown']}"]
+        return ". ".join([*filter(None, told), *left]) + "."
+
+    def _draw_memory(self) -> None:
+        run = self._live_run
+        if run is None:
+            return
+        self._put("Memory", memory_figure(self.views, run, self._colours), self._click_span)
+        self._holders.content = holders_html(run)
+        self._mark_rows()
+
+    @property
+    def _live_run(self) -> dict[str, Any] | None:
+        return self.views.live["runs"][self._live.value] if self.views.live else None
 
     def _draw_timeline(self) -> None:
         plans = {plan["policy"]: plan for plan in [self._schedule] if plan}
@@ -468,19 +565,31 @@ class Dashboard(widgets.VBox):
             return overhead_marks(self._rows, self._by.value, self.marked, self._colours)
         if name == "DAG":
             return dag_marks(self._plain[name], self.views, self._opened, self.marked, self._colours)
+        if name == "Memory":
+            return memory_marks(self._live_run, self.marked, self._colours)
         return timeline_marks(self._runs(), self.marked, self._colours)
 
     def _mark(self) -> None:
         """Follow the selection in every pane."""
         for name, widget in self._figures.items():
+            if not widget.data:
+                continue
             marks = self._marks(name).to_plotly_json()
             with widget.batch_update():
                 widget.data[-1].update(marks | {key: marks.get(key, []) for key in ("x", "y")}, overwrite=False)
             self._settle(name)
+        self._mark_rows()
         self._show_node()
         self._list_syncs()
         self._list_calls()
         self._tell()
+
+    def _mark_rows(self) -> None:
+        """Follow the selection in code and among what holds the peak."""
+        self._hot.marked = self._code.marked = [f"line {row}" for row in self.views.lines_of(self.marked)]
+        run = self._live_run
+        of = self.marked.eager if run and run["run"] == "eager" else self.marked.calls
+        self._holders.marked = [f"call {call}" for call in of]
 
     def _show_node(self) -> None:
         """Move the DAG to the selection where that is out of sight."""
@@ -574,6 +683,16 @@ class Dashboard(widgets.VBox):
             self.select_eager(call)
         else:
             self.select(call)
+
+    def _pick_key(self, key: str) -> None:
+        """A row of code, a head that sorts, or a row of what holds the peak."""
+        kind, _, what = key.partition(" ")
+        if kind == "sort" and what in dict(sortable(self.views)):
+            self._hot.content = hottest_html(self.views, what)
+        elif kind == "line" and what.isdecimal() and int(what) < len(self.views.on_line):
+            self.select_eager(*self.views.on_line[int(what)])
+        elif kind == "call" and what.isdecimal():
+            self._click_span(self._live_run["run"] if self._live_run else "", int(what))
 
     def _open(self, boxes: frozenset[int]) -> None:
         self._opened = boxes

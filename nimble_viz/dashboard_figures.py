@@ -8,6 +8,7 @@ outlined. Every point carries what a click on it means as ``customdata``.
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,13 @@ from typing import Any, Literal
 
 from plotly.graph_objects import Bar, Figure, Scatter
 
-from nimble_core.units import format_count, format_ns
+from nimble_core.units import format_bytes, format_count, format_ns
 from nimble_viz.dashboard_views import Selection, Views
 from nimble_viz.views.dag import Boxes, lay_out
 from nimble_viz.views.labels import plural
 from nimble_viz.views.overhead import PARTS, grouped
 
 __all__ = [
-    "COLOURS",
     "MOST_BARS",
     "MOST_NODES",
     "MOST_SPANS",
@@ -33,6 +33,8 @@ __all__ = [
     "Palette",
     "dag_figure",
     "dag_marks",
+    "memory_figure",
+    "memory_marks",
     "opened_boxes",
     "overhead_figure",
     "overhead_marks",
@@ -57,24 +59,18 @@ _OPEN_NODES = 1_200
 _ROWS = 32
 _NAMED_ROWS = 10
 _NAMED_BARS = 24
+_SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _PATTERNS = ("", "/", ".", "|")
 
 Grouping = Literal["call", "operator", "module"]
 
-COLOURS: Mapping[str, str] = {
-    "stream": "Assigned stream",
-    "exposed": "Exposed overhead in eager",
-    "cost": "GPU time, each call alone",
-    "phase": "Phase",
-}
-"""What the colour of a DAG's node can mean: key, name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """Colours of one theme: those of streams in turn, and others by the names of the page's style sheet."""
+    """Colours of one theme: those of streams in turn, little to much, and others by the style sheet's names."""
 
     streams: tuple[str, ...]
+    heat: tuple[str, ...]
     named: Mapping[str, str]
 
     def __getitem__(self, name: str) -> str:
@@ -94,8 +90,9 @@ def palette(dark: bool) -> Palette:
     )
     light_rules, dark_rules = re.findall(r"^:root[^{]*\{(.*?)^\}", style, re.MULTILINE | re.DOTALL)[:2]
     named = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", dark_rules if dark else light_rules))
-    streams = re.search(rf"^    {'dark' if dark else 'light'}: \[(.*)\]", script, re.MULTILINE)
-    return Palette(tuple(re.findall(r"#[0-9a-f]{6}", streams[1] if streams else "")), named)
+    lists = re.findall(rf"^    {'dark' if dark else 'light'}: \[(.*)\]", script, re.MULTILINE)
+    streams, heat = (tuple(re.findall(r"#[0-9a-f]{6}", found)) for found in lists)
+    return Palette(streams, heat, named)
 
 
 # ---------------------------------------------------------------- Overhead
@@ -458,6 +455,89 @@ def timeline_marks(runs: Sequence[Mapping[str, Any]], marked: Selection, colours
     )
 
 
+# ---------------------------------------------------------------- Memory
+
+
+def memory_figure(views: Views, run: Mapping[str, Any], colours: Palette) -> Figure:
+    """Live bytes while each call of ``run`` (of ``views.live``) runs, in the order of issue; sizes to compare as lines.
+
+    ``customdata`` of a step is its call, which the trace's ``meta`` is the run of, ``"eager"`` counting in eager calls.
+    """
+    columns, table = run["columns"], views.eager if run["eager"] else views.calls
+    order = columns["call"]
+    top = max([run["peak"], *(nbytes for _, nbytes in run["marks"])], default=0)
+    unit, size = next(((name, size) for name, size in _SIZES if top >= size), ("B", 1))
+    figure = Figure()
+    figure.add_trace(
+        Scatter(
+            x=list(range(len(order))),
+            y=[nbytes / size for nbytes in columns["live"]],
+            mode="lines",
+            name=f"live results, {_plain(run['label'])}",
+            meta=run["run"],
+            fill="tozeroy",
+            line={"shape": "hvh", "width": 1.4, "color": colours["work"]},
+            customdata=order,
+            hovertext=[
+                f"<b>{_plain(f'{call} ' + table['label'][call])}</b><br>{_plain(table['module'][call])}<br>"
+                f"{table['phase'][call]}; {format_bytes(live)} live, {format_bytes(made)} made here"
+                for call, live, made in zip(order, columns["live"], columns["makes"], strict=True)
+            ],
+            hovertemplate="%{hovertext}<extra></extra>",
+        )
+    )
+    for at, (label, nbytes) in enumerate(run["marks"]):
+        figure.add_trace(
+            Scatter(
+                x=[-0.5, len(order) - 0.5],
+                y=[nbytes / size] * 2,
+                mode="lines",
+                name=f"{_plain(label)}: {format_bytes(nbytes)}",
+                line={"width": 1.6, "dash": ("dash", "dot")[at % 2], "color": colours["sync"]},
+                hoverinfo="skip",
+            )
+        )
+    if order:
+        figure.add_trace(
+            Scatter(
+                x=[run["peak_at"]],
+                y=[run["peak"] / size],
+                mode="markers",
+                name=f"peak: {run['peak_text']}",
+                marker={"symbol": "triangle-down", "size": 12, "color": colours["critical"]},
+                hoverinfo="skip",
+            )
+        )
+    _finish(figure, colours, 360)
+    figure.update_layout(
+        dragmode="pan",
+        hovermode="x",
+        xaxis={"title": {"text": "calls, in the order of issue"}, "range": [-0.5, len(order) - 0.5], "zeroline": False},
+        yaxis={"title": {"text": unit}, "rangemode": "tozero", "fixedrange": True},
+    )
+    return figure
+
+
+def memory_marks(run: Mapping[str, Any], marked: Selection, colours: Palette) -> Scatter:
+    """A triangle below each marked call, and a line for as long as something that it makes is alive."""
+    of = frozenset(marked.eager if run["run"] == "eager" else marked.calls)
+    hit = [(at, run["columns"]["held"][at]) for at, call in enumerate(run["columns"]["call"]) if call in of]
+    xs: list[float | None] = []
+    for at, held in hit:
+        xs += (at, at + held, None)
+    return Scatter(
+        x=xs,
+        y=[None if x is None else 0.0 for x in xs],
+        name="selected, and how long its results live",
+        mode="lines+markers",
+        cliponaxis=False,
+        hoverinfo="skip",
+        showlegend=bool(hit),
+        line={"width": 5, "color": colours["select"]},
+        marker={"symbol": "triangle-up", "size": [14, 0, 0] * len(hit), "color": colours["select"], "opacity": 1},
+    )
+
+
 # ---------------------------------------------------------------- parts of figures
 
 
@@ -503,39 +583,24 @@ def _add_nodes(
     colours: Palette,
 ) -> None:
     """One trace of the calls and one of the modules; what a colour means is written on the node, or on a scale."""
-    numbers: list[float] = []
-    if colour == "cost":
-        numbers = [sum(views.report.costs.ns[call] for call in held) / 1e3 for held in members]
-    elif colour == "exposed":
-        exposed = views.overhead["columns"]["exposed"] if views.overhead else []
-        of = [views.of_calls(held).eager for held in members]
-        numbers = [
-            sum(exposed[views.overhead_row[one]] for one in some if one in views.overhead_row) / 1e3 for some in of
-        ]
-    top = max(numbers, default=0.0) or 1.0
+    numbers = _numbers(views, members, colour)
+    known = [ns for ns in numbers if ns]
+    low, high = min(known, default=1.0), max(known, default=1.0)
     for groups, symbol, name in ((False, "circle", "calls"), (True, "square", "modules, folded: click to open")):
         chosen = [at for at, box in enumerate(boxes) if (box >= views.size) == groups]
         if not chosen:
             continue
-        marks = [_mark(views, members[at], plan, colour, colours) for at in chosen]
-        scale = (
-            {
-                "color": [numbers[at] for at in chosen],
-                "colorscale": "Cividis",
-                "cmin": 0,
-                "cmax": top,
-                "colorbar": {"title": {"text": "µs"}, "thickness": 12, "len": 0.8},
-            }
-            if numbers
-            else {"color": [fill for fill, _, _ in marks]}
-        )
+        if numbers:
+            marks = [_heated(numbers[at], low, high, colours) for at in chosen]
+        else:
+            marks = [_mark(views, members[at], plan, colour, colours) for at in chosen]
         figure.add_trace(
             Scatter(
                 x=[row[at] for at in chosen],
                 y=[position[at] for at in chosen],
                 mode="markers+text",
                 name=name,
-                text=[text for _, text, _ in marks] if not numbers else "",
+                text=[text for _, text, _ in marks],
                 textfont={"size": 9, "color": [ink for _, _, ink in marks]},
                 textposition="middle center",
                 customdata=[boxes[at] for at in chosen],
@@ -544,19 +609,69 @@ def _add_nodes(
                 marker={
                     "opacity": 1,
                     "symbol": [_symbol(symbol, views, members[at], plan, colour) for at in chosen],
-                    "size": [10 + 14 * (numbers[at] / top) ** 0.5 for at in chosen]
-                    if numbers
-                    else 22
-                    if groups
-                    else 17,
+                    "size": 26 if numbers else 22 if groups else 17,
+                    "color": [fill for fill, _, _ in marks],
                     "line": {
                         "width": [2.5 if views.critical.intersection(members[at]) else 1 for at in chosen],
                         "color": colours["critical"],
                     },
-                }
-                | scale,
+                },
             )
         )
+    if known:
+        figure.add_trace(_heat_scale(low, high, colours))
+
+
+def _numbers(views: Views, members: Sequence[Sequence[int]], colour: str) -> list[float | None]:
+    """Nanoseconds of the calls of each box, None where they are not known; empty if the colour is not about time."""
+    column = {"time": "cost", "exposed": "exposed"}.get(colour)
+    if column is None:
+        return []
+    values = views.calls[column]
+    known = [[values[call] for call in held if values[call] >= 0] for held in members]
+    return [sum(found) if found else None for found in known]
+
+
+def _heated(ns: float | None, low: float, high: float, colours: Palette) -> tuple[str, str, str]:
+    """Fill, text and ink of a time: in so many steps from ``low`` to ``high``, each a like factor more."""
+    if not ns:
+        fill = colours["sunken"]
+        return fill, "?" if ns is None else "0", _ink(fill)
+    share = math.log(ns / low) / math.log(high / low) if high > low else 0.5
+    fill = colours.heat[round((len(colours.heat) - 1) * share)]
+    return fill, _short_us(ns), _ink(fill)
+
+
+def _heat_scale(low: float, high: float, colours: Palette) -> Scatter:
+    """No point, but the scale that the nodes' colours are read off."""
+    steps = [low * (high / low) ** (at / 4) for at in range(5)] if high > low else [low]
+    return Scatter(
+        x=[None],
+        y=[None],
+        mode="markers",
+        hoverinfo="skip",
+        showlegend=False,
+        marker={
+            "color": [0.0],
+            "cmin": 0.0,
+            "cmax": 1.0,
+            "showscale": True,
+            "colorscale": [[at / (len(colours.heat) - 1), fill] for at, fill in enumerate(colours.heat)],
+            "colorbar": {
+                "title": {"text": "µs"},
+                "thickness": 12,
+                "len": 0.8,
+                "tickvals": [at / 4 for at in range(5)] if high > low else [0.5],
+                "ticktext": [_short_us(ns) for ns in steps],
+            },
+        },
+    )
+
+
+def _short_us(ns: float) -> str:
+    """Microseconds in at most four characters."""
+    us = ns / 1e3
+    return f"{us:.1f}" if us < 9.95 else f"{us:.0f}" if us < 9_999.5 else f"{us / 1e3:.0f}k"
 
 
 def _add_names(
@@ -622,6 +737,7 @@ def _node_words(views: Views, box: int, held: Sequence[int], plan: Mapping[str, 
         _plain(views.source(box)),
         _plain(f"→ {calls['writes'][box]}" if calls["writes"][box] else ""),
         f"{format_ns(views.report.costs.ns[box])} alone" if views.timed else "time not measured",
+        f"{format_ns(calls['exposed'][box])} of overhead exposed in eager" if calls["exposed"][box] >= 0 else "",
         f"stream {plan['stream'][box]}" if plan else "",
         "on the critical path" if box in views.critical else "",
     ]

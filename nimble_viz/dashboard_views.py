@@ -75,6 +75,11 @@ class Views:
         self.plans = [plan | table(plan["columns"]) for plan in packed["dag"]["plans"]]
         self.runs = [_unpacked_run(line, strings) for line in packed["timelines"]]
         self.axis: str = packed["axis"]
+        self.colours: list[dict[str, str]] = packed["colours"]
+        self.code = packed["source"] and packed["source"] | {"lines": table(packed["source"]["lines"])}
+        self.live: dict[str, Any] | None = packed["live"]
+        for run in self.live["runs"] if self.live else ():
+            run["columns"] = table(run["columns"]) if run["columns"] else self.live["runs"][0]["columns"]
         self.sync_counts, self.sync_ends = packed["sync_counts"], packed["sync_ends"]
         self.host_syncs: list[dict[str, Any]] | None = packed["host_syncs"]
         self.size = len(report.program.calls)
@@ -84,6 +89,16 @@ class Views:
         self.overhead_row = (
             {call: row for row, call in enumerate(self.overhead["columns"]["call"])} if self.overhead else {}
         )
+        self.on_line: list[list[int]] = []
+        self.row_of_line: dict[tuple[str, int], int] = {}
+        if self.code:
+            lines, functions = self.code["lines"], self.code["functions"]
+            places = [functions[at]["file"] for at in lines["function"]]
+            self.row_of_line = {place: row for row, place in enumerate(zip(places, lines["line"], strict=True))}
+            self.on_line = [[] for _ in self.row_of_line]
+            for call, place in enumerate(zip(self.eager["file"], self.eager["line"], strict=True)):
+                if place in self.row_of_line:
+                    self.on_line[self.row_of_line[place]].append(call)
 
     def of_calls(self, calls: Iterable[int]) -> Selection:
         """These calls of the program, with the eager calls that they stand for."""
@@ -109,6 +124,17 @@ class Views:
         table = self.eager if eager else self.calls
         file, line = table["file"][call], table["line"][call]
         return f"{file}:{line}" if file and line else file
+
+    def lines_of(self, marked: Selection) -> list[int]:
+        """Rows of ``code["lines"]`` that the selection's eager calls were made on."""
+        places = ((self.eager["file"][call], self.eager["line"][call]) for call in marked.eager)
+        return list(dict.fromkeys(self.row_of_line[place] for place in places if place in self.row_of_line))
+
+    def text_of_line(self, row: int) -> str:
+        """The code of a row of ``code["lines"]``; empty where the report has none."""
+        one = self.code["functions"][self.code["lines"]["function"][row]] if self.code else {}
+        at = self.code["lines"]["line"][row] - one["first"] if self.code else 0
+        return str(one["text"][at]) if 0 <= at < len(one.get("text", ())) else ""
 
 
 def search(views: Views, text: str) -> list[int]:
@@ -328,9 +354,11 @@ def details(views: Views, marked: Selection, plan: Mapping[str, Any] | None) -> 
                 _list(marked.calls, views, False) or "no call of the replay: folded into weights, or not needed",
             ),
         ]
+    code = [text for row in views.lines_of(marked)[:1] if (text := views.text_of_line(row).strip())]
     for call in marked.calls[:1]:
         title = title or views.calls["label"][call]
         rows += _call_rows(views, call, plan)
+    rows += [("Code", text) for text in code]
     found = [views.overhead_row[call] for call in marked.eager if call in views.overhead_row]
     if views.overhead is None:
         rows.append(("Overhead", "unknown: eager was not profiled"))

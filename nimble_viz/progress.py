@@ -145,9 +145,12 @@ class NotebookProgress(Progress):
         self._show(f"{name} {done}/{total}")
 
     def finish(self) -> None:
-        """Leave an output that holds nothing, which takes no room: the protocol knows no way to take one away."""
+        """Leave an empty text, which takes no room: the protocol knows no way to take an output away.
+
+        An output without any data takes none either, but nbconvert warns of it.
+        """
         if self._handle is not None:
-            self._handle.update({}, raw=True)
+            self._handle.update({"text/plain": ""}, raw=True)
             self._handle = None
 
     def _show(self, name: str) -> None:

@@ -11,7 +11,7 @@ import linecache
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from nimble_core.program import Call
@@ -82,24 +82,16 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
     return joined
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """What ``linecache`` has under ``path``."""
-
-    path: str
-    lines: Sequence[str]
-
-
 def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]:
     """Pieces of one file, each with the number of its calls."""
     text = _text_of(file)
     note = "not found where it ran" if text is None else ""
-    if text is not None and max(used) > len(text.lines):
+    if text is not None and max(used) > len(text):
         note = "the file is shorter than it was when it was imported"
     pieces: list[tuple[int, int, str]] = []
     if text is not None and not note:
         try:
-            pieces = code_around("".join(text.lines), used)
+            pieces = code_around("".join(text), used)
         except (SyntaxError, ValueError, RecursionError):
             note = "no Python code"
     if text is None or note:
@@ -112,36 +104,27 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
             begin = max(first, min(inside) - _AROUND)
             end = min(last, begin + _MOST_LINES - 1)
         cut = "" if (begin, end) == (first, last) else f"lines {begin} to {end} of {first} to {last}"
-        lines = tuple(_tidy(line) for line in text.lines[begin - 1 : end])
-        yield SourceLines(file, begin, name or _cell(text.path), lines, cut), sum(inside.values())
+        lines = tuple(_tidy(line) for line in text[begin - 1 : end])
+        yield SourceLines(file, begin, name, lines, cut), sum(inside.values())
 
 
-def _text_of(file: str) -> _Text | None:
-    """The text that origins call ``file``; None if there is none, or if several texts are called so."""
+def _text_of(file: str) -> Sequence[str] | None:
+    """The lines that origins call ``file``; None if there is none, or if several texts are called so."""
     from nimble_core.origins import label_of
 
     # Through vars: a module may make attributes when asked, and import others for it.
     modules = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     likely = [file, *modules, *list(linecache.cache), *(str(Path(root) / file) for root in sys.path if root)]
-    named = dict.fromkeys(path for path in likely if isinstance(path, str) and path.endswith(file))
-    found: dict[tuple[str, ...], str] = {}
+    cell = file.startswith("In[")  # whose path says nothing of its number
+    named = dict.fromkeys(path for path in likely if isinstance(path, str) and (cell or path.endswith(file)))
+    found: set[tuple[str, ...]] = set()
     for path in named:
         # A bare name would be looked for in the working directory, which need not be where the code came from.
         if (Path(path).is_absolute() or path.startswith("<")) and label_of(path) == file:
             lines = linecache.getlines(path)
             if lines:
-                found.setdefault(tuple(lines), path)
-    if len(found) != 1:
-        return None
-    ((text, path),) = found.items()
-    return _Text(path, text)
-
-
-def _cell(path: str) -> str:
-    """``"Cell In[3]"`` for the code of a notebook's cell, else nothing."""
-    compiler = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    named = getattr(getattr(compiler, "compile", None), "format_code_name", lambda _: None)(path)
-    return " ".join(named) if named and named[0] == "Cell" else ""
+                found.add(tuple(lines))
+    return found.pop() if len(found) == 1 else None
 
 
 def _tidy(line: str) -> str:

@@ -20,13 +20,17 @@ from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
 from nimble_core.policies import POLICIES
 from nimble_core.simulate import H200, simulate
+from nimble_core.units import format_bytes
+from nimble_viz import dashboard_code as code
 from nimble_viz import dashboard_figures as figures
 from nimble_viz import dashboard_views as told
 from nimble_viz import load
 from nimble_viz.dashboard import MOST_ROWS, PANES, Dashboard
 from nimble_viz.dashboard_views import Selection, Views
 from nimble_viz.report import Report
+from nimble_viz.views.live import live_memory
 from nimble_viz.views.overhead import PARTS, grouped
+from nimble_viz.views.source import hottest
 
 ROOT = Path(__file__).parent.parent
 LIGHT = figures.palette(False)
@@ -178,13 +182,13 @@ def test_what_the_dag_leaves_out_is_said() -> None:
     assert drawn.layout.xaxis.title.text == "the first 1,500 boxes; 8,500 more are left to the page"
 
 
-@pytest.mark.parametrize("colour", figures.COLOURS)
+@pytest.mark.parametrize("colour", ["stream", "exposed", "time", "phase"])
 def test_colour_is_never_alone_in_the_dag(colour: str) -> None:
     views = views_of("training")
     drawn = figures.dag_figure(views, figures.opened_boxes(views), views.plans[-1], colour, LIGHT)
     for trace in (trace for trace in drawn.data if trace.customdata is not None):
-        labelled = isinstance(trace.text, tuple) and all(trace.text)
-        assert labelled or trace.marker.colorbar.title.text == "µs"
+        assert isinstance(trace.text, tuple)
+        assert all(trace.text)
 
 
 @pytest.mark.parametrize("case", ["wide", "host", "training", "fused", "googlenet-h200.nimble"])
@@ -244,6 +248,7 @@ def test_names_stay_text(case: str) -> None:
     board.what_if("nimble", 2)
     texts = [board._told.value, board._sync_count.value, told.summary_html(board.views)]
     texts += [told.syncs_html(board.views), told.host_syncs_html(board.views)]
+    texts += [board._hot.content, board._code.content, board._holders.content]
     for drawn in board._plain.values():
         texts += [str(text) for trace in drawn.data for text in trace.hovertext or ()]
         texts += [note.text for note in drawn.layout.annotations]
@@ -267,7 +272,7 @@ def test_what_if_is_the_policy_simulated(policy: str) -> None:
     assert found.run["source"] == "simulated"
     assert found.facts[0][0] == "SIMULATED, not measured"
     measured = [text for name, text in found.facts if name.startswith("Measured: ")]
-    assert len(measured) == len(report.measurements)
+    assert len(measured) == len(report.measurements) - len(report.peers)
 
 
 @given(streams=st.integers(1, 32), policy=st.sampled_from(sorted(POLICIES)))
@@ -498,12 +503,120 @@ def test_the_theme_follows_the_page_and_keeps_the_selection(board: Dashboard) ->
 
 def test_the_dag_moves_to_a_selection_out_of_sight() -> None:
     board = Dashboard(load(ROOT / "examples" / "recordings" / "clip-h200.nimble"))
-    board.select(360)
+    board.select(board.views.size - 1)
     ((x, y),) = rings(board)
     low, high = board._figures["DAG"].layout.xaxis.range
     assert low <= x <= high
     low, high = board._figures["DAG"].layout.yaxis.range
     assert low <= y <= high
+
+
+# ---------------------------------------------------------------- code and memory
+
+
+def keys(markup: str) -> list[str]:
+    return re.findall(r'data-key="([^"]*)"', markup)
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
+def test_every_line_with_calls_is_a_row_once_and_finds_its_calls(path: Path) -> None:
+    views = views_of(path.name)
+    found = keys(code.code_html(views))
+    assert sorted(found) == sorted(f"line {row}" for row in range(len(views.on_line)))
+    placed = sorted(call for calls in views.on_line for call in calls)
+    origins = [one.origins[0] if one.origins else None for one in views.report.eager_calls]
+    assert placed == [call for call, origin in enumerate(origins) if origin and origin.file]
+    for row, calls in enumerate(views.on_line):
+        assert len(calls) == sum(
+            views.code["lines"][name][row] for name in ("calls", "calls_backward") if name in views.code["lines"]
+        )
+        assert views.lines_of(views.of_eager(calls)) == [row]
+
+
+@pytest.mark.parametrize("by", ["host", "exposed", "device", "replay"])
+def test_the_hottest_lines_are_those_of_the_view(by: str) -> None:
+    views = views_of("resnet18-training-h200.nimble")
+    shown = code.hottest_html(views, by)
+    wanted = hottest(views.code, by, code.MOST_HOT)
+    rows = [f"line {views.row_of_line[row['file'], row['line']]}" for row in wanted]
+    assert [key for key in keys(shown) if key.startswith("line")] == rows
+    assert re.findall(r'data-key="sort (\w+)" aria-pressed="true"', shown) == [by]
+
+
+def test_a_line_selects_its_calls_and_is_marked_by_each_of_them() -> None:
+    board = Dashboard(load(ROOT / "examples" / "recordings" / "googlenet-h200.nimble"))
+    row = max(range(len(board.views.on_line)), key=lambda row: len(board.views.on_line[row]))
+    board._pick_key(f"line {row}")
+    assert board.marked.eager == tuple(board.views.on_line[row])
+    assert board._code.marked == board._hot.marked == [f"line {row}"]
+    assert rings(board)
+    board.select(board.marked.calls[-1])
+    assert f"line {row}" in board._code.marked
+    assert board.views.text_of_line(row).strip() in words(board._told.value)
+    board.clear()
+    assert board._code.marked == []
+
+
+@pytest.mark.parametrize("key", ["line 99999", "line -1", "sort nothing", "call x", "", "line"])
+def test_keys_that_are_of_no_row_select_nothing(board: Dashboard, key: str) -> None:
+    before = board._hot.content
+    board._pick_key(key)
+    assert (board.marked, board._hot.content) == (Selection(), before)
+
+
+def test_heads_sort() -> None:
+    board = Dashboard(load(ROOT / "examples" / "recordings" / "googlenet-h200.nimble"))
+    board._pick_key("sort replay")
+    assert board._hot.content == code.hottest_html(board.views, "replay")
+
+
+@pytest.mark.parametrize("case", ["wide", "fused", "training", "resnet18-training-h200.nimble"])
+def test_steps_of_memory_are_the_live_bytes_of_each_run(case: str) -> None:
+    views = views_of(case)
+    for run, wanted in zip(views.live["runs"], live_memory(views.report)["runs"], strict=True):
+        drawn = figures.memory_figure(views, run, LIGHT)
+        unit = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}[drawn.layout.yaxis.title.text]
+        assert [y * unit for y in drawn.data[0].y] == pytest.approx(wanted["columns"]["live"])
+        assert list(drawn.data[0].customdata) == wanted["columns"]["call"]
+        assert {f"{label}: {format_bytes(nbytes)}" for label, nbytes in wanted["marks"]} <= {
+            trace.name for trace in drawn.data
+        }
+        assert keys(code.holders_html(run)) == [f"call {row['call']}" for row in wanted["holders"]]
+
+
+def test_a_marked_call_shows_how_long_its_results_live() -> None:
+    views = views_of("wide")
+    run = views.live["runs"][-1]
+    at = max(range(len(run["columns"]["held"])), key=run["columns"]["held"].__getitem__)
+    marks = figures.memory_marks(run, views.of_calls([run["columns"]["call"][at]]), LIGHT)
+    assert marks.x == (at, at + run["columns"]["held"][at], None)
+    assert not figures.memory_marks(run, Selection(), LIGHT).x
+
+
+def test_what_holds_the_peak_is_picked_and_follows_the_run() -> None:
+    board = Dashboard(load(ROOT / "examples" / "recordings" / "resnet18-training-h200.nimble"))
+    for at, run in enumerate(board.views.live["runs"]):
+        board._live.value = at
+        call = run["holders"][0]["call"]
+        board._pick_key(f"call {call}")
+        assert call in (board.marked.eager if run["run"] == "eager" else board.marked.calls)
+        assert f"call {call}" in board._holders.marked
+
+
+@pytest.mark.parametrize("column", ["exposed", "time"])
+def test_times_on_nodes_are_those_of_their_calls(column: str) -> None:
+    views = views_of("wide")
+    everything = frozenset(range(views.size, len(views.graph["parent"])))
+    drawn = figures.dag_figure(views, everything, views.plans[-1], column, LIGHT)
+    nodes = next(trace for trace in drawn.data if trace.customdata is not None)
+    values = views.calls["cost" if column == "time" else "exposed"]
+    for call, text, fill in zip(nodes.customdata, nodes.text, nodes.marker.color, strict=True):
+        assert (text == "?") == (values[call] < 0)
+        assert text == "?" or float(text) * 1e3 == pytest.approx(values[call], abs=50 if values[call] < 9_950 else 500)
+        assert (fill in LIGHT.heat) == (values[call] > 0)
+    ranked = sorted(zip(nodes.customdata, nodes.marker.color, strict=True), key=lambda one: values[one[0]])
+    steps = [LIGHT.heat.index(fill) for call, fill in ranked if values[call] > 0]
+    assert steps == sorted(steps)
 
 
 # ---------------------------------------------------------------- every report
@@ -534,13 +647,16 @@ def test_every_report_is_shown(case: str) -> None:
         (profile_report, "DAG", "does not know which call needs which"),
         (profile_report, "Syncs", "No plan was made"),
         (plan_report, "Memory", "not known"),
+        (lambda: sample_report(20), "Source", "sample_net/tokens.py: not found where it ran"),
+        (lambda: sample_report(0), "Source", "No call of this report knows its source line"),
         (plan_report, "Summary", "Nothing was measured"),
     ],
 )
 def test_what_is_not_known_is_said(report, pane: str, said: str) -> None:
     board = Dashboard(report())
     inside = board._tabs.children[PANES.index(pane)].children
-    assert said in " ".join(words(child.value) for child in inside if isinstance(getattr(child, "value", None), str))
+    texts = [getattr(child, "value", None) or getattr(child, "content", None) for child in inside]
+    assert said in " ".join(words(text) for text in texts if isinstance(text, str))
 
 
 def test_unmeasured_times_are_not_shown() -> None:
@@ -548,16 +664,16 @@ def test_unmeasured_times_are_not_shown() -> None:
     board.select(1)
     said = words(board._told.value)
     assert re.search(r"Time alone\s+not measured", said)
-    assert "cost" not in [key for _, key in board._colour.options]
+    assert "time" not in [key for _, key in board._colour.options]
 
 
 def test_a_loaded_report_needs_no_torch(tmp_path: Path) -> None:
     path = sample_report(30).save(tmp_path / "report.nimble")
-    code = (
+    script = (
         f"import sys; sys.modules['torch'] = None; import nimble_viz; d = nimble_viz.load({str(path)!r}).dashboard(); "
         "d.select(3); d.what_if('critical_path', 2); print(d.simulated.facts[0][0], d.marked.calls)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "SIMULATED, not measured (3,)"
 

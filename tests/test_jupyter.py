@@ -138,6 +138,13 @@ def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -
     assert lab.troubles == []
 
 
+def test_what_is_left_of_the_progress_takes_no_room(compared: Any, saved: dict[str, Any]) -> None:
+    left = saved["cells"][NAMES.index("compare")]["outputs"]
+    assert ["".join(one["data"]["text/plain"]) for one in left if one["output_type"] == "display_data"] == [""]
+    heights = [one.bounding_box()["height"] for one in compared.locator(".jp-OutputArea-child").all()]
+    assert [height > 0 for height in heights] == [one["output_type"] == "execute_result" for one in left]
+
+
 def test_a_cell_is_profiled(lab: Notebook) -> None:
     shown = lab.run(NAMES.index("profile"))
     assert "Not captured" not in shown.inner_text()
@@ -155,6 +162,10 @@ _MARKED = """([node, name, call]) => {
     (_, at) => name === "DAG" ? one.customdata[at] === call : one.hovertext[at].startsWith(words)));
   return marks.length === 1 && places.length > 0 && places.every((place) => place === marks[0]);
 }"""
+_MARKS = """([node, name, count]) => {
+  const marks = [...(node.data.at(-1).x ?? [])], wanted = name === "Memory" ? 3 * count : count;
+  return name === "Timeline" ? marks.length > 0 : marks.length === wanted;
+}"""
 
 
 class Board:
@@ -164,9 +175,13 @@ class Board:
         self.shown = shown
         self.page = shown.page
 
+    def front(self, name: str) -> None:
+        """Bring a pane to the front."""
+        self.shown.locator(".lm-TabBar-tab", has_text=name).first.click()
+
     def tab(self, name: str) -> Any:
         """Bring a pane to the front; its figure."""
-        self.shown.locator(".lm-TabBar-tab", has_text=name).first.click()
+        self.front(name)
         figure = self.shown.locator(".js-plotly-plot:visible")
         figure.first.wait_for(timeout=20_000)
         return figure.first
@@ -175,7 +190,10 @@ class Board:
         """Click a mark of a plotly figure, below a layer that takes the mouse; what was said when it lay there."""
         drawn = figure.locator(mark).nth(at)
         drawn.scroll_into_view_if_needed()
-        box = drawn.bounding_box()
+        box, before = drawn.bounding_box(), None
+        while box != before:  # a figure that has just come into view takes its pane's size
+            self.page.wait_for_timeout(250)
+            box, before = drawn.bounding_box(), box
         self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         said: str = figure.locator(".hoverlayer .hovertext").first.text_content()
         self.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -195,6 +213,11 @@ class Board:
         """In this pane the last trace, which shows the selection, lies where this call is drawn, and nowhere else."""
         figure = self.tab(name).element_handle()
         self.page.wait_for_function(_MARKED, arg=[figure, name, call], timeout=20_000)
+
+    def wait_for_marks(self, name: str, count: int) -> None:
+        """In this pane the trace that shows the selection marks so many calls, or in a timeline some."""
+        figure = self.tab(name).element_handle()
+        self.page.wait_for_function(_MARKS, arg=[figure, name, count], timeout=20_000)
 
     def clear(self) -> None:
         button = self.shown.get_by_role("button", name="Clear selection")
@@ -232,6 +255,64 @@ def test_a_picked_row_marks_node_and_bar(lab: Notebook, shown: Board) -> None:
     shown.wait_for_call(4)
     for name in ("DAG", "Overhead"):
         shown.wait_for_mark(name, 4)
+    assert lab.troubles == []
+
+
+def test_a_line_of_code_selects_its_calls_and_is_marked_by_them(lab: Notebook, shown: Board) -> None:
+    shown.front("Source")
+    lines = shown.shown.locator(".nimble-code .nimble-row[data-key]")
+    assert "relu(branch(x)) for branch" in lines.inner_text()
+    assert re.search(r"In\[\d+\]:\d+", shown.shown.locator(".nimble-rows:visible").first.inner_text())
+    lines.click()
+    shown.shown.get_by_role("heading", name="10 calls").wait_for()
+    for name in ("DAG", "Overhead", "Timeline", "Memory"):
+        shown.wait_for_marks(name, 10)
+    shown.clear()
+    shown.front("Source")
+    assert lines.get_attribute("aria-pressed") == "false"
+    shown.rows.select_option(index=2)
+    shown.wait_for_call(2)
+    shown.shown.locator(".nimble-code .nimble-row.nimble-on").wait_for()
+    assert lab.troubles == []
+
+
+def test_the_hottest_lines_are_sorted_by_a_head(lab: Notebook, shown: Board) -> None:
+    shown.front("Source")
+    pressed = shown.shown.locator(".nimble-head button[aria-pressed=true]")
+    before = pressed.inner_text()
+    other = shown.shown.locator(".nimble-head button[aria-pressed=false]").last
+    name = other.inner_text()
+    other.click()
+    pressed.get_by_text(f"{name} ↓").wait_for()
+    assert before == "Host ↓" != f"{name} ↓"
+    assert lab.troubles == []
+
+
+def test_a_clicked_step_of_memory_marks_its_node_and_what_holds_the_peak(lab: Notebook, shown: Board) -> None:
+    figure = shown.tab("Memory")
+    plot = figure.locator(".nsewdrag").first.bounding_box()
+    shown.page.mouse.move(plot["x"] + plot["width"] * 0.45, plot["y"] + plot["height"] / 2)
+    call = int(re.match(r"\d+", figure.locator(".hoverlayer .hovertext").first.text_content())[0])
+    shown.page.mouse.click(plot["x"] + plot["width"] * 0.45, plot["y"] + plot["height"] / 2)
+    shown.wait_for_call(call)
+    for name in ("DAG", "Memory"):
+        shown.wait_for_marks(name, 1)
+    held = shown.shown.locator(".nimble-rows:visible .nimble-row").first
+    held.click()
+    shown.shown.locator(".nimble-row.nimble-on:visible").wait_for()
+    shown.wait_for_call(int(held.get_attribute("data-key").split()[1]))
+    assert lab.troubles == []
+
+
+def test_the_colour_of_the_graph_is_chosen_and_written_on_its_nodes(lab: Notebook, shown: Board) -> None:
+    figure = shown.tab("DAG")
+    texts = "node => node.data.find((one) => one.customdata).text.join(' ')"
+    assert "0" in figure.evaluate(texts).split()
+    shown.shown.get_by_label("Colour").select_option(index=1)
+    shown.shown.get_by_text("Exposed overhead: ").wait_for()
+    shown.page.wait_for_function(f"node => /[\\d?]/.test(({texts})(node))", arg=figure.element_handle())
+    shown.shown.get_by_label("Colour").select_option(index=0)
+    shown.shown.get_by_text("Stream: ").wait_for()
     assert lab.troubles == []
 
 
@@ -327,8 +408,6 @@ def test_notebook_7_shows_what_the_kernel_has_and_runs_more(
         assert notebook.complaints(*NOTEBOOK_7) == []
 
 
-# The output that held the progress line is left empty.
-@pytest.mark.filterwarnings("ignore:Your element with mimetype:UserWarning")
 def test_nbconvert_html_works_offline(browser: Any, saved: dict[str, Any], tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="needs nbformat: make test installs it")
     nbconvert = pytest.importorskip("nbconvert", reason="needs nbconvert: make test installs it")

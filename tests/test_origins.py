@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,3 +48,22 @@ def test_what_is_passed_over_is_a_directory_and_not_its_neighbours(monkeypatch: 
 def test_files_are_called_by_their_place_on_the_import_path_and_others_by_their_name() -> None:
     assert label_of(torch.__file__) == "torch/__init__.py"
     assert label_of("/nowhere/on/the/path/net.py") == "net.py"
+
+
+def test_ipython_is_not_imported_for_a_label() -> None:
+    code = "import sys; from nimble_core.origins import label_of; print(label_of('/a/b.py'), 'IPython' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["b.py", "False"]
+
+
+def test_a_cell_is_called_by_the_number_of_its_last_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilerop = pytest.importorskip("IPython.core.compilerop", reason="needs IPython: make test installs it")
+    compiler = compilerop.CachingCompiler()
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(compile=compiler))
+    name = compiler.cache("x = 1", 12)
+    assert place_of(frame_at(name), {}) == ("", "In[12]", 2)
+    compiler.cache("x = 1\ny = 2", 13)
+    assert (label_of(name), label_of("/nowhere/on/the/path/net.py")) == ("In[12]", "net.py")
+    monkeypatch.setattr(compiler, "get_code_name", lambda *_: name)
+    compiler.cache("x = 1", 14)
+    assert label_of(name) == "In[14]"

@@ -691,6 +691,26 @@ def test_themes_follow_the_system_and_the_button(opened):
     assert shown.page.evaluate(ground) == dark
 
 
+def test_the_theme_of_the_page_around_is_followed_until_another_is_chosen(opened):
+    shown = opened(page(sample_report(10)))
+    button, theme = shown.page.locator(".nv-theme"), "document.documentElement.dataset.theme"
+    shown.page.evaluate("nimbleViewer.setTheme('dark')")
+    assert (button.inner_text(), shown.page.evaluate(theme)) == ("Theme: auto", "dark")
+    button.click()
+    shown.page.evaluate("nimbleViewer.setTheme('dark')")
+    assert (button.inner_text(), shown.page.evaluate(theme)) == ("Theme: light", "light")
+
+
+def test_the_tools_of_the_graph_lie_in_one_row(opened):
+    shown = opened(page(CASES["two streams"]()), width=1250)
+    shown.page.click("#nv-tab-dag")
+    tools = shown.page.locator("#nv-pane-dag .nv-tools")
+    assert tools.bounding_box()["height"] < 50
+    fit = shown.page.locator("#nv-pane-dag button[aria-label='Fit everything']").bounding_box()
+    stage = shown.page.locator("#nv-pane-dag .nv-stage").bounding_box()
+    assert stage["y"] < fit["y"] < stage["y"] + stage["height"] - fit["height"]
+
+
 @pytest.mark.parametrize("name", ["two streams", "fused"])
 @pytest.mark.parametrize("width", [400, 2560])
 def test_no_sideways_scrolling_of_the_page(opened, width, name):

@@ -1068,8 +1068,8 @@ const NimbleViewer = (() => {
       picker.value = state.colour;
       node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), el("label", null, "Colour", picker), search("Search the graph", (call) => { select(call, "search"); reveal(call); }),
         check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); }),
-        groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })],
-        tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true))), legend, stage);
+        groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })]), legend, stage);
+      stage.append(el("div", { class: "nv-zoom" }, tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true))));
       relayout(); fit();
       if (state.call >= 0) reveal(state.call);
       onSelect.push((from) => { if (state.call >= 0 && from !== "dag" && !node.hidden) reveal(state.call); board.request(); });
@@ -1630,10 +1630,10 @@ const NimbleViewer = (() => {
       event.preventDefault(); show(names[next % names.length]); panes[state.pane].tab.focus();
     });
     const wish = matchMedia("(prefers-color-scheme: dark)");
-    let choice = "auto";
+    let choice = "auto", around = "";
     const themeButton = el("button", { class: "nv-plain nv-theme", type: "button", onclick: () => { choice = { auto: "light", light: "dark", dark: "auto" }[choice]; applyTheme(); } });
     function applyTheme() {
-      document.documentElement.dataset.theme = choice === "auto" ? (wish.matches ? "dark" : "light") : choice;
+      document.documentElement.dataset.theme = choice === "auto" ? around || (wish.matches ? "dark" : "light") : choice;
       themeButton.textContent = `Theme: ${choice}`;
       theme.cache = {};
       for (const key of Object.keys(patterns)) delete patterns[key];
@@ -1649,7 +1649,7 @@ const NimbleViewer = (() => {
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();
     show(panes[root.dataset.pane] ? root.dataset.pane : "summary");
-    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), dagColours: () => dag.colours(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { choice = name; applyTheme(); }, mountedMs: performance.now() - began };
+    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), dagColours: () => dag.colours(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { around = name; applyTheme(); }, mountedMs: performance.now() - began };
   }
   return { mount };
 })();
