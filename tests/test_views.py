@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +22,7 @@ from sample_reports import (
     training_report,
 )
 
+import nimble_viz
 from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.graph import CallGraph, graph_from_edges
@@ -31,9 +35,10 @@ from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_percent
 from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult
 from nimble_viz.views import concurrency, verdict, view_data
+from nimble_viz.views.advice import best_run
 from nimble_viz.views.candidates import candidates, pays_back
 from nimble_viz.views.concurrency import graph_width, in_flight
-from nimble_viz.views.dag import components, dag, lay_out, layers, nest, order, spread_row
+from nimble_viz.views.dag import components, dag, lay_out, layers, nest, order, spread_row, stacked
 from nimble_viz.views.labels import common_module, label_call, label_operators, label_plan, label_run, split_plan
 from nimble_viz.views.limit import breakdown, distance, limit
 from nimble_viz.views.memory import memory
@@ -45,6 +50,8 @@ from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, hint, host_syncs, promise
 from nimble_viz.views.timeline import timelines
 from nimble_viz.views.what_if import what_if
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "recordings"
 
 
 @pytest.fixture(scope="module", params=list(RENDERED))
@@ -736,3 +743,26 @@ def test_repeated_blocks_are_counted():
     columns = dag(sample_report(14 * 4))["columns"]
     blocks = [alike for name, alike in zip(columns["name"], columns["alike"], strict=True) if name.startswith("layer")]
     assert blocks == [4, 4, 4, 4]
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.data())
+def test_boxes_without_edges_lie_below_each_other_beside_the_others(rows: list[int], data: st.DataObject) -> None:
+    tied = data.draw(st.sets(st.sampled_from(range(len(rows)))) if rows else st.just(set[int]()))
+    found = stacked(rows, tied)
+    assert all(found[box] == rows[box] for box in tied)
+    free = [found[box] for box in range(len(rows)) if box not in tied]
+    tall = max([rows[box] + 1 for box in tied], default=0)
+    assert free == sorted(free)
+    assert max(free, default=-1) < max(tall, math.isqrt(max(len(free) - 1, 0)) + 1)
+    if free:
+        assert max(Counter(free).values()) <= max(1, math.ceil(len(free) / max(tall, 1)))
+
+
+def test_the_graph_opens_on_the_fastest_plan_of_several_streams() -> None:
+    training = nimble_viz.load(EXAMPLES / "resnet18-training-h200.nimble")
+    opens = dag(training)["opens"]
+    assert training.schedules[opens].policy == "inductor, contention" == best_run(training)
+    assert opens < len(training.schedules) - 1
+    bert = nimble_viz.load(EXAMPLES / "bert-h200.nimble")
+    assert dag(bert)["opens"] == len(bert.schedules) - 1
+    assert dag(replace(bert, schedules=()))["opens"] == -1

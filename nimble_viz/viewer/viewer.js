@@ -140,7 +140,7 @@ const NimbleViewer = (() => {
     const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
     const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.phase)) : []);
     const critical = new Set(graph.critical);
-    const state = { call: -1, eager: -1, line: null, plan: Math.max(0, plans.length - 1), pane: "summary", colour: "stream" };
+    const state = { call: -1, eager: -1, line: null, plan: Math.max(0, data.dag.opens), pane: "summary", colour: "stream" };
     const timed = data.colours.some((one) => one.key === "time" && !one.why);
     /** What is marked as selected: calls, and eager calls; the same set where nothing was fused. */
     let marked = new Set(), markedEager = marked;
@@ -872,7 +872,7 @@ const NimbleViewer = (() => {
           for (view.scale = 0.9; ; view.scale /= 1.06) {
             left = Infinity; right = -Infinity;
             for (const box of tops) { if (place.y[box] > tall / view.scale) break; left = Math.min(left, place.x[box]); right = Math.max(right, place.x[box] + place.wide[box]); }
-            if (view.scale < Math.max(whole, 0.45)) { left = place.x[tops[0]]; right = left + place.wide[tops[0]]; break; }
+            if (view.scale < Math.max(whole, 0.45)) { const start = tops.find((box) => critical.has(box)) ?? tops[0]; left = place.x[start]; right = left + place.wide[start]; break; }
             if ((right - left + 4 * PAD) * view.scale < wide - 40 - edge) break;
           }
         }

@@ -10,16 +10,30 @@ All edges from one call share their lanes, so what one call is read by looks lik
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nimble_viz.report import Report
+from nimble_viz.views.advice import best_run
 from nimble_viz.views.labels import label_call, label_run, trains
 from nimble_viz.views.provenance import nesting_modules
 
-__all__ = ["Boxes", "Lane", "Layout", "components", "dag", "lay_out", "layers", "nest", "order", "spread_row"]
+__all__ = [
+    "Boxes",
+    "Lane",
+    "Layout",
+    "components",
+    "dag",
+    "lay_out",
+    "layers",
+    "nest",
+    "order",
+    "spread_row",
+    "stacked",
+]
 
 _SWEEPS = 4
 _LANE_WIDTH = 0.15
@@ -111,7 +125,17 @@ def dag(report: Report) -> dict[str, Any]:
             }
             for plan in report.schedules
         ],
+        "opens": _opens(report),
     }
+
+
+def _opens(report: Report) -> int:
+    """Which schedule to show first: that of the fastest run if it has several streams, else the last; -1 for none."""
+    best = best_run(report)
+    for index, plan in enumerate(report.schedules):
+        if plan.policy == best and plan.streams > 1:
+            return index
+    return len(report.schedules) - 1
 
 
 def components(module: str) -> tuple[str, ...]:
@@ -202,6 +226,28 @@ def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = (
     for u, v in edges:
         last[u] = row[v] - 1 if last[u] < 0 else min(last[u], row[v] - 1)
     return [last[box] if source[box] and last[box] >= 0 else row[box] for box in range(size)]
+
+
+def stacked(row: Sequence[int], tied: Collection[int]) -> list[int]:
+    """Rows in which boxes without any edge lie below each other beside the others, instead of all in the first row.
+
+    Args:
+        row: of each box.
+        tied: boxes with edges; their rows stay.
+
+    >>> stacked([0, 1, 2, 0, 0, 0, 0], {0, 1, 2})
+    [0, 1, 2, 0, 0, 1, 1]
+    >>> stacked([0, 0, 0, 0], ())
+    [0, 0, 1, 1]
+    """
+    free = [box for box in range(len(row)) if box not in tied]
+    found = list(row)
+    if free:
+        tall = max(max((row[box] for box in tied), default=-1) + 1, math.isqrt(len(free) - 1) + 1)
+        abreast = -(-len(free) // tall)
+        for place, box in enumerate(free):
+            found[box] = place // abreast
+    return found
 
 
 def order(row: Sequence[int], links: Sequence[tuple[int, int]], width: Sequence[float]) -> list[float]:
@@ -309,11 +355,15 @@ def lay_out(boxes: Boxes, edges: Sequence[tuple[int, int]]) -> Layout:
         targets.setdefault((parent[u], producer), set()).add(v)
         between.setdefault(parent[u], set()).add((u, v))
 
+    leaving = {(key[0], holds[key]) for key in leaves if key in holds}
     row, height = [0] * total, dict[int, int]()
     for around, members in inside.items():
         local = {box: index for index, box in enumerate(members)}
         pairs = [(local[u], local[v]) for u, v in between.get(around, ())]
         lines = layers(len(members), pairs, {local[box] for box in members if box in fed})
+        tied = {end for pair in pairs for end in pair}
+        tied |= {local[box] for box in members if box in fed or (around, box) in leaving}
+        lines = stacked(lines, tied)
         for box, line in zip(members, lines, strict=True):
             row[box] = line
         height[around] = max(lines) + 1
