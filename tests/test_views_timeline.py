@@ -73,8 +73,8 @@ def test_each_gap_says_who_waited_for_whom() -> None:
     assert [(row["call"], row["awaited"], row["why"]) for row in shown["longest"]] == [
         (3, 2, "nothing ready 20 ns, launch gap 4 ns"),
         (2, 0, "nothing ready 10 ns, launch gap 3 ns"),
-        (1, 0, "launch gap"),
     ]
+    assert [row["delay"] for row in shown["longest"]] == ["4 ns", "3 ns"]
     assert shown["longest"][0]["after"].endswith(" on stream 1")
 
 
@@ -130,6 +130,15 @@ def test_runs_are_marked_where_the_profiler_changed_their_length_by_more_than_a_
     assert any(mark.startswith("DISTORTED") for mark in shown["marks"]) == shown["distorted"] == marked
     assert f"{unprofiled:.0f} ns unprofiled" in shown["lengths"]
     assert ("DISTORTED" in plain_text(report_of(line), 200)) == marked
+
+
+@pytest.mark.parametrize(("unprofiled", "launching"), [(55.0, True), (45.0, False)])
+def test_where_only_the_launch_took_longer_the_mark_says_so(unprofiled: float, launching: bool) -> None:
+    assert LINE.length_ns == 50
+    (shown,) = timelines(report_of(replace(LINE, profiled_ns=90.0, unprofiled_ns=unprofiled)))
+    assert shown["distorted"]
+    assert ("because launching it took longer" in shown["distortion"]) is launching
+    assert any(shown["distortion"] in mark for mark in shown["marks"])
 
 
 def test_an_unknown_unprofiled_length_is_said() -> None:

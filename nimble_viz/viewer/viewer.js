@@ -1125,7 +1125,7 @@ const NimbleViewer = (() => {
         const streamLane = (lane) => run.lanes[lane].kind === "stream" || run.lanes[lane].kind === "worker";
         const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
           el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled${run.run === "eager" ? "" : ", the bare replay"}` : "unprofiled length unknown", ` · device idle ${percent(run.idle)}`),
-          run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ profiled is ${run.factor.toFixed(2)}x of unprofiled`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
+          run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ ${run.distortion}`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
         const gapsOf = run.lanes.map(() => []);
         run.gaps.start.forEach((_, gap) => gapsOf[run.gaps.lane[gap]].push(gap));
         const toX = (ns, width) => gutter() + ((ns - view.from) / (view.to - view.from)) * (width - gutter() - 8);

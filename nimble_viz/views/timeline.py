@@ -72,6 +72,7 @@ def timelines(report: Report) -> list[dict[str, Any]]:
                 "idle": device_idle(report, line),
                 "factor": distortion(line),
                 "distorted": distorted(line),
+                "distortion": _distortion_words(line),
                 "reliable": line.reliable,
                 "note": line.note,
                 "lengths": _lengths(line),
@@ -182,8 +183,18 @@ def _marks(line: Timeline) -> list[str]:
     if line.source == "simulated":
         marks.append("SIMULATED, not measured")
     if distorted(line):
-        marks.append(f"DISTORTED: the profiled run is {format_ratio(distortion(line))} of the unprofiled one")
+        marks.append(f"DISTORTED: {_distortion_words(line)}")
     return marks
+
+
+def _distortion_words(line: Timeline) -> str:
+    """How the profiled run's length differs, and where what is drawn does not; empty if it is none to speak of."""
+    if not distorted(line):
+        return ""
+    words = f"the profiled run is {format_ratio(distortion(line))} of the unprofiled one"
+    if line.run != "eager" and line.profiled_ns > line.unprofiled_ns >= line.length_ns:
+        words += ", because launching it took longer: its calls, as drawn, do not"
+    return words
 
 
 def _facts(report: Report, line: Timeline, found: list[Gap]) -> list[tuple[str, str]]:
