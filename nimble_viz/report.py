@@ -537,7 +537,8 @@ class Report:
         return self.pane("memory")
 
     def dashboard(self) -> Dashboard:
-        """This report as linked panes in a notebook: Summary, Overhead, DAG, Timeline, Syncs, Memory, and a what-if.
+        """This report as linked panes in a notebook: Summary, Overhead, DAG, Timeline, Syncs, Source,
+        Memory, and a what-if.
 
         A click on a node, a bar, a span or a row selects its call in all of them and shows what is known about it:
         shapes, dtype, times, module, source line. The what-if simulates other policies and numbers of streams, said to
