@@ -7,7 +7,7 @@ them nodes are told by name, launch shape and the graph's order, and what could 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -122,7 +122,8 @@ def tell_by_order(seen: Sequence[Activity], raw: RawGraph, launches: Sequence[La
         runs = {
             node: tuple(part[found[node]] for part, (found, _) in zip(rounds, whole, strict=True)) for node in timed
         }
-        return Told(runs, SelfCheck(size, size, "name and order", max(doubt for _, doubt in whole)))
+        doubtful = set().union(*(doubt for _, doubt in whole))
+        return Told(runs, SelfCheck(size, size, "name and order", len(doubtful)))
     return nothing
 
 
@@ -355,19 +356,78 @@ class _Placing:
 
 
 def _in_order(
-    part: Sequence[Activity], said: Iterable[_Key], keys: Mapping[int, _Key], needs: Mapping[int, frozenset[int]]
-) -> tuple[dict[int, int], int] | None:
-    """``(place in part by node, how many could have been told otherwise)``; None if no order was found."""
-    placing, ambiguous = _Placing(part, keys, needs), 0
+    part: Sequence[Activity], said: Sequence[_Key], keys: Mapping[int, _Key], needs: Mapping[int, frozenset[int]]
+) -> tuple[dict[int, int], set[int]] | None:
+    """``(place in part by node, nodes that could have been told otherwise)``; None if no order was found."""
+    placing = _Placing(part, keys, needs)
     for at, key in enumerate(said):
         found = placing.candidates(key, at)
         if not found and placing.make_way(key, at):
             found = placing.candidates(key, at)
         if not found:
             return None
-        ambiguous += len(found) > 1
         placing.place(found[0], at)
-    return placing.at, ambiguous
+    starts = {node: part[at].start_ns for node, at in placing.at.items()}
+    early = not all(placing.ended(node, start) for node, start in starts.items())
+    return placing.at, _doubtful(part, said, keys, needs, early=early)
+
+
+def _doubtful(
+    part: Sequence[Activity],
+    said: Sequence[_Key],
+    keys: Mapping[int, _Key],
+    needs: Mapping[int, frozenset[int]],
+    *,
+    early: bool,
+) -> set[int]:
+    """Nodes whose activities could have been another's, whichever way they were told.
+
+    Of each key the nodes that may have begun are kept open until as many activities have come as there are such nodes:
+    then it was these nodes, in some order, and none of them is a doubt to what follows. A node may have begun once
+    each that it waits for may have ended.
+
+    Args:
+        part: activities of one replay, sorted by start.
+        said: key of each.
+        keys: of each node.
+        needs: what each node waits for.
+        early: nodes may start before those that they wait for have ended, only not before those have started.
+    """
+    after: dict[int, list[int]] = {}
+    left = {node: len(needed) for node, needed in needs.items()}
+    coming: dict[_Key, list[int]] = {}
+    """Nodes before which everything may have begun."""
+    for node, needed in needs.items():
+        for one in needed:
+            after.setdefault(one, []).append(node)
+        if not needed:
+            coming.setdefault(keys[node], []).append(node)
+    ended: dict[int, int] = {}
+    """The earliest that a node's activity, among those that may be its, ended."""
+    opened: dict[_Key, set[int]] = {}
+    seen: Counter[_Key] = Counter()
+    doubtful: set[int] = set()
+    for activity, key in zip(part, said, strict=True):
+        window, still = opened.setdefault(key, set()), []
+        for node in coming.pop(key, ()):
+            if early or all(ended[one] <= activity.start_ns for one in needs[node]):
+                window.add(node)
+            else:
+                still.append(node)
+                continue
+            for one in after.get(node, ()):
+                left[one] -= 1
+                if not left[one]:
+                    (still if keys[one] == key else coming.setdefault(keys[one], [])).append(one)
+        coming[key] = still
+        for node in window:
+            ended[node] = min(ended.get(node, activity.end_ns), activity.end_ns)
+        seen[key] += 1
+        if seen[key] == len(window):
+            doubtful |= window if len(window) > 1 else set()
+            window.clear()
+            seen[key] = 0
+    return doubtful
 
 
 def _median_replay(

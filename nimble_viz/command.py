@@ -176,11 +176,13 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def _profile(given: argparse.Namespace) -> int:
-    """A script run under the profiler, or a trace that it exported; the exit code is the script's."""
+    """A script run under the profiler, or a trace that it exported; exit code and errors are the script's."""
     for path in (given.save, given.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
-    code = 0
+    ended: int | Exception = 0
+    if given.script.suffix == ".nimble":
+        raise InputError(f"{given.script} is a report", fix=f"python -m nimble_viz show {given.script}")
     if given.script.name.endswith((".json", ".json.gz")):
         from nimble_viz.trace_files import from_trace
 
@@ -190,7 +192,7 @@ def _profile(given: argparse.Namespace) -> int:
         from nimble_viz.profiling import profile_script
 
         counts = {"warmup": given.warmup, "timed": given.timed, "profiled": given.profiled}
-        report, code = profile_script(given.script, given.arguments, stop=given.stop, **counts)
+        report, ended = profile_script(given.script, given.arguments, stop=given.stop, **counts)
     with _files():
         if given.save is not None:
             report.save(given.save)
@@ -198,7 +200,9 @@ def _profile(given: argparse.Namespace) -> int:
             report.to_html(given.html)
     if not given.quiet:
         _print(report)
-    return code
+    if isinstance(ended, Exception):
+        raise ended
+    return ended
 
 
 def _show(given: argparse.Namespace) -> int:

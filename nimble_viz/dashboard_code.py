@@ -105,7 +105,7 @@ def holders_html(run: Mapping[str, Any]) -> str:
         f'<button type="button" class="nimble-row" data-key="call {row["call"]}" '
         f'style="--heat:{row["bytes"] / run["peak"]:.3f}">'
         f"<span>{_text(row['size'])}</span><span>{_text(row['share'])}</span><span></span>"
-        f"<code>{_text(row['text'])}{' (an output)' if row['output'] else ''}</code></button>"
+        f"<code>{_text(row['text'])}</code></button>"
         for row in run["holders"]
     ]
     more = f"<p>{plural(run['more'], 'more result')} at the peak.</p>" if run["more"] else ""

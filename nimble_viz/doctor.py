@@ -290,8 +290,18 @@ def _profiler(on: _Machine) -> Answer:
     tool = attached_tool() if torch.cuda.is_available() else ""
     if tool:
         return "fallback", f"{tool} is attached: eager runs on the GPU are not profiled", "run this without the tool"
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as taken:
-        torch.ones(2).sum()
+    from nimble_core.errors import DeviceError
+    from nimble_viz.measure.profile import claim_profiler, release_profiler
+
+    try:
+        claim_profiler(torch, cuda=False)
+    except DeviceError as error:
+        return "fallback", f"{error.what}: overhead per call is not measured beside it", error.fix
+    try:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as taken:
+            torch.ones(2).sum()
+    finally:
+        release_profiler()
     seen = sum(1 for one in taken.events() if one.name == "aten::sum")
     if not seen:
         return "off", "the profiler ran and saw nothing", "an official build of torch"

@@ -328,7 +328,9 @@ def _slowdown(report: Report, baseline: Report, most: float) -> Verdict:
     why = ""
     if found.low > most:
         outcome = "fail" if beside > most else "inconclusive"
-        why = "" if beside > most else "; eager is slower too, so that this may be the machine"
+        if beside <= most:
+            eager = across(report.measurement("eager") or now, baseline.measurement("eager") or was)
+            why = f"; eager {'is' if eager.low > 1 else 'may be'} slower too, so that this may be the machine"
     names = f"{label_run(report, now.name)} against the baseline's {label_run(baseline, was.name)}"
     times = f"{_interval(found.value, found.low, found.high)} its time, at most {format_ratio(most)} allowed"
     return Verdict("max_slowdown", outcome, f"{names}: {times}{why}", most, found.value, found.low, found.high)

@@ -25,7 +25,8 @@ from nimble_core.errors import InputError, ReportFileError
 from nimble_core.measurement import summarize
 from nimble_core.preserve import only_watches
 from nimble_core.program import Origin
-from nimble_viz.measure.profile import RUN, calibrate, quiet_kineto, require_free
+from nimble_core.units import format_ns
+from nimble_viz.measure.profile import RUN, calibrate, claim_profiler, quiet_kineto, release_profiler
 from nimble_viz.measure.unwrapped import TICK
 from nimble_viz.report import Report
 
@@ -44,7 +45,10 @@ _WORDS: dict[Kind, str] = {
     "module": "one call of the outermost module",
 }
 _TELLING, _PATIENCE = 3, 30
+_ACCUMULATED = 66  # twice 32 batches, and then some
 _WARM_PROFILED = 1
+_ELSEWHERE = "what calls modules, loaders or optimizers ran in other threads"
+_THERE = "enter profile() in the thread that runs the loop"
 
 
 @dataclass
@@ -52,12 +56,14 @@ class Sampler:
     """Which iteration is timed, profiled, or let go by: told of each tick, it says what to do.
 
     A kind of tick is chosen once one has come three times: the most telling that came more than once, and if a more
-    telling one came once only, it is waited for, up to 30 ticks. Pure: times are given.
+    telling one came once only, it is waited for, up to 30 ticks; where gradients accumulate, an optimizer is waited for
+    up to 66, even if it has not come yet. Pure: times are given.
 
     Args:
         warmup: iterations before the first that is timed.
         timed: iterations timed without the profiler.
         profiled: iterations profiled after that; one more goes before, for the profiler to warm up.
+        trains: a backward ran between two calls of the outermost module.
     """
 
     warmup: int
@@ -68,6 +74,8 @@ class Sampler:
     times_ns: list[float] = field(default_factory=list)
     waits_ns: list[float] = field(default_factory=list)
     counts: Counter[tuple[Kind, int]] = field(default_factory=Counter)
+    trains: bool = False
+    _found_at: int = 0
     _ticks: int = 0
     _last_ns: int = 0
     _waited_ns: int = 0
@@ -79,7 +87,7 @@ class Sampler:
             self.chosen = self._choice()
             if self.chosen is None:
                 return ""
-            self.seen = self.counts[self.chosen]
+            self.seen = self._found_at = self.counts[self.chosen]
             self._last_ns, self._waited_ns = now_ns, 0
             return "watch no more"
         if (kind, who) != self.chosen:
@@ -105,6 +113,11 @@ class Sampler:
         self._waited_ns += ns
 
     @property
+    def enough(self) -> int:
+        """How many iterations a loop needs for one to be profiled warm; 0 while it is not known what one is."""
+        return self._found_at + self._before + _WARM_PROFILED + 1 if self.chosen else 0
+
+    @property
     def done(self) -> bool:
         """Whether all was sampled that should be."""
         return self._ticks > self._before + _WARM_PROFILED + self.profiled
@@ -123,12 +136,13 @@ class Sampler:
             return None
         for kind in kinds:
             own = [(count, one) for one, count in self.counts.items() if one[0] == kind]
-            if not own:
+            accumulates = kind == "optimizer" and self.trains
+            if not own and not accumulates:
                 continue
-            count, one = max(own, key=lambda pair: pair[0])
+            count, one = max(own, key=lambda pair: pair[0], default=(0, (kind, 0)))
             if count > 1:
                 return one
-            if most < _PATIENCE:
+            if most < (_ACCUMULATED if accumulates else _PATIENCE):
                 return None
         return None
 
@@ -155,6 +169,7 @@ class Profiling:
         self._listening: _Listening | None = None
         self._report: Report | None = None
         self._thread = 0
+        self._elsewhere = False
 
     @property
     def report(self) -> Report:
@@ -167,14 +182,21 @@ class Profiling:
             raise InputError("there is no report yet", fix="read it after the with block")
         return self._report
 
+    @property
+    def found(self) -> bool:
+        """Whether there is a report."""
+        return self._report is not None
+
     def step(self) -> None:
         """An iteration begins here (or one ends: only what lies between two calls counts)."""
         self._tick("step", 0)
 
     def __enter__(self) -> Profiling:
+        if self._whole is not None:
+            raise InputError("this profile() has been entered before", fix="call profile() anew for each block")
         self._thread = get_ident()
         self._whole = _Session.begin()
-        self._listening = _Listening(self._tick, self.sampler.waited)
+        self._listening = _Listening(self._tick, self.sampler)
         return self
 
     def __exit__(
@@ -184,11 +206,17 @@ class Profiling:
             self._finish()
         except ReportFileError as nothing:
             if kind is None:
-                raise InputError(f"nothing was profiled: {nothing.what}", fix=nothing.fix) from nothing
+                what = f"nothing was profiled: {nothing.what}"
+                if self._elsewhere:
+                    raise InputError(f"{what} in this thread; {_ELSEWHERE}", fix=_THERE) from nothing
+                raise InputError(what, fix=f"{nothing.fix}; what other threads do is not seen: {_THERE}") from nothing
         # An error of the block goes its way; what was profiled before it is in ``report``.
 
     def _tick(self, kind: Kind, who: int) -> None:
-        if self._listening is None or get_ident() != self._thread:
+        if self._listening is None:
+            return
+        if get_ident() != self._thread:
+            self._elsewhere = True
             return
         do = self.sampler.tick(kind, who, perf_counter_ns())
         if do == "watch no more":
@@ -226,18 +254,33 @@ class Profiling:
         assert session is not None
         sampler = self.sampler
         doubts = []
+        # The first iterations under the profiler and later ones without it are not the same work: never one verdict.
+        samples = sampler.times_ns if sampled else []
         if sampled is None and sampler.chosen is not None:
-            doubts.append(f"the loop ended after {sampler.seen} iterations, before it was warm: these are its first")
+            times = sampler.times_ns
+            without = f"; {len(times)} later ones took {format_ns(median(times))} each without it" if times else ""
+            doubts.append(
+                f"the loop ended after {sampler.seen} iterations, before it was warm: shown are its first, under the "
+                f"profiler{without}. {sampler.enough} are enough, fewer with a lower warmup and timed"
+            )
         elif sampled is None:
-            doubts.append("no loop was found, so all of it was profiled, once: times include what is done only once")
+            why = "gradients were made, but no optimizer stepped twice" if sampler.trains else "no loop was found"
+            doubts.append(f"{why}, so all of it was profiled, once: times include what is done only once")
+            if self._elsewhere:
+                doubts.append(f"{_ELSEWHERE}, and is not in here: {_THERE}")
+        if sampler.chosen is not None and sampler.chosen[0] == "module" and sampler.trains:
+            doubts.append(
+                f"gradients were made, but no optimizer stepped twice within {_ACCUMULATED} calls of a module: an "
+                "iteration is one such call; call step() of the profile to say what else it is"
+            )
         self._report = _report(
             session.recording(),
             subject=self.subject,
             iteration=_WORDS[sampler.chosen[0]] if sampler.chosen else "",
             seen=sampler.seen,
-            samples_ns=sampler.times_ns,
+            samples_ns=samples,
             warmup=sampler.warmup,
-            loader_ns=median(sampler.waits_ns) if sampler.waits_ns and any(sampler.waits_ns) else -1.0,
+            loader_ns=median(sampler.waits_ns) if samples and any(sampler.waits_ns) else -1.0,
             origins=self._origins.seen if self._origins is not None else [],
             warnings=doubts,
         )
@@ -381,13 +424,17 @@ class _Session:
         """Start. Raises DeviceError if another profiler runs or is attached."""
         import torch
 
-        require_free(torch, cuda=torch.cuda.is_available())
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        with quiet_kineto():
-            profiler.start()
+        claim_profiler(torch, cuda=torch.cuda.is_available())
+        try:
+            with quiet_kineto():
+                profiler.start()
+        except BaseException:
+            release_profiler()
+            raise
         return _Session(profiler)
 
     def tick(self) -> None:
@@ -405,9 +452,12 @@ class _Session:
         if not self._running:
             return
         self._running = False
-        with quiet_kineto():
-            calibrate(torch, torch.profiler.record_function)
-            self._profiler.stop()
+        try:
+            with quiet_kineto():
+                calibrate(torch, torch.profiler.record_function)
+                self._profiler.stop()
+        finally:
+            release_profiler()
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""
@@ -422,12 +472,13 @@ class _Session:
 class _Listening:
     """Hooks that tell of iterations, where neither model nor loop was touched."""
 
-    def __init__(self, tick: Callable[[Kind, int], None], waited: Callable[[int], None]) -> None:
+    def __init__(self, tick: Callable[[Kind, int], None], sampler: Sampler) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        self._tick, self._waited = tick, waited
+        self._tick, self._sampler = tick, sampler
+        self._gradients: dict[int, set[tuple[int, int]]] = {}
         self._depth = 0
         self._thread = get_ident()
         self._root: Any = None
@@ -450,7 +501,7 @@ class _Listening:
             try:
                 return original(loader)
             finally:
-                waited(perf_counter_ns() - start)
+                sampler.waited(perf_counter_ns() - start)
 
         self._loader.__next__ = timed_next
 
@@ -480,12 +531,25 @@ class _Listening:
         import torch
 
         # While a compiler looks on there is no hook: what it makes must not hold one.
-        if torch.compiler.is_compiling() or get_ident() != self._thread:
+        if torch.compiler.is_compiling():
+            return
+        if get_ident() != self._thread:
+            self._tick("module", id(module))
             return
         self._depth += 1
         if self._depth == 1:
             self._root = module
+            self._look_for_gradients(module)
             self._tick("module", id(module))
+
+    def _look_for_gradients(self, module: Any) -> None:
+        """Whether a backward ran since ``module`` was called before: it makes gradients or adds to them in place."""
+        if self._sampler.trains:
+            return
+        grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        now = {(id(grad), grad._version) for grad in grads if not grad.is_inference()}
+        self._sampler.trains = not now <= self._gradients.setdefault(id(module), now)
+        self._gradients[id(module)] = now
 
     def _leave_module(self, *_: Any) -> None:
         import torch
@@ -576,8 +640,8 @@ def script_arguments(path: Path, arguments: list[str]) -> Iterator[None]:
 
 def profile_script(
     path: Path, arguments: list[str], *, warmup: int = 3, timed: int = 10, profiled: int = 3, stop: bool = False
-) -> tuple[Report, int]:
-    """Run a script under ``profile``; a Report, and the script's exit code.
+) -> tuple[Report, int | Exception]:
+    """Run a script under ``profile``; a Report, and the script's exit code or the error that ended it.
 
     Args:
         path: of the script; it runs as ``__main__``.
@@ -588,21 +652,29 @@ def profile_script(
         stop: end the script once that is done.
 
     Raises:
-        InputError: no such script, or it ran no operator. Errors of the script are its own and propagate.
+        InputError: no such script, no Python, or it ran no operator. Errors of a script that ran none propagate.
     """
     import runpy
 
     if not path.is_file():
         raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
+    with path.open("rb") as file:
+        if b"\0" in file.read(4096):
+            raise InputError(f"{path} is no Python script", fix=f"if it is a report: python -m nimble_viz show {path}")
     code = 0
     run = Profiling(subject=path.name, warmup=warmup, timed=timed, profiled=profiled, stop=stop)
-    with script_arguments(path, arguments), run:
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-            if isinstance(ended.code, str):
-                print(ended.code, file=sys.stderr)
-        except KeyboardInterrupt:
-            code = 130
+    try:
+        with script_arguments(path, arguments), run:
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+                if isinstance(ended.code, str):
+                    print(ended.code, file=sys.stderr)
+            except KeyboardInterrupt:
+                code = 130
+    except Exception as error:
+        if run.found:
+            return run.report, error
+        raise
     return run.report, code

@@ -278,12 +278,9 @@ def _ratio(cell: dict[str, Any] | None) -> Text:
 
 
 def _advice(found: dict[str, Any]) -> list[RenderableType]:
-    body: list[RenderableType] = []
-    if found["sentence"]:
-        body.append(_text(found["sentence"], "bold"))
-        body.append(_text(found["why"], "dim"))
-    for change in found["changes"][1:]:
-        body.append(_bullet(f"{change['what']}: {change['gain']}; {change['why']}"))
+    body: list[RenderableType] = [
+        _bullet(f"{change['what']}: {change['gain']}; {change['why']}") for change in found["changes"]
+    ]
     for split in (found["replay"], found["eager"]):
         if split:
             table = _table((split["run"], ""), ("time", "r"), ("share", "r"), ("what it is", ""))
@@ -416,13 +413,15 @@ def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], note: st
         body += [_indented(_text(mark, "bold red")) for mark in line["marks"]]
         body += [_indented(_pairs(line["facts"]))] if line["facts"] else []
     if chosen["longest"]:
-        table = _table(("call that waited", ""), ("for the end of", ""), ("stream idle", "r"), ("why", ""))
+        columns = (("call that waited", ""), ("for the end of", ""), ("delay", "r"), ("stream idle", "r"), ("why", ""))
+        table = _table(*columns)
         for row in chosen["longest"][:_GAPS]:
             name = f"{row['call']} {row['label']} on {row['lane']}"
-            table.add_row(_text(name), _text(row["after"]), _text(row["text"]), _text(row["why"]))
-        title = f"Gaps of {chosen['label']} that a faster launch or another order could save:"
+            table.add_row(_text(name), *(_text(row[key]) for key in ("after", "delay", "text", "why")))
+        title = f"Gaps of {chosen['label']} that a faster launch or another order could save, most delay first:"
         body += [_text(""), _text(title), table]
-        body += [_text(f"{name}: {meaning}", "dim") for _, name, meaning in CAUSES]
+        delay = "delay: since the call's data was ready; only of calls on the chain that ran longest, others delay none"
+        body += [_text(delay, "dim"), *(_text(f"{name}: {meaning}", "dim") for _, name, meaning in CAUSES)]
     return [*body, _text(note, "dim")]
 
 
@@ -451,7 +450,7 @@ def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
         body.append(_text(f"{tables['best']}: {far['sentence']}"))
     path = report.critical_path
     if path:
-        body.append(_text("along the critical path:", "dim"))
+        body.append(_text("along the critical path, by isolated times:", "dim"))
         for call in path[:_PATH_ENDS]:
             body.append(_bullet(_step(report, call)))
         if len(path) > 2 * _PATH_ENDS:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from nimble_core.costs import uniform_costs
 from nimble_core.environment import Environment
+from nimble_core.errors import InputError
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement
 from nimble_core.program import Origin
@@ -42,6 +43,7 @@ def from_trace(source: str | os.PathLike[str] | _Profiler, *, max_bytes: int = M
 
     Raises:
         ReportFileError: no trace, damaged, without operators, or too large.
+        InputError: a profiler whose trace was exported before, or that has none.
         OSError: the file cannot be read.
     """
     if isinstance(source, str | os.PathLike):
@@ -49,7 +51,16 @@ def from_trace(source: str | os.PathLike[str] | _Profiler, *, max_bytes: int = M
     else:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            source.export_chrome_trace(str(path))
+            try:
+                source.export_chrome_trace(str(path))
+            except (AssertionError, AttributeError, RuntimeError) as error:  # Kineto gives its trace away once
+                if "already saved" in str(error):
+                    raise InputError(
+                        "the trace of this profiler has been exported before", fix="give that file to from_trace"
+                    ) from error
+                raise InputError(
+                    f"a {type(source).__name__} gave no trace: {error}", fix="give a torch.profiler that has stopped"
+                ) from error
             recording, subject = read_trace(path, max_bytes=max_bytes), "torch.profiler"
     settings = dict(recording.settings)
     where = Environment(

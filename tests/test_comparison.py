@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from models import CASES, Busy, Deep, Norms, Wide, make
 from torch import nn
 
+from nimble_core import origins
+from nimble_core.devices.base import Observation
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError
 from nimble_core.options import Options
@@ -133,6 +136,48 @@ def test_exact_times_on_a_fake_device() -> None:
     counts = report.schedule("nimble").counts
     assert (counts.full, counts.meg, counts.planned) == (3, 3, 3)
     assert report.schedule("single").counts.planned == 0
+
+
+class Disturbed(FakeDevice):
+    """Says of its first observations that calls took a thousand times as long."""
+
+    def __init__(self, observations: int) -> None:
+        super().__init__()
+        self.left = observations
+
+    def observe(self, *args: Any) -> Observation:
+        seen = super().observe(*args)
+        self.left -= 1
+        if self.left < 0:
+            return seen
+        slow = replace(seen.timeline, profiled_ns=1e3 * seen.timeline.profiled_ns)
+        return Observation(slow, replace(seen.costs, ns=tuple(1e3 * ns for ns in seen.costs.ns)))
+
+
+def test_costs_that_a_replay_refutes_are_measured_again() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    right = on_fake(model, x)
+    again = on_fake(model, x, device=Disturbed(1))
+    assert (again.costs.ns, again.critical_path_ns) == (right.costs.ns, right.critical_path_ns)
+    assert [line.profiled_ns for line in again.timelines] == [line.profiled_ns for line in right.timelines]
+    assert again.warnings == right.warnings
+
+
+def test_costs_that_a_replay_refutes_twice_are_unknown() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    report = on_fake(model, x, device=Disturbed(99))
+    assert (report.costs.source, report.critical_path_ns) == ("uniform", 0.0)
+    (warning,) = (one for one in report.warnings if "what each call costs is unknown" in one)
+    assert "the machine was not quiet" in warning
+    assert "Distance to the limit" in on_fake(model, x).to_text()
+    assert "Distance to the limit" not in report.to_text()
+
+
+def test_a_model_without_code_of_its_own_comes_from_the_line_that_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origins, "_passed", origins._passed[:2])
+    report = on_fake(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4))
+    files = {one.file for call in report.program.calls for one in call.origins}
+    assert {file.rpartition("/")[2] for file in files} == {"test_comparison.py"}
 
 
 def test_a_narrow_model_needs_one_stream() -> None:

@@ -601,6 +601,26 @@ def test_observing_sees_every_call_once() -> None:
         executable.close()
 
 
+def test_rounds_in_which_the_cores_were_taken_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    executable = made.capture()
+    calls = range(made.graph.size)
+    lasting = iter([8e6] * 4 + [7e6] * 4 + [1e3, 3e3, 2e3])
+
+    def timed_replay() -> tuple[float, list[int], list[int]]:
+        ns = int(next(lasting))
+        return ns * len(calls), [ns * call for call in calls], [ns * (call + 1) for call in calls]
+
+    monkeypatch.setattr(executable, "timed_replay", timed_replay)
+    seen = made.device.observe(executable, made.recording, 11)
+    assert seen.costs.ns == (2e3,) * len(calls)
+    assert seen.costs.observed == 11
+    assert min(seen.costs.spread_ns) > 1e6
+    assert seen.timeline.profiled_ns == 2e3 * len(calls)
+    assert seen.timeline.spans[-1].end_ns == 2e3 * len(calls)
+    executable.close()
+
+
 def test_closing_ends_the_workers_and_using_it_afterwards_raises() -> None:
     made = Prepared(Branches().eval(), torch.randn(3, 8))
     others = threading.active_count()

@@ -209,3 +209,14 @@ def test_a_check_that_nobody_thought_of_is_a_finding(monkeypatch: pytest.MonkeyP
         ("off", "ZeroDivisionError: nobody thought of this"),
         ("broken", "ZeroDivisionError: nobody thought of this"),
     ]
+
+
+def test_another_profiler_is_left_alone() -> None:
+    import torch
+
+    with torch.profiler.profile() as theirs:
+        found = {one.feature: one for one in examine().findings}["eager profile"]
+        torch.ones(2).exp()
+    assert found.state == "fallback"
+    assert "another profiler is running" in found.why
+    assert any(event.name == "aten::exp" for event in theirs.events())

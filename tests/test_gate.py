@@ -197,6 +197,17 @@ def test_slower_than_the_baseline(factors: dict[str, float], outcome: Outcome) -
     assert ("this may be the machine" in found.text) == ("eager" in factors and outcome == "inconclusive")
 
 
+def test_eager_is_called_slower_only_where_its_samples_show_it() -> None:
+    eager, slow, fast = (60.0, 100.0, 160.0) * 5, (130.0,) * 15, (100.0,) * 15
+    base = timed(sample_report(), eager=eager, nimble=fast)
+    same = verdict(timed(base, eager=eager, nimble=slow), "max_slowdown", baseline=base)
+    assert same.outcome == "inconclusive"
+    assert same.text.endswith("; eager may be slower too, so that this may be the machine")
+    late = verdict(timed(base, eager=tuple(3 * ns for ns in eager), nimble=slow), "max_slowdown", baseline=base)
+    assert late.outcome == "inconclusive"
+    assert late.text.endswith("; eager is slower too, so that this may be the machine")
+
+
 def test_without_eager_a_slowdown_stands() -> None:
     report = timed(sample_report(), nimble=(100.0,) * 9)
     assert verdict(slower(report, nimble=2.0), "max_slowdown", baseline=report).outcome == "fail"

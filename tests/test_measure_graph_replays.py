@@ -127,8 +127,8 @@ def test_by_order_names_are_right_and_what_is_unique_is_exact(
     kernels = {one.node: one.name for one in profile.ran}
     for call, of in names.items():
         assert Counter(kernels[node] for node, owner in found.items() if owner == call) == Counter(of)
-    if unique or not joined.told.check.ambiguous:
-        assert found == profile.call_of
+    wrong = sum(call != profile.call_of[node] for node, call in found.items())
+    assert wrong <= (0 if unique else joined.told.check.ambiguous)
 
 
 @settings(max_examples=80, deadline=None)
@@ -268,10 +268,7 @@ def recorded(path: Path, run: str) -> tuple[Report, Schedule, Timeline, Names]:
 
 @pytest.mark.parametrize("path", OF_EARLIER_VERSIONS + RECORDED, ids=lambda path: path.name)
 @pytest.mark.parametrize("run", ["one stream", "chosen"])
-def test_recorded_reports_without_node_ids(request: pytest.FixtureRequest, path: Path, run: str) -> None:
-    if (path.stem, run) == ("nasnet-a-mobile-h200", "chosen"):
-        reason = "what follows from a choice between equal kernels is not counted as in doubt"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
+def test_recorded_reports_without_node_ids(path: Path, run: str) -> None:
     report, schedule, line, names = recorded(path, run)
     line = replace(line, nodes=())
     profile = profile_of(report, line.run, 2, names=names, marked=False)

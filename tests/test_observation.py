@@ -124,8 +124,8 @@ def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() ->
     runs = [replace(one, name="k", node=-1) for one in DIAMOND_RUN]
     told = tell_by_order(runs, DIAMOND, named("k", "k", "k", "k"), 1)
     assert [told.runs[node][0].start_ns for node in range(4)] == [100, 112, 113, 142]
-    assert told.check == SelfCheck(4, 4, "name and order", 1)  # 1 or 2: after the first is placed, the other is sure
-    assert "1 of them could be another call's" in made(told).timeline.note
+    assert told.check == SelfCheck(4, 4, "name and order", 2)  # 1 and 2: each could be the other
+    assert "2 of them could be another call's" in made(told).timeline.note
 
 
 def test_what_follows_corrects_a_choice_between_kernels_of_one_name() -> None:
@@ -146,7 +146,33 @@ def test_a_kernel_follows_its_chain_on_its_stream() -> None:
     ]
     told = tell_by_order(runs, raw, named("a", "b", "k", "k"), 1)
     assert [told.runs[node][0].start_ns for node in range(4)] == [0, 0, 16, 15]
-    assert told.check.ambiguous == 1
+    assert told.check.ambiguous == 2
+
+
+def test_what_follows_from_a_doubtful_choice_is_in_doubt_until_nothing_is_left_to_mistake() -> None:
+    # x, k and y, k, z: either k may be the first that ran; z follows one of them, and both have ended before e begins.
+    raw = RawGraph(tuple(range(7)), ("kernel",) * 7, ((0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 6)), tuple(range(7)))
+    names = ("x", "y", "k", "k", "z", "z", "e")
+    runs = [
+        ran("x", 0, 10, stream=5),
+        ran("y", 0, 10, stream=6),
+        ran("k", 15, 20, stream=8),
+        ran("z", 21, 30, stream=8),
+        ran("k", 40, 50, stream=9),
+        ran("z", 51, 60, stream=9),
+        ran("e", 70, 80, stream=5),
+    ]
+    told = tell_by_order(runs, raw, named(*names), 1)
+    assert told.check.ambiguous == 4
+
+
+def test_kernels_that_start_early_leave_more_in_doubt() -> None:
+    # 1 waits for 0 and began before 0 had ended, so that the second k, too, may have been 3, which waits for 1.
+    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 1), (1, 3)), (0, 1, 2, 3))
+    runs = [ran("a", 0, 20), ran("b", 15, 60), ran("k", 30, 40, stream=8), ran("k", 61, 70)]
+    assert tell_by_order(runs, raw, named("a", "b", "k", "k"), 1).check.ambiguous == 2
+    prompt = [replace(runs[0], end_ns=10), *runs[1:]]
+    assert tell_by_order(prompt, raw, named("a", "b", "k", "k"), 1).check.ambiguous == 0
 
 
 def test_order_goes_through_nodes_that_take_no_time() -> None:
@@ -241,13 +267,14 @@ def test_name_and_order_give_each_activity_once_to_a_node_of_its_name_in_the_gra
     assert all(told.runs[u][0].start_ns <= told.runs[v][0].start_ns for u, v in raw.edges)
 
 
-@settings(max_examples=300)
+@settings(max_examples=500)
 @given(replayed())
-def test_where_nothing_is_ambiguous_name_and_order_agree_with_ids(
+def test_no_more_is_told_wrong_than_is_in_doubt(
     case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]],
 ) -> None:
     raw, launches, runs, ids = case
     told = tell_by_order(without_ids(runs), raw, launches, 1)
-    if told.check.passed and not told.check.ambiguous:
+    if told.check.passed:
         exact = tell_by_id(runs, raw, ids, 1)
-        assert {n: of[0].start_ns for n, of in told.runs.items()} == {n: of[0].start_ns for n, of in exact.runs.items()}
+        wrong = sum(replace(exact.runs[node][0], node=-1) != of[0] for node, of in told.runs.items())
+        assert wrong <= told.check.ambiguous

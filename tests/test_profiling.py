@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ import nimble_viz
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.errors import DeviceError, InputError
 from nimble_viz.command import main
+from nimble_viz.measure.profile import dispatch_floor_ns
 from nimble_viz.profiling import Sampler, profile, profile_script
 
 NEXT = _BaseDataLoaderIter.__next__
@@ -124,6 +127,145 @@ def test_a_loop_that_ends_too_soon(script: Path) -> None:
     assert labels(report).count("linear") == 2
 
 
+@pytest.mark.parametrize("iterations", [4, 9, 17])
+def test_a_loop_that_ends_early_does_not_mix_cold_and_warm(iterations: int) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    run = profile()
+
+    def ends_early() -> None:
+        with run:
+            for at in range(40):
+                if at == iterations:
+                    raise KeyboardInterrupt
+                model(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        ends_early()
+    report, taken = run.report, run.report.sampling
+    assert taken is not None
+    assert (taken.iteration, taken.seen, taken.timed, taken.loader_ns) == ("the whole recording", iterations, 0, -1.0)
+    assert report.measurements == ()
+    assert "18 are enough" in report.warnings[0]
+    assert ("later ones took" in report.warnings[0]) == (iterations > 7)
+    assert "under the profiler" in report.to_text().split("\n\n")[0]
+
+
+def test_as_many_iterations_as_are_said_to_be_enough_are() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    for enough, counts in ((18, {}), (7, {"warmup": 1, "timed": 1, "profiled": 1})):
+        with profile(**counts) as run:
+            for _ in range(enough):
+                model(x)
+        assert run.sampler.enough == enough
+        assert run.report.sampling is not None
+        assert run.report.sampling.iteration == "one call of the outermost module"
+        with profile(**counts) as run:
+            for _ in range(enough - 1):
+                model(x)
+        assert run.report.sampling is not None
+        assert run.report.sampling.iteration == "the whole recording"
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4, 32])
+def test_gradients_that_accumulate_belong_to_one_step(batches: int) -> None:
+    model, loss = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with profile(warmup=0, timed=2, profiled=1) as run:
+        for at in range(batches * 9):
+            loss(model(torch.ones(2, 4)), torch.ones(2, 2)).backward()
+            if at % batches == batches - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert run.report.sampling is not None
+    assert run.report.sampling.iteration == "one step of the optimizer"
+    assert labels(run.report).count("linear") == batches
+    assert run.report.warnings == ()
+
+
+def test_gradients_that_no_optimizer_takes() -> None:
+    model = torch.nn.Linear(4, 2)
+    with profile(warmup=0, timed=2, profiled=1) as run:
+        for _ in range(80):
+            model(torch.ones(2, 4)).sum().backward()
+    assert run.report.sampling is not None
+    assert run.report.sampling.iteration == "one call of the outermost module"
+    assert "no optimizer stepped twice within 66 calls" in run.report.warnings[0]
+    with profile() as run:
+        for _ in range(12):
+            model(torch.ones(2, 4)).sum().backward()
+    assert "no optimizer stepped twice, so all of it was profiled" in run.report.warnings[0]
+
+
+def test_a_block_is_profiled_once() -> None:
+    run = profile()
+    with run:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(InputError, match="entered before"), run:
+        pass
+    assert labels(run.report) == ["ones", "ones", "mm"]
+
+
+def test_of_two_threads_one_profiles() -> None:
+    inside, done, together = Event(), Event(), Barrier(2)
+    outcomes: list[object] = []
+
+    def hold() -> None:
+        with profile() as run:
+            torch.ones(2) + 1
+            inside.set()
+            done.wait(60)
+        outcomes.append(labels(run.report))
+
+    holder = Thread(target=hold)
+    holder.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(DeviceError, match="another profiler"):
+            profile(torch.ones, 2)
+        with pytest.raises(DeviceError, match="another profiler"):
+            profile().__enter__()
+        with pytest.raises(DeviceError, match="another profiler"):
+            dispatch_floor_ns()
+    finally:
+        done.set()
+        holder.join()
+    assert outcomes == [["ones", "add"]]
+
+    def race() -> None:
+        for _ in range(5):
+            together.wait(60)
+            try:
+                outcomes.append(labels(profile(torch.ones, 2, warmup=0, timed=0, profiled=1)))
+            except DeviceError as refused:
+                outcomes.append(refused.what)
+
+    racers = [Thread(target=race) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert len(outcomes) == 11
+    assert all(one in (["ones"], "another profiler is running in this process") for one in outcomes[1:])
+    assert profile(torch.ones, 2).sampling is not None
+
+
+def test_a_profiler_of_another_thread_is_left_alone() -> None:
+    refused: list[str] = []
+
+    def second() -> None:
+        with pytest.raises(DeviceError) as error:
+            profile(torch.ones, 2)
+        refused.append(error.value.what)
+
+    with torch.profiler.profile() as profiler:
+        torch.ones(2) + 1
+        thread = Thread(target=second)
+        thread.start()
+        thread.join()
+    assert refused == ["another profiler is running in this process"]
+    assert any(event.name == "aten::add" for event in profiler.events())
+
+
 def test_the_command_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, html = tmp_path / "a.nimble", tmp_path / "a.html"
     code = main(["profile", "--save", str(out), "--html", str(html), str(script), "30", "0", "3"])
@@ -146,12 +288,39 @@ def test_the_command_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_errors_of_a_script_are_its_own(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
-    path.write_text("import torch\ntorch.ones(2) + 1\nraise LookupError('mine')\n")
+    path.write_text("raise LookupError('mine')\n")
     with pytest.raises(LookupError, match="mine"):
         profile_script(path, [])
     path.write_text("x = 1\n")
     with pytest.raises(InputError, match="nothing was profiled"):
         profile_script(path, [])
+
+
+def test_a_script_that_raises_is_reported_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "wrong.py", tmp_path / "out.nimble"
+    path.write_text(
+        "import torch\nnet = torch.nn.Linear(4, 4)\n"
+        "for _ in range(40):\n    net(torch.ones(2, 4))\nraise LookupError('mine')\n"
+    )
+    with pytest.raises(LookupError, match="mine"):
+        main(["profile", "--save", str(out), str(path)])
+    assert capsys.readouterr().out.startswith("nimble_viz: wrong.py\n")
+    taken = nimble_viz.load(out).sampling
+    assert taken is not None
+    assert (taken.iteration, taken.timed, taken.profiled) == ("one call of the outermost module", 10, 3)
+
+
+def test_what_is_no_script_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "a.nimble"
+    profile(torch.ones, 2, warmup=0, timed=1, profiled=1).save(report)
+    renamed = report.rename(tmp_path / "a.dat").read_bytes()
+    report.write_bytes(renamed)
+    assert main(["profile", str(report)]) == 2
+    said = capsys.readouterr().err
+    assert "is a report" in said
+    assert f"show {report}" in said
+    assert main(["profile", str(tmp_path / "a.dat")]) == 2
+    assert "is no Python script" in capsys.readouterr().err
 
 
 def test_a_function() -> None:
@@ -277,6 +446,12 @@ def test_what_is_compiled_meanwhile_holds_no_hook() -> None:
     torch.compiler.reset()
 
 
+@contextmanager
+def joined(thread: Thread) -> Iterator[None]:
+    yield
+    thread.join()
+
+
 def test_other_threads_say_nothing() -> None:
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
 
@@ -290,7 +465,12 @@ def test_other_threads_say_nothing() -> None:
         thread.start()
         thread.join()
     assert "no loop was found" in run.report.warnings[0]
+    assert "ran in other threads" in run.report.warnings[1]
     assert labels(run.report) == ["mm"]
+    thread = Thread(target=loop)
+    with pytest.raises(InputError, match="ran in other threads") as refused, profile(), joined(thread):
+        thread.start()
+    assert "in the thread that runs the loop" in refused.value.fix
 
 
 def test_hooks_of_others_are_called_meanwhile_and_stay() -> None:

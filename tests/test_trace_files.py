@@ -10,7 +10,7 @@ import torch
 from kineto_traces import cpu_op, training_loop, write_trace
 
 import nimble_viz
-from nimble_core.errors import ReportFileError
+from nimble_core.errors import InputError, ReportFileError
 from nimble_viz.export.html import page
 from nimble_viz.report import Report
 from nimble_viz.trace_files import from_trace
@@ -106,6 +106,19 @@ def test_a_profiler_that_has_stopped() -> None:
     report = from_trace(profiler)
     assert report.model == "torch.profiler"
     assert [call.label for call in report.program.calls] == ["ones", "ones", "mm"]
+
+
+def test_a_profiler_that_has_no_trace_to_give(tmp_path: Path) -> None:
+    with torch.profiler.profile() as profiler:
+        torch.ones(2) + 1
+        with pytest.raises(InputError, match="gave no trace"):
+            from_trace(profiler)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    with pytest.raises(InputError, match="exported before"):
+        from_trace(profiler)
+    assert from_trace(tmp_path / "trace.json").program.calls
+    with pytest.raises(InputError, match="gave no trace"):
+        from_trace(torch.profiler.profile())
 
 
 def test_a_trace_without_an_iteration_is_shown_whole(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from nimble_core.costs import Costs, uniform_costs
 from nimble_core.graph import CallGraph, graph_from_edges
 from nimble_core.measurement import Ratio, summarize
 from nimble_core.policies import POLICIES
-from nimble_core.program import Call, Origin
+from nimble_core.program import Access, Call, Origin, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import H200, simulate
 from nimble_core.timeline import Lane, Span, Timeline
@@ -45,7 +45,7 @@ from nimble_viz.views.memory import memory
 from nimble_viz.views.overhead import PARTS, overhead
 from nimble_viz.views.payload import pack, unpack
 from nimble_viz.views.peers import against, best_peer, peers
-from nimble_viz.views.provenance import became, fused_calls, module_of, nesting_modules, provenance
+from nimble_viz.views.provenance import became, fused_calls, is_layout_copy, module_of, nesting_modules, provenance
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, hint, host_syncs, promise
 from nimble_viz.views.timeline import timelines
@@ -299,6 +299,49 @@ def test_every_eager_call_knows_what_it_became_and_back():
     assert found["time"] == pytest.approx(report.costs.ns[0] / report.costs.total_ns)
     assert dict(summary(report)["facts"])["Unmapped (no eager call explains it)"].startswith("1 call: 2.3% of calls")
     assert provenance(replace(report, costs=uniform_costs(report.graph.size)))["time"] is None
+
+
+@pytest.mark.parametrize(
+    ("operator", "read", "copies"),
+    [
+        ("aten.clone.default", (6,), True),
+        ("aten.permute_copy.default", (6,), True),
+        ("aten._to_copy.default", (2, 3), True),
+        ("aten.contiguous.default", (3, 2), True),
+        ("aten.relu.default", (6,), False),
+        ("triton_poi_fused_clone_0", (6,), True),
+        ("triton_poi_fused__to_copy_permute_view_12", (6,), True),
+        ("triton_poi_fused_convolution_28", (6,), True),
+        ("triton_tem_fused_convolution_28", (6,), False),
+        ("triton_poi_fused_permute_relu_view_8", (6,), False),
+        ("triton_per_fused_nll_loss_forward_1", (6,), False),
+        ("triton_poi_fused_clone_1", (4,), False),
+    ],
+)
+def test_copies_to_another_layout_are_told_by_operator_and_size(operator, read, copies):
+    source, made = (
+        TensorRef(at, 0, sizes, tuple(1 for _ in sizes), "float32", 4) for at, sizes in enumerate((read, (6,)))
+    )
+    call = Call(0, operator, (), (Access(source, False), Access(made, True)))
+    assert is_layout_copy(call) == copies
+    assert not is_layout_copy(replace(call, eager=(3,)))
+    bias = Access(TensorRef(2, 0, (2,), (1,), "float32", 4), False)
+    assert not is_layout_copy(replace(call, accesses=(bias, *call.accesses)))
+
+
+def test_layout_copies_are_counted_apart_from_what_nobody_explains():
+    report = fused_report()
+    source = Access(report.program.outputs[0], False)
+    copy = replace(
+        report.program.calls[0], operator="triton_poi_fused_clone_0", accesses=(source, replace(source, write=True))
+    )
+    other = replace(report, program=replace(report.program, calls=(copy, *report.program.calls[1:])))
+    found, facts = provenance(other), dict(summary(other)["facts"])
+    assert (found["copies"], found["unmapped"], found["calls"]) == (1, 0, 0.0)
+    assert facts["Layout copies (another layout, no eager call)"].startswith("1 call: 2.3% of calls")
+    assert facts["Unmapped (no eager call explains it)"].startswith("0 calls")
+    rows = fused_calls(other, len(other.program.calls))
+    assert [row["kernel"] for row in rows if row["eager"] == "layout copy"] == ["triton_poi_fused_clone_0"]
 
 
 def test_nothing_fused_needs_no_provenance():

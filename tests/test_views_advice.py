@@ -49,12 +49,23 @@ def test_the_replay_is_taken_apart_along_its_longest_chain() -> None:
     found = advice(report).replay
     assert found is not None
     parts = {row.name: row.ns for row in found.rows}
-    assert parts["contention"] > 0.3 * parts["critical path"]
+    assert parts["contention"] > 0.3 * parts["calls"]
     assert found.run == report.chosen
     first = advice(report).first
     assert first is not None
     assert first.what == "put fewer or other calls side by side"
     assert first.gain.startswith("at most ")
+
+
+def test_the_chain_that_ran_and_the_critical_path_are_told_apart() -> None:
+    report = sample_report(60)
+    found = advice(report).replay
+    assert found is not None
+    notes = [advice(replace(report, critical_path=path)).replay.note for path in ((), report.critical_path)]
+    assert "along the chain that ran longest in the watched replay" in notes[0]
+    assert "; the critical path, 0 calls, is the longest by isolated times" in notes[0]
+    assert {row.name for row in found.rows}.isdisjoint({"critical path"})
+    assert "calls, by isolated times" in dict(summary(report)["facts"])["Critical path"]
 
 
 def with_copies(report: Report) -> Report:
@@ -153,13 +164,14 @@ def test_a_plan_has_no_advice() -> None:
     assert "What would help next" not in plain_text(plan_report(), 80)
 
 
-def test_the_text_names_the_first_change_and_its_basis() -> None:
+def test_the_text_names_all_changes_in_one_form() -> None:
     report = sample_report(60)
     data = advice_data(report)
     assert data is not None
     text = " ".join(plain_text(report, 120).split())
     assert "What would help next" in text
-    assert data["sentence"] in text
+    assert len(data["changes"]) > 1
+    assert all(f"- {one['what']}: {one['gain']}; {one['why']}" in text for one in data["changes"])
     assert summary(report)["advice"] == data
 
 

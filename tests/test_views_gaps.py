@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_reports import sample_report
@@ -13,7 +12,7 @@ from nimble_core.graph import graph_from_edges
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_viz.report import Report
-from nimble_viz.views.gaps import Gap, StreamTime, gaps, launch_gaps, longest_gaps, lost, stream_times
+from nimble_viz.views.gaps import PARTS, Gap, StreamTime, gaps, launch_gaps, longest_gaps, lost, stream_times
 
 
 def line_of(spans: list[tuple[int, float, float, int | None]], lanes: int = 2) -> Timeline:
@@ -26,7 +25,7 @@ def test_one_stream_has_launch_gaps_only() -> None:
     line = line_of([(0, 100, 110, 0), (0, 112, 120, 1), (0, 120, 130, 2)], 1)
     found = gaps(graph_from_edges(3, [(0, 1), (0, 2)]), Schedule("nimble", (0, 0, 0), (0, 1, 2), ()), line)
     assert found == [Gap(0, 1, 0, 110, 112, launch_ns=2, wait_ns=0, unready_ns=0)]
-    assert stream_times(found, line) == [StreamTime(28, 2, 0, 0, 0)]
+    assert stream_times(found, line) == [StreamTime(28, 2, 0, 0, 0, 0)]
 
 
 def test_a_wait_for_another_stream_where_nothing_else_was_ready() -> None:
@@ -40,7 +39,7 @@ def test_a_wait_for_another_stream_where_nothing_else_was_ready() -> None:
         Gap(0, 3, 2, 20, 44, launch_ns=4, wait_ns=0, unready_ns=20),
     ]
     times = stream_times(found, line)
-    assert times == [StreamTime(25, 5, 0, 20, 0), StreamTime(27, 3, 0, 10, 10)]
+    assert times == [StreamTime(25, 5, 0, 20, 0, 0), StreamTime(27, 3, 0, 10, 0, 10)]
     assert [(row["key"], row["ns"]) for row in lost(times)] == [
         ("busy", 52),
         ("launch", 8),
@@ -68,6 +67,43 @@ def test_order_that_the_plan_adds_is_waited_for() -> None:
     assert gaps(graph_from_edges(2, []), plan, line) == [Gap(1, 1, 0, 0, 26, launch_ns=6, wait_ns=20, unready_ns=0)]
 
 
+def test_a_streams_first_call_that_waits_for_none_has_no_gap() -> None:
+    # 1 adds 1 to a counter, long after it might have, on a stream of its own.
+    line = line_of([(0, 0, 40, 0), (1, 30, 32, 1), (0, 41, 50, 2)])
+    plan = Schedule("nimble", (0, 1, 0), (0, 1, 2), ())
+    graph = graph_from_edges(3, [(0, 2)])
+    found = gaps(graph, plan, line)
+    assert found == [Gap(0, 2, 0, 40, 41, launch_ns=1, wait_ns=0, unready_ns=0)]
+    times = stream_times(found, line)
+    assert times == [StreamTime(49, 1, 0, 0, 0, 0), StreamTime(2, 0, 0, 0, 30, 18)]
+    assert [(row["name"], row["ns"]) for row in lost(times)][2:] == [("not begun", 30), ("nothing left", 18)]
+
+
+def test_only_gaps_that_the_replays_length_depends_on_are_worth_a_line() -> None:
+    # 0, 1, 3 took longest; 2, beside them, begins 9 late and ends long before it is waited for.
+    line = line_of([(0, 0, 10, 0), (0, 11, 60, 1), (1, 19, 25, 2), (0, 63, 70, 3)])
+    plan = Schedule("nimble", (0, 0, 1, 0), (0, 1, 2, 3), ((0, 2), (2, 3)))
+    graph = graph_from_edges(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    found = gaps(graph, plan, line)
+    assert [(one.call, one.launch_ns) for one in found] == [(1, 1), (2, 9), (3, 3)]
+    report = replace(sample_report(4), graph=graph, schedules=(plan,))
+    rows = longest_gaps(report, line, found, 5)
+    assert [(row["call"], row["why"], row["delay_ns"]) for row in rows] == [(3, "launch gap", 3), (1, "launch gap", 1)]
+
+
+def test_a_delay_counts_from_when_the_data_was_ready() -> None:
+    # 2 needs 0 alone, which ended at 10, and queues behind 1 on the other stream, which needed nothing.
+    line = line_of([(0, 0, 10, 0), (1, 0, 40, 1), (1, 44, 50, 2)])
+    plan = Schedule("nimble", (0, 1, 1), (0, 1, 2), ((0, 2),))
+    graph = graph_from_edges(3, [(0, 2)])
+    report = replace(sample_report(3), graph=graph, schedules=(plan,))
+    (row,) = longest_gaps(report, line, gaps(graph, plan, line), 5)
+    assert (row["call"], row["awaited"], row["ns"], row["delay_ns"]) == (2, 1, 4, 4)
+    waits = line_of([(0, 0, 10, 0), (1, 0, 5, 1), (1, 16, 50, 2)])
+    (row,) = longest_gaps(report, waits, gaps(graph, plan, waits), 5)
+    assert (row["call"], row["awaited"], row["ns"], row["delay_ns"]) == (2, 0, 11, 6)
+
+
 def test_between_kernels_of_one_call() -> None:
     line = line_of([(0, 0, 5, 0), (0, 9, 12, 0)], 1)
     found = gaps(graph_from_edges(1, []), Schedule("nimble", (0,), (0,), ()), line)
@@ -93,7 +129,7 @@ def test_a_kernel_of_no_call_has_only_a_launch_gap() -> None:
 def test_no_spans_no_gaps() -> None:
     line = line_of([])
     assert gaps(graph_from_edges(1, []), Schedule("nimble", (0,), (0,), ()), line) == []
-    assert stream_times([], line) == [StreamTime(0, 0, 0, 0, 0)] * 2
+    assert stream_times([], line) == [StreamTime(0, 0, 0, 0, 0, 0)] * 2
     assert lost(stream_times([], line)) == []
 
 
@@ -105,8 +141,9 @@ def test_rows_name_who_waited_for_whom_and_why() -> None:
     found = gaps(report.graph, plan, line)
     rows = longest_gaps(report, line, found, 4)
     assert len(rows) == 4
-    saved = [one.launch_ns + one.wait_ns for row in rows for one in found if one.call == row["call"]]
-    assert saved == pytest.approx(sorted(saved, reverse=True))
+    delays = [row["delay_ns"] for row in rows]
+    assert delays == sorted(delays, reverse=True)
+    assert all(0 < row["delay_ns"] <= row["ns"] for row in rows)
     assert all(row["why"] and row["after"] and row["label"] for row in rows)
 
 
@@ -139,7 +176,7 @@ def test_the_parts_of_each_streams_time_add_up_to_the_replay(case: tuple[Report,
         assert one.launch_ns + one.wait_ns + one.unready_ns == one.end_ns - one.start_ns > 0
         assert min(one.launch_ns, one.wait_ns, one.unready_ns) >= 0
     for time in stream_times(found, line):
-        parts = (time.busy_ns, time.launch_ns, time.wait_ns, time.unready_ns, time.ended_ns)
+        parts = [getattr(time, f"{key}_ns") for key, _, _ in PARTS]
         assert min(parts) >= 0
         assert sum(parts) == line.length_ns
 

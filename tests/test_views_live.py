@@ -138,6 +138,24 @@ def test_parameters_and_inputs_are_apart() -> None:
     assert found["runs"][0]["total"] == 60 * 1024
 
 
+def test_what_an_optimizer_keeps_is_no_buffer_of_the_model() -> None:
+    report = sample_report(60)
+    own = (
+        Storage(4096, "parameter", "conv.weight"),
+        Storage(512, "buffer", "norm.running_mean"),
+        Storage(4096, "buffer", "conv.weight exp_avg"),
+        Storage(1024, "buffer", "conv.weight exp_avg_sq"),
+        Storage(2048, "buffer", "conv.weight gradient"),
+    )
+    program = replace(report.program, storages=(*report.program.storages, *own))
+    before, after = (dict(live_memory(one)["fixed"]) for one in (report, replace(report, program=program)))
+    assert {name: text for name, text in after.items() if name not in before} == {
+        "Buffers": "512 B",
+        "Optimizer state": "5.00 KiB",
+        "Kept gradients": "2.00 KiB",
+    }
+
+
 def test_nothing_is_known_of_a_profile_and_little_of_a_plan() -> None:
     assert live_memory(profile_report()) is None
     assert "not known" in live_text(profile_report())
@@ -152,5 +170,7 @@ def test_text_names_the_peak_and_what_holds_it(case: str) -> None:
     found, text = live_memory(report), live_text(report)
     if found is not None:
         assert found["runs"][0]["peak_text"] in text
-        assert text.count("last used by") >= len(found["runs"][0]["holders"])
+        holders = found["runs"][0]["holders"]
+        assert text.count("last used by") + text.count("kept to the end, an output") >= len(holders)
+        assert all(("kept to the end" in row["text"]) == row["output"] for row in holders)
     assert "\x1b" not in text

@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 __all__ = ["HostDevice", "HostExecutable", "WholeExecutable", "usable_cores"]
 
 
+_ROUNDS = 3
+_APART_S = 0.02
+"""Between rounds of observing: threads that spin for work have gone to sleep by then."""
+
+
 def usable_cores() -> int:
     """Logical cores this process may use."""
     try:
@@ -145,7 +150,11 @@ class HostDevice:
         return replays_marked(executable, recording.program, executable.schedule)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
-        """Time each call in ``replays`` replays, with as many unobserved ones between them.
+        """Time each call in ``replays`` replays, with as many unobserved ones between them, in rounds that lie apart.
+
+        Right after other threads computed, theirs may still spin on the cores that a call needs, and all of a round's
+        calls take a thousand times as long. So a call's time is that of the round in which its median was least, and
+        the timeline is one of the fastest round.
 
         Raises:
             DeviceError: ``executable`` is no host replay of single calls, or was closed.
@@ -156,14 +165,19 @@ class HostDevice:
                 fix="observe what capture() returned",
             )
         executable.replay()
-        plain: list[float] = []
-        seen: list[tuple[float, list[int], list[int]]] = []
-        for _ in range(max(replays, 1)):
-            start = time.perf_counter_ns()
-            executable.replay()
-            plain.append(time.perf_counter_ns() - start)
-            seen.append(executable.timed_replay())
-        return _observation(executable, recording, plain, seen)
+        rounds: list[_Round] = []
+        for count in _shares(max(replays, 1), _ROUNDS):
+            if rounds:
+                time.sleep(_APART_S)
+            plain: list[float] = []
+            seen: list[tuple[float, list[int], list[int]]] = []
+            for _ in range(count):
+                start = time.perf_counter_ns()
+                executable.replay()
+                plain.append(time.perf_counter_ns() - start)
+                seen.append(executable.timed_replay())
+            rounds.append(_Round(plain, seen))
+        return _observation(executable, recording, rounds)
 
     def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
         """The fastest of a few runs of each."""
@@ -196,21 +210,42 @@ def _resident_peak(*, reset: bool) -> int:
         return 0
 
 
-def _observation(
-    executable: HostExecutable,
-    recording: Recording,
-    plain: Sequence[float],
-    seen: Sequence[tuple[float, list[int], list[int]]],
-) -> Observation:
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Replays in a row: unobserved ones, ns, and observed ones, ``(ns, begins, ends)`` by call."""
+
+    plain: Sequence[float]
+    seen: Sequence[tuple[float, list[int], list[int]]]
+
+    @property
+    def wall_ns(self) -> float:
+        return median(wall for wall, _, _ in self.seen)
+
+    def taken_ns(self, call: int) -> list[float]:
+        return [float(ends[call] - begins[call]) for _, begins, ends in self.seen]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """``total`` in at most ``parts`` nearly equal parts.
+
+    >>> _shares(11, 3), _shares(2, 3)
+    ([4, 4, 3], [1, 1])
+    """
+    return [share for part in range(parts) if (share := (total + parts - 1 - part) // parts)]
+
+
+def _observation(executable: HostExecutable, recording: Recording, rounds: Sequence[_Round]) -> Observation:
     schedule = executable.schedule
     calls = recording.program.calls
-    wall, begins, ends = sorted(seen, key=lambda one: one[0])[(len(seen) - 1) // 2]
+    fastest = min(rounds, key=lambda one: one.wall_ns)
+    wall, begins, ends = sorted(fastest.seen, key=lambda one: one[0])[(len(fastest.seen) - 1) // 2]
     zero = min(begins, default=0)
     spans = [
         Span(schedule.stream[call.index], float(begin - zero), float(end - zero), call.index, call.label)
         for call, begin, end in zip(calls, begins, ends, strict=True)
     ]
-    taken = [[float(end[c] - begin[c]) for _, begin, end in seen] for c in range(len(calls))]
+    taken = [[one.taken_ns(call) for one in rounds] for call in range(len(calls))]
+    pooled = [[ns for one in own for ns in one] for own in taken]
     folded = executable.folded
     note = f"{folded} calls on constants were run once, at preparation: they take no time" if folded else ""
     workers = schedule.streams or 1
@@ -222,14 +257,14 @@ def _observation(
             lanes=tuple(Lane(f"worker {index}", "worker") for index in range(workers)),
             spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))),
             profiled_ns=wall,
-            unprofiled_ns=median(plain),
+            unprofiled_ns=median(fastest.plain),
             note=note,
         ),
         Costs(
-            ns=tuple(median(one) for one in taken),
+            ns=tuple(min(median(one) for one in own) for own in taken),
             source=f"host clock, {'one' if workers == 1 else workers}-worker replay",
-            spread_ns=tuple(quantile(one, 0.75) - quantile(one, 0.25) for one in taken),
-            observed=len(seen),
+            spread_ns=tuple(quantile(one, 0.75) - quantile(one, 0.25) for one in pooled),
+            observed=sum(len(one.seen) for one in rounds),
             expected=len(calls),
             seen=len(spans),
         ),

@@ -192,7 +192,7 @@ def overhead_profile(
         warnings=(
             *trace.warnings,
             *_doubts(program, trace, matches, unprofiled_ns),
-            *_homeless(trace, stretches, cuts[-1] if cuts else trace.start_ns),
+            *_homeless(program, trace, stretches, matches, cuts[-1] if cuts else trace.start_ns),
         ),
         phases=tuple(_phases(trace, forest, stretches)),
         waiting_ns=float(lasted["waiting"]),
@@ -643,7 +643,9 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
 
     A host read (``.item()``), an operator whose result has a size that depends on data (``nonzero``), and a copy that
     the host waits for are one each, not two, whatever the runtime does inside; the last is named after the copy
-    (``"Memcpy DtoH (Device -> Pageable)"``).
+    (``"Memcpy DtoH (Device -> Pageable)"``). Where a GPU was traced they count if the host waited inside: what is read
+    may lie on the host, as the step of Adam does. On the host nothing waits, so reads count as what would wait on a
+    GPU, but for the optimizer's own, which are of such counters.
     """
     blocking = _blocking_copies(trace)
     waits = sorted(
@@ -651,11 +653,14 @@ def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
         key=lambda event: event.start_ns,
     )
     waited = [event.start_ns for event in waits]
-    reads = list(_outermost(forest, _HOST_READS))
-    # Only where the host did wait inside: on the host device nothing does, and not every one of them has to.
-    reads += [
-        one for one in _outermost(forest, _DATA_DEPENDENT) if bisect_left(waited, one[0]) < bisect_left(waited, one[1])
+    reads = [
+        one
+        for one in _outermost(forest, (*_HOST_READS, *_DATA_DEPENDENT))
+        if bisect_left(waited, one[0]) < bisect_left(waited, one[1])
     ]
+    if trace.device == "cpu":
+        counters = sorted((start, end) for name, start, end in trace.phases if name == "optimizer")
+        reads = [one for one in _outermost(forest, _HOST_READS) if not covers(counters, one[0])]
     yield from reads
     inside = union((start, end) for start, end, _ in reads)
     copies = _copies(trace, forest)
@@ -709,10 +714,20 @@ def _copies(trace: Trace, forest: Forest) -> list[tuple[int, int, str]]:
 
 def _place(program: Program, call: int, within: bool) -> str:
     origins = program.calls[call].origins
-    if not origins or not origins[0].file:
-        return ""
-    line = f"{origins[0].file}:{origins[0].line}"
-    return line if within else f"after {line}"
+    if within and origins and origins[0].file:
+        return f"{origins[0].file}:{origins[0].line}"
+    return _last_place(program, call)
+
+
+def _last_place(program: Program, call: int) -> str:
+    """``"after FILE:LINE"``: the last known line of the phase up to ``call``: printing a tensor has none itself."""
+    phase = program.calls[call].phase
+    for one in reversed(program.calls[: call + 1]):
+        if one.phase != phase:
+            break
+        if one.origins and one.origins[0].file:
+            return f"after {one.origins[0].file}:{one.origins[0].line}"
+    return ""
 
 
 def _doubts(program: Program, trace: Trace, matches: Sequence[tuple[int, int]], unprofiled_ns: float) -> Iterator[str]:
@@ -736,17 +751,29 @@ def _doubts(program: Program, trace: Trace, matches: Sequence[tuple[int, int]], 
         )
 
 
-def _homeless(trace: Trace, stretches: Iterable[_Stretch], last: int) -> Iterator[str]:
-    """Said where too much host time after the last call belongs to none; an eager optimizer is known by phase."""
-    elsewhere = [(start, end) for name, start, end in trace.phases if name == "optimizer"]
-    lost = 0
+def _homeless(
+    program: Program, trace: Trace, stretches: Iterable[_Stretch], matches: Sequence[tuple[int, int]], last: int
+) -> Iterator[str]:
+    """Said where too much host time after the last call belongs to none; an eager optimizer is known by phase.
+
+    Where one stretch of Python, without any operator, is most of it, the line before it is named: a data pipeline of
+    the user's own, say.
+    """
+    known = [(start, end) for name, start, end in trace.phases if name == "optimizer"]
+    lost = longest = running = 0
     for stretch in stretches:
-        start = max(stretch.start_ns, last)
-        if stretch.cause not in _WAITS and stretch.end_ns > start and not covers(elsewhere, start):
-            lost += stretch.end_ns - start
+        start, end = max(stretch.start_ns, last), stretch.end_ns
+        own = 0
+        if stretch.cause not in _WAITS and end > start:
+            own = end - start - sum(max(0, min(end, until) - max(start, since)) for since, until in known)
+        lost += own
+        running = running + own if stretch.cause == "python" else 0  # stretches also end where the device turns idle
+        longest = max(longest, running)
     if lost > REMAINDER_BOUND * trace.length_ns:
         share = format_percent(lost / trace.length_ns)
-        yield f"{format_ns(lost)} of the profiled iteration ({share}) come after its last call and belong to none"
+        place = _last_place(program, matches[-1][0]) if matches else ""
+        one = f": {format_ns(longest)} in one stretch of Python, {place}" if place and 2 * longest > lost else ""
+        yield f"{format_ns(lost)} of the profiled iteration ({share}) come after its last call and belong to none{one}"
 
 
 def _source(trace: Trace) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from threading import Lock
 from typing import Any, Literal, get_args
 
 from nimble_core.cupti import attached_tool
@@ -31,6 +32,7 @@ __all__ = [
     "RuntimeEvent",
     "Trace",
     "calibrate",
+    "claim_profiler",
     "dispatch_floor_ns",
     "floor_of",
     "is_launch",
@@ -41,7 +43,7 @@ __all__ = [
     "outer_first",
     "profile_eager",
     "quiet_kineto",
-    "require_free",
+    "release_profiler",
     "trace_from_events",
 ]
 
@@ -220,7 +222,6 @@ def profile_eager(
     """
     import torch
 
-    require_free(torch, cuda=device == "cuda")
     activities = [torch.profiler.ProfilerActivity.CPU]
     supported: set[Any] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
     missing = device == "cuda" and torch.profiler.ProfilerActivity.CUDA not in supported
@@ -229,40 +230,63 @@ def profile_eager(
     mark = torch.profiler.record_function
     synchronize()
     profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False, acc_events=True)
-    with quiet_kineto():
-        profiler.start()
-        try:
-            for _ in range(warmup):
-                run()
-                synchronize()
-            for _ in range(iterations):
-                with mark(ITERATION):
-                    with mark(RUN):
-                        run()
+    claim_profiler(torch, cuda=device == "cuda")
+    try:
+        with quiet_kineto():
+            profiler.start()
+            try:
+                for _ in range(warmup):
+                    run()
                     synchronize()
-            if device == "cpu":
-                calibrate(torch, mark)
-        finally:
-            profiler.stop()
+                for _ in range(iterations):
+                    with mark(ITERATION):
+                        with mark(RUN):
+                            run()
+                        synchronize()
+                if device == "cpu":
+                    calibrate(torch, mark)
+            finally:
+                profiler.stop()
+    finally:
+        release_profiler()
     warnings = ("this build of torch cannot profile CUDA: no device events",) if missing else ()
     return trace_from_events(_raw_events(profiler), device=device, warnings=warnings)
 
 
-def require_free(torch: Any, *, cuda: bool) -> None:
-    """Refuse to start ``torch.profiler`` beside another profiler: a second one loses what either of them holds.
+_CLAIMED = Lock()
+_ONE_AT_A_TIME = "leave its context first; of several threads one profiles at a time"
+
+
+def claim_profiler(torch: Any, *, cuda: bool) -> None:
+    """Take ``torch.profiler`` for this process until ``release_profiler``: beside another profiler it does not start.
+
+    In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
+    of its own profiler it knows by thread, and Kineto is one for the process.
 
     Args:
         torch: the module.
         cuda: whether it would watch a GPU, which tools like Nsight Systems keep to themselves.
 
     Raises:
-        DeviceError: ``torch.profiler`` runs already, or such a tool is attached.
+        DeviceError: ``torch.profiler`` runs already, in any thread, or such a tool is attached.
     """
-    if torch._C._autograd._profiler_enabled():
-        raise DeviceError("another profiler is running in this process", fix="leave its context first")
-    tool = attached_tool() if cuda else ""
-    if tool:
-        raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
+    if not _CLAIMED.acquire(blocking=False):
+        raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
+    try:
+        elsewhere = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+        if elsewhere or torch._C._autograd._profiler_enabled():
+            raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
+        tool = attached_tool() if cuda else ""
+        if tool:
+            raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
+    except BaseException:
+        _CLAIMED.release()
+        raise
+
+
+def release_profiler() -> None:
+    """What was claimed is free again. After the profiler has stopped, once for each claim."""
+    _CLAIMED.release()
 
 
 def dispatch_floor_ns() -> float:

@@ -1283,7 +1283,7 @@ const NimbleViewer = (() => {
         return [`Idle for ${time(length[gap])} before call ${waiter} ${calls.label[waiter]}`, after, ...[[unready, "nothing ready: every call left needed one that was running"], [wait[gap], "wait on another stream, while other calls were ready"], [launch[gap], "launch gap: nothing was left to wait for"]].filter(([ns]) => ns > 0).map(([ns, why]) => `${time(ns)} ${why}`)];
       }
       function longest(run) {
-        return run.longest.length > 0 && [el("p", { class: "nv-sub" }, "Gaps that a faster launch or another order could save, longest first:"), table([["Call that waited"], ["For the end of"], ["Stream idle", 1], ["Why"]], run.longest.map((row) => el("tr", null, el("td", null, callLink(row.call), el("span", { class: "nv-small" }, row.lane)), el("td", null, row.after), el("td", { class: "nv-num" }, row.text), el("td", null, row.why))))];
+        return run.longest.length > 0 && [el("p", { class: "nv-sub" }, "Gaps that a faster launch or another order could save, those that delayed most first:"), table([["Call that waited"], ["For the end of"], ["Delay", 1], ["Stream idle", 1], ["Why"]], run.longest.map((row) => el("tr", null, el("td", null, callLink(row.call), el("span", { class: "nv-small" }, row.lane)), el("td", null, row.after), el("td", { class: "nv-num" }, row.delay), el("td", { class: "nv-num" }, row.text), el("td", null, row.why))))];
       }
       const whole = () => setRange(0, extent * 1.02);
       function reveal(centre) {

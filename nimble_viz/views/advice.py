@@ -13,6 +13,7 @@ from nimble_core.units import format_ns, format_percent, format_ratio
 from nimble_viz.report import OverheadProfile, Report
 from nimble_viz.views.labels import SAME_BAND, label_call, label_run, planned, plural
 from nimble_viz.views.limit import Breakdown, breakdown
+from nimble_viz.views.provenance import is_layout_copy
 from nimble_viz.views.what_if import what_if
 from nimble_viz.views.work import CallWork, call_work
 
@@ -98,7 +99,7 @@ class Advice:
 
     Args:
         eager: the profiled eager iteration by source of overhead; None if it was not profiled.
-        replay: the replay along its longest chain; None if none was watched.
+        replay: the replay along the chain that ran longest in it; None if none was watched.
         changes: to the fastest replay, or to the eager run where there is none.
     """
 
@@ -222,9 +223,9 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
     one = plan.streams == 1
     parts = [
         (
-            "critical path",
+            "calls",
             found.alone - copies + min(found.contention, 0.0),
-            "calls of the longest chain, by themselves",
+            "calls of the chain that ran longest, each as long as by itself",
         ),
         ("copies", copies, "calls of that chain that only copy"),
         (
@@ -236,7 +237,10 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
         ("waits", found.waits, "the device idles until another stream is done"),
         ("outside", found.launch, "before the first call and after the last: graph launch, inputs, outputs"),
     ]
-    note = f"along the longest chain of the replay, {plural(len(found.calls), 'call')}, measured by {line.clock}"
+    chain = plural(len(found.calls), "call")
+    note = f"along the chain that ran longest in the watched replay, {chain}, measured by {line.clock}"
+    if found.calls != report.critical_path:
+        note += f"; the critical path, {plural(len(report.critical_path), 'call')}, is the longest by isolated times"
     total = sum(ns for _, ns, _ in parts)
     if taken.median_ns and abs(total / taken.median_ns - 1) > SAME_BAND:
         note += f"; unwatched it takes {format_ns(taken.median_ns)}"
@@ -245,7 +249,7 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
 
 def _copies_ns(report: Report, found: Breakdown) -> float:
     calls, ns = report.program.calls, report.costs.ns
-    return sum(ns[call] for call in found.calls if calls[call].label in _COPIES)
+    return sum(ns[call] for call in found.calls if calls[call].label in _COPIES or is_layout_copy(calls[call]))
 
 
 # What would help next.
@@ -311,12 +315,14 @@ def _of_replay(report: Report, run: str, found: Breakdown | None) -> Iterator[Ch
         found.launch,
         "time before the first and after the last call",
     )
-    yield bound("do without copies and changes of layout", _copies_ns(report, found), "copies on the longest chain")
+    yield bound(
+        "do without copies and changes of layout", _copies_ns(report, found), "copies on the chain that ran longest"
+    )
     rows = call_work(report)
     yield from _other_kernels(report, found, rows, bound)
     if report.costs.demand:
         unfilled = sum(report.costs.ns[call] * (1 - report.costs.demand[call]) for call in found.calls)
-        why = "calls of the longest chain leave this much of the GPU empty"
+        why = "calls of the chain that ran longest leave this much of the GPU empty"
         yield Change("a larger batch", run, min(unfilled, now), now, "bound", why, per_sample=True)
 
 
@@ -348,7 +354,7 @@ def _other_streams(report: Report, run: str, plan: Schedule, now: float) -> Iter
 def _other_kernels(
     report: Report, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
 ) -> Iterator[Change]:
-    """Kernels on the longest chain: those that are far from the best rates, and those that only wait for memory."""
+    """Kernels on the chain that ran longest: those far from the best rates, and those that only wait for memory."""
     if report.work is None:
         return
     calls, ns = report.program.calls, report.costs.ns
@@ -361,7 +367,7 @@ def _other_kernels(
         yield bound(
             f"compute {plural(len(light), 'light call')} inside their neighbours' kernels (fuse='auto')",
             sum(ns[call] for call in light),
-            f"calls of the longest chain with less than {_MEMORY_BOUND:g} operations for each byte",
+            f"calls of the chain that ran longest with less than {_MEMORY_BOUND:g} operations for each byte",
         )
     least = min((one for one in ns if one > 0), default=0.0)
     enough = _RATE_SHARE * report.costs.total_ns

@@ -14,6 +14,7 @@ from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns, format_percent
 from nimble_viz.report import Report
 from nimble_viz.views.labels import label_call
+from nimble_viz.views.limit import chain_that_ran
 
 __all__ = [
     "CAUSES",
@@ -38,6 +39,7 @@ CAUSES = (
 PARTS = (
     ("busy", "busy", "a kernel of the stream was running"),
     *CAUSES,
+    ("begun", "not begun", "before the stream's first call, which had to wait for none"),
     ("ended", "nothing left", "the stream's last call had ended"),
 )
 """What the time of a stream is made of: key, name, meaning."""
@@ -51,7 +53,7 @@ class Gap:
         lane: the stream.
         call: whose kernel began late; None for one that belongs to no call.
         awaited: the call that ended last of those that ``call`` had to wait for; ``call`` itself between two of its
-            kernels; None if it had to wait for none.
+            kernels; None where ``call`` is.
         start_ns: when the stream fell idle, the start of the replay before its first call.
         end_ns: when the kernel began.
         launch_ns: after all had ended that it had to wait for.
@@ -77,6 +79,7 @@ class StreamTime:
     launch_ns: float
     wait_ns: float
     unready_ns: float
+    begun_ns: float
     ended_ns: float
 
 
@@ -85,6 +88,9 @@ _Interval = tuple[float, float]
 
 def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     """Every stretch in which a stream of ``line`` stood still before one of its kernels, in order of their ends.
+
+    Before a stream's first call is a gap only if that had to wait for a call: one that waits for none delays nobody of
+    its stream.
 
     A call has to wait for its predecessors in the graph, for the waits of the plan, and for the call before it on its
     stream. One that was not seen running (it launched nothing) ended when all that it waits for had.
@@ -104,7 +110,7 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     >>> line = Timeline("mine", "measured", "GPU clock", lanes, spans)
     >>> found = gaps(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
     >>> [(one.call, one.awaited, one.launch_ns, one.wait_ns, one.unready_ns) for one in found]
-    [(1, None, 2.0, 0.0, 0.0), (2, 1, 3.0, 0.0, 20.0)]
+    [(2, 1, 3.0, 0.0, 20.0)]
     """
     if not line.spans:
         return []
@@ -115,6 +121,7 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     starts = [start for start, _ in queued]
     reached = [zero] * len(line.lanes)
     begun: set[int] = set()
+    lanes: set[int] = set()
     found = []
     for span in line.spans:
         since, reached[span.lane] = reached[span.lane], max(reached[span.lane], span.end_ns)
@@ -126,7 +133,9 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
         else:
             until, awaited = held[call]
             begun.add(call)
-        if span.start_ns <= since:
+        first = span.lane not in lanes
+        lanes.add(span.lane)
+        if span.start_ns <= since or (first and awaited is None):
             continue
         until = min(max(until, since), span.start_ns)
         waited = _overlap(queued, starts, since, until)
@@ -155,7 +164,9 @@ def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
     """What each lane's time was spent on, given ``gaps``."""
     length, zero = line.length_ns, min((span.start_ns for span in line.spans), default=0.0)
     busy, last = [0.0] * len(line.lanes), [zero] * len(line.lanes)
+    first: dict[int, float] = {}
     for span in line.spans:
+        first.setdefault(span.lane, span.start_ns)
         busy[span.lane] += max(0.0, span.end_ns - max(span.start_ns, last[span.lane]))
         last[span.lane] = max(last[span.lane], span.end_ns)
     made = []
@@ -164,13 +175,15 @@ def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
         launch, wait, unready = (
             sum(getattr(gap, f"{cause}_ns") for gap in own) for cause in ("launch", "wait", "unready")
         )
-        made.append(StreamTime(busy[lane], launch, wait, unready, zero + length - last[lane]))
+        waited = any(gap.start_ns == zero and gap.end_ns == first[lane] for gap in own)
+        begun = 0.0 if waited else first.get(lane, zero) - zero
+        made.append(StreamTime(busy[lane], launch, wait, unready, begun, zero + length - last[lane]))
     return made
 
 
 def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
     """What the time of all streams together was spent on: share, nanoseconds, name, meaning; zeros left out."""
-    total = sum(one.busy_ns + one.launch_ns + one.wait_ns + one.unready_ns + one.ended_ns for one in times)
+    total = sum(getattr(one, f"{key}_ns") for one in times for key, _, _ in PARTS)
     rows = []
     for key, name, meaning in PARTS:
         ns = sum(getattr(one, f"{key}_ns") for one in times)
@@ -189,18 +202,31 @@ def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
 
 
 def longest_gaps(report: Report, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
-    """The longest gaps before calls as text: who waited for whom, how long, and why.
+    """The gaps that delayed the replay most, as text: who waited for whom, how long, and why.
 
-    Longest is what another schedule or a faster launch could save: launch gaps, and waits while calls were ready.
+    Those before (and inside) calls of the chain that ran longest: a call off it may begin later and nothing is lost.
+    ``delay`` is what a faster launch or another order could save: since the call's data was ready, or since its kernel
+    before. What its stream idled before that is no delay.
     """
-    calls = report.program.calls
-    of_calls = [
-        (-gap.launch_ns - gap.wait_ns, -gap.unready_ns, gap.end_ns, gap.call, gap)
+    plan = report.schedule(line.run)
+    if plan is None or not found:
+        return []
+    calls, zero = report.program.calls, min(span.start_ns for span in line.spans)
+    chain = set(chain_that_ran(report.graph, plan, line))
+    ready, _ = _moments(report.graph, plan, line, zero)
+    delays = [
+        (
+            gap.end_ns - (gap.start_ns if gap.awaited == gap.call else max(gap.start_ns, ready[gap.call][0])),
+            gap.call,
+            gap,
+        )
         for gap in found
-        if gap.call is not None
+        if gap.call is not None and gap.call in chain
     ]
     rows = []
-    for *_, call, gap in sorted(of_calls, key=lambda one: one[:4])[:most]:
+    for delay, call, gap in sorted(delays, key=lambda one: (-one[0], one[2].end_ns, one[1]))[:most]:
+        if delay <= 0:
+            break
         rows.append(
             {
                 "call": call,
@@ -210,6 +236,8 @@ def longest_gaps(report: Report, line: Timeline, found: Sequence[Gap], most: int
                 "after": _after(report, line, gap),
                 "ns": gap.end_ns - gap.start_ns,
                 "text": format_ns(gap.end_ns - gap.start_ns),
+                "delay": format_ns(delay),
+                "delay_ns": delay,
                 "why": _why(gap),
             }
         )

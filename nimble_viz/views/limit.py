@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from nimble_core.costs import Costs, limit_ns
@@ -13,7 +14,7 @@ from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns, format_percent, format_ratio
 from nimble_viz.report import Report
 
-__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "distance", "limit"]
+__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "limit"]
 
 EXPLAINED_ABOVE = 1.3
 """A replay this many times longer than its limit is explained."""
@@ -30,7 +31,7 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """A replay, taken apart along its longest chain of calls, each begun by the end of the one before; nanoseconds.
+    """A replay, taken apart along the chain of calls that ran longest (``chain_that_ran``); nanoseconds.
 
     ``alone + contention + gaps + waits + launch`` is the replay's wall time, up to overlaps of neighbouring calls.
 
@@ -103,45 +104,72 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
     Complexity:
         O(edges + spans).
     """
+    chain = chain_that_ran(graph, plan, line)
+    if not chain:
+        return None
     start: dict[int, float] = {}
-    end: dict[int, float] = {}
     busy: dict[int, float] = {}
     for span in line.spans:
         if span.call is not None:
             start[span.call] = min(start.get(span.call, span.start_ns), span.start_ns)
-            end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
             busy[span.call] = busy.get(span.call, 0.0) + span.end_ns - span.start_ns
-    if not end:
-        return None
-    awaited = [list(sources) for sources in predecessors(graph, meg=True)]
-    for producer, consumer in (*plan.syncs, *stream_neighbours(plan.stream, plan.order)):
-        awaited[consumer].append(producer)
-    call = last = max(end, key=lambda index: (end[index], -index))
-    chain = [call]
+    end = _ends(line)
     gaps = waits = 0.0
-    while True:
-        earlier = [source for source in awaited[call] if source in end and end[source] < end[call]]
-        if not earlier:
-            break
-        latest = max(earlier, key=lambda index: (end[index], plan.stream[index] == plan.stream[call], -index))
-        idle = start[call] - end[latest]
-        if plan.stream[latest] == plan.stream[call]:
+    for earlier, call in pairwise(chain):
+        idle = start[call] - end[earlier]
+        if plan.stream[earlier] == plan.stream[call]:
             gaps += idle
         else:
             waits += idle
-        call = latest
-        chain.append(call)
     inside = sum(end[one] - start[one] - busy[one] for one in chain)
     alone = sum(costs.ns[one] for one in chain)
-    watched = end[last] - start[call]
+    watched = end[chain[-1]] - start[chain[0]]
     return Breakdown(
         alone=alone,
         contention=sum(busy[one] for one in chain) - alone,
         gaps=gaps + inside,
         waits=waits,
         launch=max(0.0, wall_ns - watched),
-        calls=tuple(reversed(chain)),
+        calls=chain,
     )
+
+
+def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[int, ...]:
+    """The calls that determined how long a replay took, first call first; empty if no span belongs to a call.
+
+    The last is the call that ended last; before each stands the one whose end it had to await last, of those that
+    precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
+
+    >>> from nimble_core.graph import graph_from_edges
+    >>> from nimble_core.timeline import Lane, Span
+    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
+    >>> line = Timeline("mine", "measured", "GPU clock", (Lane("0", "stream"), Lane("1", "stream")), spans)
+    >>> plan = Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
+    >>> chain_that_ran(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
+    (1, 2)
+    """
+    end = _ends(line)
+    if not end:
+        return ()
+    awaited = [list(sources) for sources in predecessors(graph, meg=True)]
+    for producer, consumer in (*plan.syncs, *stream_neighbours(plan.stream, plan.order)):
+        awaited[consumer].append(producer)
+    chain = [max(end, key=lambda index: (end[index], -index))]
+    while True:
+        call = chain[-1]
+        earlier = [source for source in awaited[call] if source in end and end[source] < end[call]]
+        if not earlier:
+            return tuple(reversed(chain))
+        chain.append(max(earlier, key=lambda index: (end[index], plan.stream[index] == plan.stream[call], -index)))
+
+
+def _ends(line: Timeline) -> dict[int, float]:
+    """When each call's last span ended."""
+    end: dict[int, float] = {}
+    for span in line.spans:
+        if span.call is not None:
+            end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
+    return end
 
 
 def _parts(found: Breakdown, bound: float, longer: str) -> list[tuple[str, float]]:

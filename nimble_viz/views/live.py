@@ -8,10 +8,10 @@ several streams shares bytes only where calls are ordered. What was measured sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
-from nimble_core.program import Program
+from nimble_core.program import Program, Storage
 from nimble_core.units import format_bytes, format_percent
 from nimble_viz.report import Report
 from nimble_viz.views.labels import label_call, label_run, plural, trains, visible
@@ -23,6 +23,14 @@ HOLDERS = 24
 """Results that are listed by name among those that hold a peak."""
 
 _BAR = 40
+_FIXED = {
+    "parameter": "Parameters",
+    "buffer": "Buffers",
+    "gradient": "Kept gradients",
+    "state": "Optimizer state",
+    "input": "Inputs",
+    "constant": "Constants",
+}
 
 
 def live_memory(report: Report) -> dict[str, Any] | None:
@@ -145,6 +153,8 @@ def _run(
         maker, user = program.calls[order[first]], program.calls[order[last]]
         module = module_of(maker)
         place = f"{label_call(maker)}{f' in {module}' if module else ''}"
+        output = any(ref.storage == storage for ref in program.outputs)
+        until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
         holders.append(
             {
                 "call": order[first],
@@ -154,9 +164,9 @@ def _run(
                 "share": format_percent(nbytes / peak),
                 "first": first,
                 "last": last,
-                "output": any(ref.storage == storage for ref in program.outputs),
+                "output": output,
                 "phase": maker.phase,
-                "text": f"made by {order[first]} {place}, last used by {order[last]} {label_call(user)}",
+                "text": f"made by {order[first]} {place}, {until}",
             }
         )
     rest = alive[HOLDERS:]
@@ -189,10 +199,19 @@ def _run(
 
 def _fixed(program: Program) -> list[tuple[str, str]]:
     """What is there before the first call and after the last."""
-    names = {"parameter": "Parameters", "buffer": "Buffers", "input": "Inputs", "constant": "Constants"}
-    found = []
-    for role, name in names.items():
-        nbytes = sum(storage.nbytes for storage in program.storages if storage.role == role)
-        if nbytes:
-            found.append((name, format_bytes(nbytes)))
-    return found
+    sums = dict.fromkeys(_FIXED.values(), 0)
+    parameters = {storage.name for storage in program.storages if storage.role == "parameter"}
+    for storage in program.storages:
+        if storage.role in _FIXED:
+            sums[_FIXED[_kind(storage, parameters)]] += storage.nbytes
+    return [(name, format_bytes(nbytes)) for name, nbytes in sums.items() if nbytes]
+
+
+def _kind(storage: Storage, parameters: Set[str]) -> str:
+    """Key in ``_FIXED``. A training step's buffers ``"<parameter> gradient"`` and ``"<parameter> <key>"`` are not the
+    model's: gradients that are kept from step to step, and what the optimizer keeps under that key.
+    """
+    name, _, key = storage.name.rpartition(" ")
+    if storage.role != "buffer" or name not in parameters:
+        return storage.role
+    return "gradient" if key == "gradient" else "state"

@@ -100,13 +100,13 @@ def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
 
 
 def _uncalled(report: Report, profile: OverheadProfile) -> list[tuple[str, str]]:
-    """The part of the remainder that is an eager optimizer's: it makes other calls than a captured one."""
+    """What an eager optimizer took, before the first call and after the last: it makes other calls than a captured."""
     phase = next((one for one in profile.phases if one.phase == "optimizer"), None)
     rows = [row for row in profile.calls if report.eager_calls[row.call].phase == "optimizer"]
     if phase is None or rows or not phase.overhead_ns:
         return []
     ns = phase.overhead_ns + (phase.work_ns if report.environment.device != "cuda" else 0.0)
-    return [("Of that in the optimizer, which is known by phase", _of(ns, profile.profiled_ns))]
+    return [("Optimizer, known by phase (zero_grad and step)", _of(ns, profile.profiled_ns))]
 
 
 def _of(ns: float, whole: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from typing import Any
 
@@ -10,9 +11,12 @@ from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import Report
 from nimble_viz.views.labels import common_module, label_call, plural
 
-__all__ = ["became", "fused_calls", "module_of", "nesting_modules", "provenance"]
+__all__ = ["became", "fused_calls", "is_layout_copy", "module_of", "nesting_modules", "provenance"]
 
 _MOST_INDICES = 3
+_POINTWISE = re.compile(r"(?:triton_poi|cpp)_fused_+(?P<names>\w+?)_\d+")
+_COPIES = "clone|_?to_copy|contiguous|copy_?|permute|transpose|t|view|reshape|_?unsafe_view|expand|slice|select"
+_MOVES = f"{_COPIES}|(?:cudnn_)?convolution|convolution_backward"
 
 
 def became(report: Report) -> tuple[tuple[int, ...], ...]:
@@ -29,6 +33,24 @@ def became(report: Report) -> tuple[tuple[int, ...], ...]:
 def module_of(call: Call) -> str:
     """The innermost module that holds everything the call stands for; empty for the model itself, or if unknown."""
     return common_module([origin.module for origin in call.origins])
+
+
+def is_layout_copy(call: Call) -> bool:
+    """Whether a call that stands for no eager call only copies tensors to another layout or place.
+
+    Told by its operator (``"aten.clone.default"``) or the operators in a fused kernel's name
+    (``"triton_poi_fused_clone_permute_3"``), and by what it moves: for each tensor that it writes one of as many
+    elements is read. A fused pointwise kernel may be named after the convolution whose weights it prepares; where it
+    adds a bias it reads more.
+    """
+    if call.eager:
+        return False
+    fused = _POINTWISE.fullmatch(call.operator)
+    names = fused["names"] if fused else call.label
+    moved = _MOVES if fused else _COPIES
+    if not re.fullmatch(f"(?:{moved})(?:_(?:{moved}))*", names):
+        return False
+    return sorted(ref.numel for ref in call.reads) == sorted(ref.numel for ref in call.writes)
 
 
 def nesting_modules(report: Report) -> list[str]:
@@ -56,29 +78,39 @@ def nesting_modules(report: Report) -> list[str]:
 def provenance(report: Report) -> dict[str, Any] | None:
     """How much of a fused program is explained by eager calls; None where nothing was fused.
 
-    ``unmapped`` calls stand for no eager call; ``time`` is their share of the isolated time of all calls, None where
+    Of the calls that stand for no eager call, ``copies`` only copy to another layout (``is_layout_copy``), ``unmapped``
+    are all others; ``calls`` and ``time`` are the latter's share of all calls and of their isolated time, None where
     that was not measured. ``gone`` counts eager calls that no call stands for: folded into weights, or not needed.
     """
     if report.eager is None:
         return None
     calls, ns = report.program.calls, report.costs.ns
-    unmapped = [call.index for call in calls if not call.eager]
+    copies = [call.index for call in calls if is_layout_copy(call)]
+    unmapped = [call.index for call in calls if not call.eager and not is_layout_copy(call)]
     gone = sum(not stand for stand in became(report))
     total = report.costs.total_ns if report.costs.source != "uniform" else 0.0
-    time = sum(ns[index] for index in unmapped) / total if total else None
-    share = len(unmapped) / len(calls) if calls else 0.0
+
+    def spent(which: list[int]) -> float | None:
+        return sum(ns[index] for index in which) / total if total else None
+
+    def counted(which: list[int]) -> str:
+        time = spent(which)
+        share = format_percent(len(which) / len(calls) if calls else 0.0)
+        of_time = "" if time is None else f", {format_percent(time)} of replay time"
+        return f"{plural(len(which), 'call')}: {share} of calls{of_time}"
+
     mapped = f"{plural(len(calls), 'call')} ({report.program.fuse}) for {plural(len(report.eager.calls), 'eager call')}"
-    spent = "" if time is None else f", {format_percent(time)} of replay time"
-    unknown = f"{plural(len(unmapped), 'call')}: {format_percent(share)} of calls{spent}"
     return {
         "fuse": report.program.fuse,
         "unmapped": len(unmapped),
-        "calls": share,
-        "time": time,
+        "copies": len(copies),
+        "calls": len(unmapped) / len(calls) if calls else 0.0,
+        "time": spent(unmapped),
         "gone": gone,
         "facts": [
             ("Calls after fusing", mapped),
-            ("Unmapped (no eager call explains it)", unknown),
+            ("Layout copies (another layout, no eager call)", counted(copies)),
+            ("Unmapped (no eager call explains it)", counted(unmapped)),
             ("Eager calls that left no call (folded, not needed)", format_count(gone)),
         ],
     }
@@ -97,7 +129,7 @@ def fused_calls(report: Report, most: int) -> list[dict[str, str]]:
             "label": label_call(call),
             "kernel": call.operator,
             "cost": format_ns(report.costs.ns[call.index]) if measured else "",
-            "eager": _indices(call.eager),
+            "eager": "layout copy" if is_layout_copy(call) else _indices(call.eager),
             "module": module_of(call),
             "source": _sources(call),
         }

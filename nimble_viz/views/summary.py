@@ -233,7 +233,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("Hazard edges, full DAG", format_count(len(report.graph.edges))),
         ("Edges of the minimum equivalent graph (MEG)", format_count(len(report.graph.meg))),
         ("Sum of isolated calls", format_ns(report.costs.total_ns) if measured else "not measured"),
-        ("Critical path", f"{format_ns(report.critical_path_ns)} over {path}" if measured else path),
+        ("Critical path", f"{format_ns(report.critical_path_ns)} over {path}, by isolated times" if measured else path),
         ("Costs from", report.costs.source),
     ]
     if measured:
