@@ -378,7 +378,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("file", type=Path, metavar="REPORT")
     export.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv")
     export.add_argument(
-        "--format", choices=("perfetto", "chrome", "nsys", "csv"), help="where OUT's suffix does not say"
+        "--format",
+        choices=("perfetto", "chrome", "nsys", "csv", "dot", "svg", "pdf", "png"),
+        help="where OUT's suffix does not say",
     )
     export.set_defaults(run=_export)
 

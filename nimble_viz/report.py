@@ -23,6 +23,7 @@ from nimble_core.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import graphviz
     import pandas
     from plotly.graph_objects import Figure
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -472,8 +473,10 @@ class Report:
         Args:
             path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events,
                 ``*.nsys-rep`` for Nsight Systems, a folder for all tables as CSV, or one of them by name
-                (``calls.csv``).
-            format: ``"perfetto"``, ``"chrome"``, ``"nsys"`` or ``"csv"`` for a path that does not say.
+                (``calls.csv``), ``*.gv`` or ``*.dot`` for the graph as Graphviz source, ``*.svg``, ``*.pdf`` or
+                ``*.png`` for the graph drawn by Graphviz's ``dot``.
+            format: ``"perfetto"``, ``"chrome"``, ``"nsys"``, ``"csv"``, ``"dot"``, ``"svg"``, ``"pdf"`` or ``"png"``
+                for a path that does not say.
 
         Raises:
             InputError: no such format or table, no timelines to trace, or a package is missing.
@@ -482,6 +485,22 @@ class Report:
         from nimble_viz.export.formats import export
 
         return export(self, path, format)
+
+    def graphviz(self, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
+        """The graph for Graphviz: ``.source`` is DOT text, shown or rendered it needs the ``dot`` program.
+
+        Modules are clusters; calls are coloured by stream and say its number; waits between streams are dashed.
+
+        Args:
+            policy: name of the schedule; None: the fastest that was measured.
+            transitive: also edges that follow from others.
+
+        Raises:
+            InputError: no such schedule.
+        """
+        from nimble_viz.export.dot import digraph
+
+        return digraph(self, policy, transitive=transitive)
 
     def to_dataframe(self, kind: str = "calls") -> pandas.DataFrame:
         """One table of this report as a pandas data frame: ``"calls"``, ``"kernels"``, ``"spans"``, ``"syncs"``, ...

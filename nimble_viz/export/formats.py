@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from nimble_core.errors import InputError
+from nimble_viz.export.dot import DRAWN, write_dot
 from nimble_viz.report import Report
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
 
-Format = Literal["perfetto", "chrome", "nsys", "csv"]
+Format = Literal["perfetto", "chrome", "nsys", "csv", "dot", "svg", "pdf", "png"]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 
@@ -21,10 +22,15 @@ _SUFFIXES: dict[str, Format] = {
     ".json": "chrome",
     ".nsys-rep": "nsys",
     ".csv": "csv",
+    ".gv": "dot",
+    ".dot": "dot",
+    ".svg": "svg",
+    ".pdf": "pdf",
+    ".png": "png",
 }
 _KNOWN = (
     "OUT.pftrace or OUT.perfetto-trace (Perfetto), OUT.json (Chrome), OUT.nsys-rep (Nsight Systems), a folder or "
-    "KIND.csv (tables)"
+    "KIND.csv (tables), OUT.gv or OUT.dot (Graphviz), OUT.svg, OUT.pdf or OUT.png (drawn by Graphviz)"
 )
 
 
@@ -50,8 +56,8 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
     Args:
         report: what to write.
         path: the file; for ``"csv"`` a folder that gets one file per table, or a file named after one (``calls.csv``).
-        format: ``"perfetto"``, ``"chrome"``, ``"nsys"`` or ``"csv"``; None for the one that ``path`` asks for
-            (``format_of``).
+        format: ``"perfetto"``, ``"chrome"``, ``"nsys"``, ``"csv"``, ``"dot"`` (the graph as text), ``"svg"``,
+            ``"pdf"`` or ``"png"`` (as a picture); None for the one that ``path`` asks for (``format_of``).
 
     Returns:
         ``path``.
@@ -70,6 +76,8 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
         from nimble_viz.export.nsys import write_nsys
 
         return write_nsys(report, target)
+    if kind == "dot" or kind in DRAWN:
+        return write_dot(report, target, kind)
     from nimble_viz.export.trace import make_trace
 
     trace = make_trace(report)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nimble_core.schedule import Schedule
 from nimble_viz.report import Report
 from nimble_viz.views.advice import best_run
 from nimble_viz.views.labels import label_call, label_run, trains
@@ -30,6 +31,7 @@ __all__ = [
     "lay_out",
     "layers",
     "nest",
+    "opening_schedule",
     "order",
     "spread_row",
     "stacked",
@@ -125,17 +127,15 @@ def dag(report: Report) -> dict[str, Any]:
             }
             for plan in report.schedules
         ],
-        "opens": _opens(report),
+        "opens": report.schedules.index(first) if (first := opening_schedule(report)) else -1,
     }
 
 
-def _opens(report: Report) -> int:
-    """Which schedule to show first: that of the fastest run if it has several streams, else the last; -1 for none."""
+def opening_schedule(report: Report) -> Schedule | None:
+    """Which schedule to show first: that of the fastest run if it has several streams, else the last; None of none."""
     best = best_run(report)
-    for index, plan in enumerate(report.schedules):
-        if plan.policy == best and plan.streams > 1:
-            return index
-    return len(report.schedules) - 1
+    fastest = (plan for plan in report.schedules if plan.policy == best and plan.streams > 1)
+    return next(fastest, report.schedules[-1] if report.schedules else None)
 
 
 def components(module: str) -> tuple[str, ...]:

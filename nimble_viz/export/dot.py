@@ -1,0 +1,146 @@
+"""The DAG as Graphviz source, for papers and other tools; drawn where the ``dot`` program is.
+
+Modules are nested clusters, calls are coloured by stream and say its number, edges are those of the minimum equivalent
+graph. Waits between streams are dashed, what follows from other edges is dotted, the critical path is bold.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from nimble_core.errors import InputError
+from nimble_core.units import format_ns
+from nimble_viz.report import Report
+from nimble_viz.views.dag import nest, opening_schedule
+from nimble_viz.views.labels import label_call, label_run, trains
+from nimble_viz.views.provenance import module_of, nesting_modules
+
+if TYPE_CHECKING:
+    import graphviz
+
+__all__ = ["DRAWN", "Drawn", "digraph", "write_dot"]
+
+Drawn = Literal["svg", "pdf", "png"]
+DRAWN: tuple[Drawn, ...] = get_args(Drawn)
+
+_STREAMS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#e8d92f", "#8a8f92")
+"""Okabe and Ito's colours, safe for colour-blind readers, as in the other views; a stream's number is written too."""
+_ON_DARK = ("#0072b2", "#d55e00")
+_SYNC, _EDGE, _IMPLIED = "#c23b00", "#6b7280", "#b6bcc2"
+_MOST_DRAWN = 2_000
+_LIMIT_S = 120
+
+
+def digraph(report: Report, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
+    """The graph of ``report`` under one of its schedules.
+
+    Args:
+        report: of a comparison or a plan.
+        policy: name of the schedule; None: the fastest that was measured, the last if that has one stream.
+        transitive: also edges that follow from others.
+
+    Returns:
+        Its ``source`` is DOT text; ``render`` and notebooks' display need the ``dot`` program. O(calls + edges).
+
+    Raises:
+        InputError: no such schedule.
+    """
+    import graphviz
+
+    schedule = opening_schedule(report) if policy is None else report.schedule(policy)
+    if policy is not None and schedule is None:
+        known = ", ".join(repr(plan.policy) for plan in report.schedules)
+        raise InputError(f"the report has no schedule {policy!r}", fix=f"one of {known}" if known else "leave it out")
+    text = {"fontname": "Helvetica,Arial,sans-serif", "fontsize": "10"}
+    title = f"{report.model}: {label_run(report, schedule.policy) if schedule else 'no schedule'}"
+    drawn = graphviz.Digraph(
+        re.sub(r"\W+", "_", report.model),
+        comment=" ".join(title.split()),
+        graph_attr={**text, "ranksep": "0.3", "nodesep": "0.2", "newrank": "true"},
+        node_attr={**text, "shape": "box", "style": "filled,rounded", "height": "0.3", "margin": "0.12,0.05"},
+        edge_attr={"color": _EDGE, "arrowsize": "0.6"},
+    )
+    calls, critical = report.program.calls, frozenset(report.critical_path)
+    boxes = nest(nesting_modules(report), [call.phase for call in calls] if trains(report) else None)
+    inside: dict[int, list[int]] = {}
+    for box, parent in enumerate(boxes.parent):
+        inside.setdefault(parent, []).append(box)
+
+    def fill(around: graphviz.Digraph, members: list[int]) -> None:
+        for box in members:
+            if box >= boxes.calls:
+                name = boxes.name[box - boxes.calls]
+                look = {"label": graphviz.escape(name), "style": "rounded", "color": _IMPLIED, "labeljust": "l"}
+                with around.subgraph(name=f"cluster_{box}", graph_attr=look) as cluster:
+                    fill(cluster, inside.get(box, []))
+                continue
+            stream = schedule.stream[box] if schedule else None
+            colour = "#ffffff" if stream is None else _STREAMS[stream % len(_STREAMS)]
+            figures = [format_ns(report.costs.ns[box])] if any(report.costs.ns) and report.costs.ns[box] else []
+            figures += [] if stream is None else [f"stream {stream}"]
+            lines = [f"{box} {label_call(calls[box])}", " · ".join(figures)]
+            origin = calls[box].origins[0] if calls[box].origins else None
+            where = f"{origin.file}:{origin.line}" if origin and origin.file else ""
+            around.node(
+                f"c{box}",
+                label=r"\n".join(graphviz.escape(line) for line in lines if line),
+                tooltip=graphviz.escape("\n".join(filter(None, (calls[box].operator, module_of(calls[box]), where)))),
+                fillcolor=colour,
+                fontcolor="#ffffff" if colour in _ON_DARK else "#111111",
+                penwidth="2.5" if box in critical else "0.8",
+            )
+
+    fill(drawn, inside.get(-1, []))
+    syncs = frozenset(schedule.syncs if schedule else ())
+    path = frozenset(zip(report.critical_path, report.critical_path[1:], strict=False))
+    minimum = frozenset(report.graph.meg)
+    for u, v in sorted(minimum | syncs):
+        look = {"style": "dashed", "color": _SYNC} if (u, v) in syncs else {}
+        if (u, v) in path:
+            look["penwidth"] = "2.5"
+        if (u, v) not in minimum:
+            look["constraint"] = "false"
+        drawn.edge(f"c{u}", f"c{v}", **look)
+    if transitive:
+        for u, v in sorted(frozenset(report.graph.edges) - minimum - syncs):
+            drawn.edge(f"c{u}", f"c{v}", style="dotted", color=_IMPLIED, constraint="false")
+    return drawn
+
+
+def write_dot(report: Report, target: Path, kind: Literal["dot"] | Drawn) -> Path:
+    """Write DOT text, or what ``dot`` draws of it.
+
+    Raises:
+        InputError: there is no ``dot``, it failed or took more than two minutes, or the graph is too large for it.
+        OSError: the file cannot be written.
+    """
+    drawn = digraph(report)
+    if kind == "dot":
+        target.write_text(drawn.source, encoding="utf-8")
+        return target
+    source = f"{target.stem}.gv"
+    size = len(report.program.calls)
+    if size > _MOST_DRAWN:
+        raise InputError(
+            f"a graph of {size:,} calls takes dot hours", fix=f"to_html(), which draws it at once, or {source} as text"
+        )
+    try:
+        found = subprocess.run(
+            ["dot", f"-T{kind}"], input=drawn.source.encode(), capture_output=True, check=True, timeout=_LIMIT_S
+        )
+    except (FileNotFoundError, PermissionError):
+        raise InputError(
+            "Graphviz's dot is not on the PATH", fix=f"apt install graphviz, or brew install graphviz, or {source}"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"dot took more than {_LIMIT_S} s", fix=f"{source} as text, and another of its layouts"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        raise InputError(f"dot failed: {said[0] if said else error.returncode}", fix=f"{source} as text") from None
+    target.write_bytes(found.stdout)
+    return target
