@@ -207,5 +207,19 @@ def _of_images(node: fx.Node) -> bool:
 
 
 def _comes_channels_last(node: fx.Node) -> bool:
-    """Whether what makes this tensor already gives it channels last: anything between convolutions does."""
+    """Whether what makes this tensor already gives it channels last: anything between convolutions does.
+
+    A view of what is given is as it was given.
+    """
+    while (source := _viewed(node)) is not None:
+        node = source
     return node.op == "call_function"
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What this is a view of, or was written in place to; None if it is neither."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    mine, theirs = reference_of(node), reference_of(source)
+    return source if mine is not None and theirs is not None and mine.storage == theirs.storage else None
