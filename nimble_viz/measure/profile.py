@@ -228,10 +228,10 @@ def profile_eager(
     if device == "cuda" and not missing:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     mark = torch.profiler.record_function
-    synchronize()
     profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False, acc_events=True)
     claim_profiler(torch, cuda=device == "cuda")
     try:
+        synchronize()
         with quiet_kineto():
             profiler.start()
             try:
