@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Gap", "all_finite", "gaps", "numbers"]
+__all__ = ["Gap", "all_finite", "finite", "gaps", "numbers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,13 @@ def gaps(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor] | None = Non
             wide = torch.complex128 if a.is_complex() else torch.float64
             gap = a.to(wide) if b is None else a.to(wide) - b.to(wide)
             found += [gap.norm(), gap.abs().max()]
-    read = [value if math.isfinite(value) else math.inf for value in numbers(found)]
+    read = list(map(finite, numbers(found)))
     return [Gap(norm, peak) for norm, peak in zip(read[::2], read[1::2], strict=True)]
+
+
+def finite(value: float) -> float:
+    """What is not a finite number counts as inf."""
+    return value if math.isfinite(value) else math.inf
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.candidates import EqualityCheck
-from nimble_core.distances import Gap, all_finite, gaps
+from nimble_core.distances import Gap, all_finite, finite, gaps
 
 if TYPE_CHECKING:
     import torch
@@ -97,11 +97,7 @@ def _alike(out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bo
 def _errors(out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> list[float]:
     """``relative_error`` of each tensor."""
     apart, sizes = gaps(reference, out), gaps(reference)
-    return [_finite_or_inf(gap.norm / (size.norm or 1.0)) for gap, size in zip(apart, sizes, strict=True)]
-
-
-def _finite_or_inf(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+    return [finite(gap.norm / (size.norm or 1.0)) for gap, size in zip(apart, sizes, strict=True)]
 
 
 def tolerance_for(outputs: Sequence[torch.Tensor], lowest: str = "") -> float:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from nimble_core.candidates import EqualityCheck
-from nimble_core.distances import numbers
+from nimble_core.distances import finite, numbers
 from nimble_core.equality import TOLERANCE, doubt, product_precision, working_precision
 from nimble_core.recording import flat_tensors
 
@@ -240,19 +240,15 @@ def _judged(update: Update, read: Sequence[float], precision: str) -> _Judged:
         return _Judged(update.name, error, 0.0, size, bool(error) and not changed)
     norm, greatest, nonzero, moved_by, other, along, apart, changed, whole = read
     count = eager.numel()
-    size, peak = _finite(norm), _finite(greatest)
+    size, peak = finite(norm), finite(greatest)
     rounding = doubt(moved_by, count, size, precision) if math.isfinite(moved_by) else 0.0
-    stored = torch.finfo(eager.dtype).eps * _finite(whole)
+    stored = torch.finfo(eager.dtype).eps * finite(whole)
     bound = TOLERANCE.get(precision, 0.0) * size + stored + rounding
     if update.jumps:
         bound = min(bound + 2 * peak * math.sqrt(min(_FLIPS, count // 16)), stored + 2 * peak * math.sqrt(count))
     # Within 60 degrees of each other, and not by the chance of a few elements.
     agree = nonzero >= min(4, count) and along > 0.5 * norm * other > 0
-    return _Judged(update.name, _finite(apart), bound, size, not changed and agree)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+    return _Judged(update.name, finite(apart), bound, size, not changed and agree)
 
 
 def _written(value: float) -> float:

@@ -79,7 +79,9 @@ def split(line: str) -> list[str]:
 
 
 def _unquoted(text: str) -> str:
-    head, value = re.fullmatch(r"((?:--)?[\w-]+=(?!=))?(.*)", text, re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    found = re.fullmatch(r"((?:--)?[\w-]+=(?!=))?(.*)", text, re.DOTALL)
+    assert found is not None  # any text matches
+    head, value = found.groups(default="")
     try:
         inner = ast.literal_eval(value) if value[:1] in ("'", '"') else None
     except (SyntaxError, ValueError):  # more than one string

@@ -272,4 +272,4 @@ def _draw_instead(shell: InteractiveShell, error: BaseException, frames: list[Tr
             return [line.rstrip("\n") for line in drawn.get_exception_only(type(error), error)]
         return list(drawn.structured_traceback(type(error), error, chain, tb_offset=0))
 
-    error._render_traceback_ = render  # type: ignore[attr-defined]
+    error._render_traceback_ = render  # type: ignore[attr-defined]  # IPython asks errors for it

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from lab import chromium
 from sample_reports import (
     CASES,
     RENDERED,
@@ -33,30 +33,14 @@ from nimble_viz.views.live import live_memory
 from nimble_viz.views.source import hottest, source
 
 pytestmark = pytest.mark.browser
-sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not installed")
 
-_FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 _TABS = ("summary", "overhead", "dag", "timeline", "syncs", "source", "memory")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next((found for found in map(shutil.which, names) if found), None)
-    if program is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is on the PATH")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program, args=_FLAGS)
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @dataclass
