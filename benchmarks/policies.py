@@ -302,7 +302,7 @@ def memory_figures(program: Program, executable: Executable, single: Executable)
     return {
         "held bytes": executable.nbytes,
         "arena bytes": memory.nbytes,
-        "scratch bytes": memory.scratch_nbytes,
+        "workspace bytes": memory.workspace_nbytes,
         "lower bound bytes": bound,
         "without reuse bytes": apart,
         "one stream's arena bytes": single.memory.nbytes,

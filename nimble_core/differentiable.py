@@ -34,7 +34,15 @@ from nimble_core.lift import lift
 from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.options import Options
 from nimble_core.phases import phase
-from nimble_core.pipeline import Recorded, record_static, state_kept
+from nimble_core.pipeline import (
+    Lender,
+    Recorded,
+    capture,
+    may_be_spoilt,
+    preparing,
+    record_static,
+    state_kept,
+)
 from nimble_core.program import Program, TensorRef
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.searches import Behind, searches_are_answered
@@ -44,6 +52,8 @@ from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
 
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
+
+_KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
 _version = attrgetter("_version")
 _gradient = attrgetter("grad")
@@ -61,6 +71,11 @@ class _Fixed(Protocol):
 
     buffers: list[torch.Tensor]
     outputs: list[torch.Tensor]
+
+    @property
+    def arena(self) -> torch.Tensor | None:
+        """The memory of its calls, bytes; None if they have none of their own."""
+        ...
 
 
 class ForwardBackward(Around):
@@ -234,6 +249,7 @@ class Backward:
         fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
         casts: type that autocast computed in, None if it was off.
+        sparing: makes what replays without overwriting what was saved; None if ``tuned`` does not overwrite it either.
     """
 
     tuned: Tuned
@@ -249,6 +265,8 @@ class Backward:
     fixed: bool
     borrowed: tuple[int, ...]
     casts: torch.dtype | None
+    sparing: Callable[[], Executable] | None = None
+    _spare: Executable | None = None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _latest: weakref.ref[_Pending] | None = None
@@ -330,21 +348,37 @@ class Backward:
         outputs = made[: self.outputs]
         return tuple(one.clone() for one in outputs) if self.fixed else tuple(outputs)
 
+    def close(self) -> None:
+        """Free what replays."""
+        self.executable.close()
+        if self._spare is not None:
+            self._spare.close()
+
+    def _replaying(self, keep: bool) -> Executable:
+        """What replays, and leaves what was saved as it is if that is to be kept: made when it is first asked for."""
+        if self.sparing is None or not keep:
+            return self.executable
+        if self._spare is None:
+            self._spare = self.sparing()
+        return self._spare
+
     def replay(
-        self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], *, accumulate: bool
+        self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], *, accumulate: bool, keep: bool
     ) -> list[torch.Tensor | None]:
         """Replay on gradients of the outputs; gradients of inputs and parameters that are autograd's to hand on.
 
-        With ``accumulate``, those of parameters without hooks go into ``.grad``.
+        With ``accumulate``, those of parameters without hooks go into ``.grad``. With ``keep``, another backward of the
+        same forward may follow.
         """
+        executable = self._replaying(keep)
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
         with torch.no_grad():
             # On CUDA gradients always are the same memory: what is in use there would be overwritten.
-            mine = cast(_Fixed, self.executable).outputs if self.fixed else ()
+            mine = cast(_Fixed, executable).outputs if self.fixed else ()
             held = list(map(_gradient, self.parameters))
             used = [at for at, one in enumerate(held) if one is not None and one is mine[at]] if mine else []
             before = [mine[at].clone() for at in used]
-            found = list(self.executable.run([*inputs, *saved], static=True))
+            found = list(executable.run([*inputs, *saved], static=True))
             # What follows is the host's, while the device is busy.
             for at in self.borrowed:
                 found[at] = found[at].clone()
@@ -433,6 +467,11 @@ class Backward:
         return bool(torch._C._will_engine_execute_node(self._node))
 
 
+def _graph_is_kept() -> bool:
+    """Whether another backward may follow the one that runs on this thread (``retain_graph=True``)."""
+    return _KNOWN_WHETHER_KEPT and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -492,7 +531,7 @@ class _Replay(torch.autograd.Function):
             )
         given = [gradients[at] for at in half.differentiable]
         asked = behind is not None and behind.asked
-        found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted())
+        found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted(), keep=_graph_is_kept())
         if behind is not None and asked:
             behind.found = {at: one for at in behind.tensors if (one := found[at]) is not None}
         if any(one is None for one in given):
@@ -573,7 +612,9 @@ def make_trainable(
         with state_kept(first):
             made = [one.detach() for one in forward.best.run(inputs, static=True)]
         saved = made[outputs:]
+        lender: Lender | None = None
         if isinstance(forward.best, _Fixed):
+            saved, lender = _lent(forward.best.arena, saved)
             saved += [forward.best.buffers[at] for at in halves.saved_inputs]
             # With the forward before it: eager and captures keep seeds in different places.
             whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
@@ -586,7 +627,12 @@ def make_trainable(
         whole_nbytes = eager_peak(device, cut)
         with state_kept(second):
             behind = tune(
-                device, second, options, step=step, eager_nbytes=whole_nbytes, beside_nbytes=forward.best.nbytes
+                device,
+                replace(second, lender=lender),
+                options,
+                step=step,
+                eager_nbytes=whole_nbytes,
+                beside_nbytes=forward.best.nbytes,
             )
         behind.close(keep=behind.best)
     except BaseException:
@@ -607,6 +653,7 @@ def make_trainable(
         fixed=fixed,
         borrowed=_borrowed(halves.backward),
         casts=_casts(signature.device.type),
+        sparing=partial(_sparing, device, behind) if lender is not None else None,
     )
     try:
         with step("check equality"):
@@ -673,6 +720,50 @@ def _turnable(program: Program) -> frozenset[str]:
         and program.storages[home].role == "parameter"
         and min(ref.sizes[1:]) > 1 != ref.strides[1]
     )
+
+
+def _lent(memory: torch.Tensor | None, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Lender | None]:
+    """What the forward saved, and its memory for the backward to use up: each part once it has been read.
+
+    Eager's backward frees what it has read as well. Each saved tensor of numbers gets a storage of its own, by which it
+    is known there; others, and those that share bytes, stay as they are.
+    """
+    if memory is None or not _KNOWN_WHETHER_KEPT:
+        return list(saved), None
+    start = memory.data_ptr()
+    spans = [(one.data_ptr() - start, _extent(one)) for one in saved]
+    inside = [offset >= 0 and offset + nbytes <= memory.nbytes for offset, nbytes in spans]
+    order = sorted((at for at in range(len(saved)) if inside[at] and spans[at][1]), key=spans.__getitem__)
+    kept = {at for at in order if not may_be_spoilt(saved[at]) or saved[at].is_conj() or saved[at].is_neg()}
+    reach, last = 0, -1
+    for at in order:
+        offset, nbytes = spans[at]
+        if offset < reach:
+            kept |= {at, last}
+        if offset + nbytes > reach:
+            reach, last = offset + nbytes, at
+    found = list(saved)
+    for at in order:
+        if at not in kept:
+            one = saved[at]
+            storage = torch._C._construct_storage_from_data_pointer(one.data_ptr(), one.device, spans[at][1])
+            found[at] = torch.empty(0, dtype=one.dtype, device=one.device)
+            found[at].set_(storage, 0, one.shape, one.stride())
+    return found, Lender(memory, tuple(sorted(spans[at] for at in kept)))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of ``tensor``."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _sparing(device: Device, behind: Tuned) -> Executable:
+    """The backward that was chosen, in memory of its own."""
+    with preparing():
+        return capture(device, replace(behind.recorded, lender=None), behind.best.schedule)
 
 
 def _borrowed(backward: Recording) -> tuple[int, ...]:

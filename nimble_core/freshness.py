@@ -138,10 +138,11 @@ class Watch:
         all that once after an entry was added, and always where a module keeps its mode or tables elsewhere than
         modules do (``training`` as a property, TorchScript).
         """
-        with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
-            moved = list(map(torch.Tensor.data_ptr, self._watched)) != self._memory
-        if not moved and self._comparable and self._as_remembered() and self._hooked_as_remembered():
-            return ""
+        if self._comparable and self._as_remembered() and self._hooked_as_remembered():
+            # Last, just before ``stale`` looks at the same tensors, which are in the processor's caches then.
+            with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
+                if list(map(torch.Tensor.data_ptr, self._watched)) == self._memory:
+                    return ""
         now = self._now()
         with torch._C.DisableTorchFunction():
             change = self._difference(now) or self._hook_difference()

@@ -126,9 +126,7 @@ def _fused(
     program = attributed(recording.program, recorded.recording.program)
     program = replace(program, choices=tuple(decisions.made))
     recording = replace(recording, program=program, output_structure=recorded.recording.output_structure)
-    return Recorded(
-        recorded.model, recorded.signature, recording, build_graph(program), folded, recorded, recorded.trained
-    )
+    return replace(recorded, recording=recording, graph=build_graph(program), folded=folded, eager=recorded)
 
 
 def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = False, step: Step) -> Recorded:

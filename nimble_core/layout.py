@@ -1,7 +1,7 @@
 """What each call allocates, in the order in which it asks, and where each piece may live.
 
-Results that later calls use go to the arena, where they share bytes with what is dead by then. What a call needs only
-while it runs goes to scratch.
+Results that later calls use go to the arena, where they share bytes with what is dead by then, and so do large
+workspaces, which a call needs only while it runs. Small ones go to scratch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nimble_core.allocations import Ask
+from nimble_core.arena import ALIGNMENT, NOTHING_LENT, Lent, Needs
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule
 
@@ -30,7 +31,8 @@ class Block:
         nbytes: the most that any of them asks for.
         storage: the storage it holds when the call is over, None for what the call frees again.
         home: ``"arena"`` (shared with storages that are dead by then), ``"front"`` and ``"kept"`` (its own for good,
-            below and above the arena) or ``"scratch"`` (the call's own while it runs).
+            below and above the arena), ``"workspace"`` (the call's own while it runs, in the arena) or ``"scratch"``
+            (the same, above all).
         offset: within front or kept.
     """
 
@@ -48,20 +50,33 @@ class Layout:
         blocks: by call; empty for calls that allocate nothing, or that are not placed.
         arena: storages for the arena, with the bytes that each needs there: more than its own where its call has used
             the same block for something else before.
-        scratch: bytes each call needs while it runs.
+        scratch: bytes each call needs while it runs, in small blocks.
+        workspaces: the same in large ones.
         asked: how many allocations each call makes, and of how many bytes together.
         front_nbytes: what lies below the arena.
         kept_nbytes: what lies above it.
         beside_nbytes: what an engine holds beside all that: buffers for its inputs, constants.
+        lent: memory that is there already.
+        lent_address: where.
+        inputs: storages whose buffers lie in the arena, or there.
     """
 
     blocks: tuple[tuple[Block, ...], ...]
     arena: Mapping[int, int]
     scratch: tuple[int, ...]
+    workspaces: tuple[int, ...] = ()
     asked: tuple[tuple[int, int], ...] = ()
     front_nbytes: int = 0
     kept_nbytes: int = 0
     beside_nbytes: int = 0
+    lent: Lent = NOTHING_LENT
+    lent_address: int = 0
+    inputs: tuple[int, ...] = ()
+
+    @property
+    def needs(self) -> Needs:
+        """What memory is planned for beside results."""
+        return Needs(self.scratch, self.workspaces, self.lent, self.inputs)
 
     def sized(self, program: Program) -> Program:
         """The program with storages as large as their places in the arena: what memory is planned for."""
@@ -79,7 +94,7 @@ def lay_out(
     asks: Sequence[Sequence[Ask]] = (),
     *,
     skip: frozenset[str] = frozenset(),
-    alignment: int = 512,
+    alignment: int = ALIGNMENT,
 ) -> Layout:
     """Decide where each allocation of each call may live.
 
@@ -99,6 +114,7 @@ def lay_out(
     arena: dict[int, int] = {}
     front, kept = _Shelf(alignment), _Shelf(alignment)
     scratch: list[int] = []
+    workspaces: list[int] = []
     asked: list[tuple[int, int]] = []
     for call in program.calls:
         all_asks = _asked(program, made[call.index], asks[call.index] if asks else ())
@@ -106,6 +122,7 @@ def lay_out(
         if call.operator in skip:
             blocks.append(())
             scratch.append(0)
+            workspaces.append(0)
             continue
         slots = _served(all_asks)
         alive = [slot.storage is not None and (touched[slot.storage] > 1 or slot.storage in outputs) for slot in slots]
@@ -113,7 +130,7 @@ def lay_out(
         first, last = (wanted[0], wanted[-1]) if wanted else (-1, -1)
         own: list[Block] = []
         for place, slot in enumerate(slots):
-            home, offset = "scratch", 0
+            home, offset = "scratch" if slot.small else "workspace", 0
             if alive[place] and slot.storage is not None and (not slot.small or place == first):
                 home = "arena"
                 arena[slot.storage] = slot.nbytes
@@ -123,11 +140,13 @@ def lay_out(
                 home, offset = "kept", kept.put(slot.nbytes)
             own.append(Block(slot.nbytes, slot.storage, home, offset))
         blocks.append(tuple(own))
-        scratch.append(sum(_aligned(block.nbytes, alignment) for block in own if block.home == "scratch"))
+        for homes, running in (("scratch", scratch), ("workspace", workspaces)):
+            running.append(sum(_aligned(block.nbytes, alignment) for block in own if block.home == homes))
     return Layout(
         blocks=tuple(blocks),
         arena=arena,
         scratch=tuple(scratch),
+        workspaces=tuple(workspaces),
         asked=tuple(asked),
         front_nbytes=front.nbytes,
         kept_nbytes=kept.nbytes,

@@ -13,7 +13,7 @@ from nimble_core.algorithms.reachability import inherited, predecessor_lists
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, stream_neighbours
 
-__all__ = ["Lifetime", "conflict_sets", "dead_before", "happens_before", "lifetimes", "members"]
+__all__ = ["Lifetime", "conflict_sets", "dead_before", "happens_before", "lifetimes", "made", "members"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Lifetime:
 
     Args:
         storage: index into ``Program.storages``.
-        first: position of the first use on each stream that uses the storage, ascending.
+        first: position of the first use on each stream that uses the storage, ascending; empty if it is there from the
+            start.
         last: position of the last use on each of those streams, ascending; empty if it lives to the end.
     """
 
@@ -34,7 +35,8 @@ class Lifetime:
 
 
 def lifetimes(program: Program, schedule: Schedule, storages: Iterable[int]) -> list[Lifetime]:
-    """Lifetimes of those of ``storages`` that any call touches, in the order they are made; outputs never die.
+    """Lifetimes of those of ``storages`` that any call touches, in the order they are made; outputs never die, and what
+    the calls do not make is there from the start.
 
     Complexity:
         Linear in accesses.
@@ -51,11 +53,20 @@ def lifetimes(program: Program, schedule: Schedule, storages: Iterable[int]) -> 
     for ref in program.outputs:
         last[ref.storage] = {}
     found = [
-        Lifetime(storage, tuple(sorted(uses.values())), tuple(sorted(last[storage].values())))
+        Lifetime(
+            storage,
+            tuple(sorted(uses.values())) if program.storages[storage].role == "intermediate" else (),
+            tuple(sorted(last[storage].values())),
+        )
         for storage, uses in first.items()
         if uses
     ]
-    return sorted(found, key=lambda life: (life.first[0], life.storage))
+    return sorted(found, key=made)
+
+
+def made(life: Lifetime) -> tuple[tuple[int, ...], int]:
+    """Sorts lifetimes by when they begin."""
+    return life.first[:1], life.storage
 
 
 def happens_before(schedule: Schedule) -> list[list[int]]:
@@ -129,12 +140,12 @@ def conflict_sets(before: Sequence[Sequence[int]], lives: Sequence[Lifetime]) ->
     everything = (1 << len(lives)) - 1
     sets = []
     for index, life in enumerate(lives):
-        over = later = everything
+        over, later = everything if life.first else 0, everything if life.last else 0
         for position in life.first:
             over &= dead[position]
         for position in life.last:
             later &= unmade[end - position]
-        sets.append(everything & ~(over | (later if life.last else 0) | 1 << index))
+        sets.append(everything & ~(over | later | 1 << index))
     return sets
 
 

@@ -6,14 +6,24 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 
-from nimble_core.algorithms.packing import pack
-from nimble_core.arena import MemoryPlan, placeable, plan_memory, reuse_hazards
+from nimble_core.arena import (
+    ALIGNMENT,
+    NO_NEEDS,
+    MemoryPlan,
+    Needs,
+    packed,
+    plan_memory,
+    reuse_hazards,
+    settled,
+    tenant_nbytes,
+    tenants,
+)
 from nimble_core.costs import Costs
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph
-from nimble_core.lifetimes import Lifetime, conflict_sets, dead_before, happens_before, lifetimes, members
+from nimble_core.lifetimes import Lifetime, conflict_sets, dead_before, happens_before, members
 from nimble_core.policies.base import plan_streams
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule
@@ -22,8 +32,6 @@ from nimble_core.simulate import EXACT, DeviceModel, simulate
 __all__ = ["limit_memory"]
 
 _ATTEMPTS = 8
-_LARGE = (2, 4, 8)
-"""Workspaces take turns of which so many are larger than the largest; where that does not do, all of them."""
 
 
 def limit_memory(
@@ -34,29 +42,28 @@ def limit_memory(
     *,
     costs: Costs,
     device: DeviceModel = EXACT,
-    scratch: Sequence[int] = (),
+    needs: Needs = NO_NEEDS,
     place: Collection[int] | None = None,
-    alignment: int = 512,
+    alignment: int = ALIGNMENT,
 ) -> tuple[Schedule, MemoryPlan]:
     """``schedule`` and its memory if that fits the limit, else the fastest plan found that does, on the same streams
     or, where that is faster, on one.
 
-    First, calls with large workspaces take turns, as few of them as it takes: then one workspace serves all. Then calls
-    are walked in an issue order, on a clock, and book their memory in that order: a call that finds none free books
-    when the next storage is dead, and starts no sooner. Whoever is dead when another books may give it its bytes,
-    as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the packing reuses
-    becomes order: it follows the walk's clock, so it delays nothing further. Booking in one order cannot deadlock:
-    whenever everything booked has run, memory is as full as it is on one stream. The schedule's own order and
+    Calls are walked in an issue order, on a clock, and book their memory in that order, workspaces included: a call
+    that finds none free books when the next storage is dead, and starts no sooner. Whoever is dead when another books
+    may give it its bytes, as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the
+    packing reuses becomes order: it follows the walk's clock, so it delays nothing further. Booking in one order cannot
+    deadlock: whenever everything booked has run, memory is as full as it is on one stream. The schedule's own order and
     program order are tried, with less and less to book until the packing fits.
 
     Args:
         graph: the hazards.
         program: the calls and what they touch.
         schedule: a checked schedule of ``graph``; gives the streams.
-        limit_nbytes: most bytes of the arena and of scratch together.
+        limit_nbytes: most bytes of both arenas together.
         costs: duration of each call.
         device: what the plans are compared on.
-        scratch: bytes that each call needs while it runs, by call; empty: none.
+        needs: workspaces, and memory that is there already and does not count.
         place: intermediate storages to be placed; None: all.
         alignment: of all offsets, bytes.
 
@@ -67,47 +74,38 @@ def limit_memory(
         ScheduleError: the limit is too small; names the smallest for which a plan was found.
 
     Complexity:
-        Some ten packings of :func:`~nimble_core.arena.plan_memory`, up to four times that with workspaces.
+        Some ten packings of :func:`~nimble_core.arena.plan_memory`.
 
     Source:
         Booking in a fixed order: Eyraud-Dubois, Marchal, Sinnen, Vivien, "Parallel Scheduling of Task Trees with
         Limited Memory", ACM TOPC 2 (2015), §5; here for storages of any DAG.
     """
-    plan = plan_memory(program, schedule, scratch=scratch, place=place, alignment=alignment)
-    if plan.nbytes + plan.scratch_nbytes <= limit_nbytes:
+    plan = plan_memory(program, schedule, needs=needs, place=place, alignment=alignment)
+    smallest = plan.held_nbytes
+    if smallest <= limit_nbytes:
         return schedule, plan
-    smallest = plan.nbytes + plan.scratch_nbytes
     found: list[tuple[float, Schedule, MemoryPlan]] = []
     for order in dict.fromkeys((schedule.order, tuple(range(graph.size)))):
-        for turns in _turns(order, scratch):
-            base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order, extra=turns)
-            whole = plan_memory(program, base, scratch=scratch, place=place, alignment=alignment)
-            lives = lifetimes(program, base, placeable(program, place))
-            room = limit_nbytes - whole.scratch_nbytes
-            packings = _arenas(program, base, lives, costs, room // alignment, alignment)
-            fitting: tuple[list[int] | None, int] | None = None
-            for packed in chain([(None, whole.nbytes)], packings):
-                smallest = min(smallest, packed[1] + whole.scratch_nbytes)
-                if packed[1] <= room:
-                    fitting = packed
-                    break
-            if fitting is None:
+        base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order)
+        whole = plan_memory(program, base, needs=needs, place=place, alignment=alignment)
+        lives = tenants(program, base, needs, place)
+        room = limit_nbytes - whole.scratch_nbytes
+        for offsets, nbytes in chain(
+            [(None, whole.nbytes)], _arenas(program, base, lives, costs, needs, room, alignment)
+        ):
+            smallest = min(smallest, nbytes + whole.scratch_nbytes)
+            if nbytes > room:
                 continue
-            offsets, nbytes = fitting
-            placed = list(whole.offsets)
-            if offsets is not None:
-                for life, offset in zip(lives, offsets, strict=True):
-                    placed[life.storage] = offset * alignment
-            plan = replace(whole, offsets=tuple(placed), nbytes=nbytes)
-            extra = {*turns, *reuse_hazards(program, base, plan)}
+            plan = whole if offsets is None else settled(program, whole, lives, offsets, nbytes)
+            extra = reuse_hazards(program, base, plan)
             limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
             limited = replace(limited, priority=schedule.priority)
             found.append((simulate(graph, limited, costs, device).length_ns, limited, plan))
             break
     alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)
-    in_turn = plan_memory(program, alone, scratch=scratch, place=place, alignment=alignment)
-    smallest = min(smallest, in_turn.nbytes + in_turn.scratch_nbytes)
-    if in_turn.nbytes + in_turn.scratch_nbytes <= limit_nbytes:
+    in_turn = plan_memory(program, alone, needs=needs, place=place, alignment=alignment)
+    smallest = min(smallest, in_turn.held_nbytes)
+    if in_turn.held_nbytes <= limit_nbytes:
         found.append((simulate(graph, alone, costs, device).length_ns, alone, in_turn))
     if not found:
         raise ScheduleError(
@@ -118,39 +116,34 @@ def limit_memory(
     return limited, plan
 
 
-def _turns(order: Sequence[int], scratch: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Calls one after the other: those with large workspaces, then also those with smaller and smaller ones."""
-    most = max(scratch, default=0)
-    before: list[int] | None = None
-    for share in (*_LARGE, most + 1):
-        large = [call for call in order if most and share * scratch[call] > most]
-        if large != before:
-            yield list(pairwise(large))
-            before = large
-
-
 def _arenas(
-    program: Program, schedule: Schedule, lives: Sequence[Lifetime], costs: Costs, budget: int, unit: int
+    program: Program,
+    schedule: Schedule,
+    lives: Sequence[Lifetime],
+    costs: Costs,
+    needs: Needs,
+    room: int,
+    unit: int,
 ) -> Iterator[tuple[list[int], int]]:
-    """Packings ``(offsets in units, arena in bytes)``, from fast to small; the last is that of one stream."""
-    limit = budget
+    """Packings ``(offsets, arena)`` in bytes, from fast to small; the last is that of one stream."""
     before = happens_before(schedule)
     dead = list(dead_before(before, [life.last for life in lives]))
     ns = [costs.ns[call] for call in schedule.order]
-    units = [-(-program.storages[life.storage].nbytes // unit) for life in lives]
+    units = [-(-tenant_nbytes(program, needs, life.storage) // unit) for life in lives]
     conflicts = conflict_sets(before, lives)
+    budget = room // unit
+    lent = needs.lent.nbytes // unit
     for _ in range(_ATTEMPTS):
-        heirs = _book(lives, units, before, dead, ns, budget)
+        heirs = _book(lives, units, before, dead, ns, budget + lent)
         if heirs is None:
             break
-        offsets, total = pack(units, _without_heirs(conflicts, heirs))
-        yield offsets, total * unit
+        offsets, total = packed(program, lives, _without_heirs(conflicts, heirs), needs, unit)
+        yield offsets, total
         # Packing loses some bytes between blocks: book as much less as it missed the limit by.
-        budget -= max(total - limit, budget // 50 + 1)
-    births = [life.first[0] for life in lives]
+        budget -= max((total - room) // unit, budget // 50 + 1)
+    births = [life.first[0] if life.first else -1 for life in lives]
     serial = [bisect_right(births, life.last[-1]) if life.last else len(lives) for life in lives]
-    offsets, total = pack(units, _without_heirs(conflicts, serial))
-    yield offsets, total * unit
+    yield packed(program, lives, _without_heirs(conflicts, serial), needs, unit)
 
 
 def _book(
@@ -161,7 +154,7 @@ def _book(
     ns: Sequence[float],
     budget: int,
 ) -> list[int] | None:
-    """Walk the calls on a clock with ``budget`` units of memory.
+    """Walk the calls on a clock with ``budget`` units of memory, in which lies what is there from the start.
 
     Returns:
         For each storage the first of those, in the order they are made, that are booked after its end, or their number;
@@ -176,10 +169,10 @@ def _book(
             ending[life.last[-1]].append(index)
     ends_ns = [0.0] * len(before)
     now_ns = 0.0
-    free = budget
     used_up: list[tuple[float, int]] = []  # storages without further users: (when they are dead, index)
     waiting = 0  # the same as a bitset
-    made = 0
+    made = sum(not life.first for life in lives)
+    free = budget - sum(units[:made])
     for call, sources in enumerate(before):
         start_ns = max((ends_ns[source] for source in sources), default=0.0)
         first = made

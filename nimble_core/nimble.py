@@ -118,7 +118,7 @@ class Engine:
         """Free what it holds."""
         self.executable.close()
         if self.backward is not None:
-            self.backward.executable.close()
+            self.backward.close()
 
     def check(self) -> None:
         """Refuse a model that a replay cannot follow; fold again what has changed."""

@@ -219,6 +219,10 @@ def argument_texts(
     def text(value: Any) -> str:
         if type(value) is Slot:
             return f"%{storage_of[value.index]}"
+        if type(value) is list:
+            quick = repr(value)
+            if "(" not in quick:  # no slot and no tuple in it
+                return quick
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join([text(item) for item in value]) + "]"
         return repr(value)

@@ -9,14 +9,16 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import gt
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nimble_core.arena import MemoryPlan, check_memory, plan_memory, reuse_hazards
+from nimble_core.arena import ALIGNMENT, Lent, MemoryPlan, Needs, check_memory, plan_memory, reuse_hazards
 from nimble_core.around import Around
 from nimble_core.check import check_schedule
 from nimble_core.costs import Costs, uniform_costs
@@ -24,7 +26,7 @@ from nimble_core.devices.base import Device, Executable, Observation, PlacementE
 from nimble_core.emitted import check_emitted
 from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
-from nimble_core.layout import Layout
+from nimble_core.layout import SMALL_NBYTES, Layout
 from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
@@ -40,11 +42,13 @@ if TYPE_CHECKING:
     from nimble_core.recording import Recording
 
 __all__ = [
+    "Lender",
     "Recorded",
     "Stopwatch",
     "capture",
     "check_inputs",
     "device_for",
+    "may_be_spoilt",
     "observe",
     "preparing",
     "record_static",
@@ -82,6 +86,45 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Lender:
+    """Memory to be used up by what runs next. Tensors in it that have storages of their own share none with others.
+
+    Args:
+        memory: bytes on the device, of an executable that stays open.
+        kept: ``(offset, bytes)`` of what has to stay as it is.
+    """
+
+    memory: torch.Tensor
+    kept: tuple[tuple[int, int], ...] = ()
+
+    def to(self, recording: Recording) -> Lent:
+        """What ``recording`` reads of it, and may overwrite then: numbers, which cannot lead anywhere, wrong or not."""
+        program, start = recording.program, self.memory.data_ptr()
+        stays = {ref.storage for call in program.calls for ref in call.writes} | {
+            ref.storage for ref in program.outputs
+        }
+        spans: set[tuple[int, tuple[int, int]]] = set()
+        for slot, tensor in recording.given.items():
+            home, memory = recording.storage_of[slot], tensor.untyped_storage()
+            offset, nbytes = memory.data_ptr() - start, memory.nbytes()
+            if nbytes and offset >= 0 and offset + nbytes <= self.memory.nbytes:
+                spans.add((home, (offset, nbytes)))
+                if not may_be_spoilt(tensor) or program.storages[home].nbytes != nbytes or offset % ALIGNMENT:
+                    stays.add(home)
+        return Lent(
+            nbytes=self.memory.nbytes,
+            homes=tuple(sorted((home, span[0]) for home, span in spans if home not in stays)),
+            kept=tuple(sorted({*self.kept, *(span for home, span in spans if home in stays)})),
+            least_nbytes=SMALL_NBYTES + 1,
+        )
+
+
+def may_be_spoilt(tensor: torch.Tensor) -> bool:
+    """Whether calls that find anything at all in it still stay within their memory: it holds no positions."""
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """A model on example inputs: its recording and hazards.
 
@@ -93,6 +136,7 @@ class Recorded:
         folded: constants that the recording reads and that depend on the model's weights; None if there are none.
         eager: the recording of the model itself, where this is one of what was rewritten from it.
         trained: whether parameters change from run to run: constants made of them would be stale at once.
+        lender: memory of an executable that always runs in between, which runs of this may use up.
     """
 
     model: Callable[..., Any]
@@ -102,6 +146,7 @@ class Recorded:
     folded: Folded | None = None
     eager: Recorded | None = None
     trained: bool = False
+    lender: Lender | None = None
 
     @property
     def whole(self) -> bool:
@@ -124,6 +169,9 @@ def preparing() -> Iterator[None]:
                 torch._C._cuda_clearCublasWorkspaces()
 
 
+_MATERIALISE = "tensors on meta hold no values: model.to_empty(device='cpu'), load its weights, and make inputs there"
+
+
 def device_for(device: torch.device) -> Device:
     """The Device that runs tensors on ``device``. Raises InputError for kinds that are not supported."""
     if device.type == "cuda":
@@ -134,7 +182,10 @@ def device_for(device: torch.device) -> Device:
         from nimble_core.devices.host import HostDevice
 
         return HostDevice()
-    raise InputError(f"inputs are on {device}: only cuda and cpu are supported", fix="move model and inputs")
+    raise InputError(
+        f"inputs are on {device}: only cuda and cpu are supported",
+        fix=_MATERIALISE if device.type == "meta" else "move model and inputs",
+    )
 
 
 def require_callable(model: object) -> None:
@@ -166,7 +217,9 @@ def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         if parameter.device != signature.device:
             raise InputError(
                 f"mixed devices: parameter {name} is on {parameter.device}, {signature.paths[0]} on {signature.device}",
-                fix=f"model.to({str(signature.device)!r}), or move the inputs to {parameter.device}",
+                fix=_MATERIALISE
+                if parameter.is_meta or signature.device.type == "meta"
+                else f"model.to({str(signature.device)!r}), or move the inputs to {parameter.device}",
             )
     return signature
 
@@ -201,7 +254,7 @@ def record_static(
             second = device.record(model, again, again_args, again_kwargs)
         check_static(recording.program, second.program)
         recording = _hold_to_seen(device, recording, second)
-        # The first run may have asked for what libraries keep from then on.
+        # Of the second alone: the first run may have asked for what libraries keep from then on.
         recording = replace(recording, asks=second.asks)
     if recording.unseen and strict:
         if device.kind == "cuda":
@@ -220,17 +273,17 @@ def record_static(
 def _record_as_eager(
     device: Device, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Recording, bool]:
-    """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures.
+    """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures; untraced.
 
     Also whether the model was told that it is being captured.
     """
     try:
         with announced(False):
-            return device.record(model, signature, args, kwargs), False
+            return device.record(model, signature, args, kwargs, traced=False), False
     except CaptureError as error:
         refused = error
     with announced(True):
-        recording = device.record(model, signature, args, kwargs)
+        recording = device.record(model, signature, args, kwargs, traced=False)
     note = f"a replay takes the branch that the model keeps for captures: in eager {refused.what} ({refused.where})"
     program = replace(recording.program, notes=(*recording.program.notes, note))
     return replace(recording, program=program), True
@@ -262,7 +315,7 @@ def whole_note(device: Device, recorded: Recorded) -> str:
 
 @contextmanager
 def state_kept(recorded: Recorded) -> Iterator[None]:
-    """Put back, at the end, what replays inside write: parameters, buffers, example inputs, random state.
+    """Put back, at the end, what replays inside write: parameters, buffers, example inputs, lent memory, random state.
 
     Replays run for real on the model's own tensors (BatchNorm in training mode updates its statistics).
     """
@@ -270,6 +323,7 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     written = {ref.storage for call in recording.program.calls for ref in call.writes}
     live = [tensor for slot, tensor in recording.given.items() if recording.storage_of[slot] in written]
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
+    live += [recorded.lender.memory] if recorded.lender else []
     saved = [Saved.of(tensor) for tensor in live]
     with random_state_kept(recorded.signature.device):
         try:
@@ -359,7 +413,7 @@ def _captured(
     except BaseException:
         executable.close()
         raise
-    return executable, memory.nbytes + memory.scratch_nbytes + _beside(layout) if layout and memory else 0
+    return executable, memory.held_nbytes + _beside(layout) if layout and memory else 0
 
 
 def _beside(layout: Layout) -> int:
@@ -383,10 +437,12 @@ def _with_memory(
     layout = device.lay_out(recording, schedule)
     if layout is None or len(program.storages) > _PLANNED_STORAGES:
         return schedule, None, plan_memory(program, schedule, place=())
+    if recorded.lender is not None:
+        layout = _borrowing(layout, recorded, recorded.lender)
     program = layout.sized(program)
-    memory = plan_memory(program, schedule, scratch=layout.scratch, place=layout.arena)
+    memory = plan_memory(program, schedule, needs=layout.needs, place=layout.arena)
     beside = _beside(layout) + unplanned
-    if limit is not None and memory.nbytes + memory.scratch_nbytes + beside > limit:
+    if limit is not None and memory.held_nbytes + beside > limit:
         try:
             schedule, memory = limit_memory(
                 recorded.graph,
@@ -395,7 +451,7 @@ def _with_memory(
                 max(limit - beside, 0),
                 costs=costs or uniform_costs(recorded.graph.size),
                 device=device.model,
-                scratch=layout.scratch,
+                needs=layout.needs,
                 place=layout.arena,
             )
         except ScheduleError as error:
@@ -405,20 +461,48 @@ def _with_memory(
                 fix="raise the limit, or prepare smaller inputs",
             ) from error
         check_schedule(recorded.graph, schedule, program)
-        layout = device.lay_out(recording, schedule) or layout
+        other = device.lay_out(recording, schedule) or layout
+        layout = _borrowing(other, recorded, recorded.lender) if recorded.lender else other
         if any(
             memory.offsets[storage] < 0 or program.storages[storage].nbytes < nbytes
             for storage, nbytes in layout.arena.items()
-        ):
+        ) or any(map(gt, layout.workspaces, memory.needs.workspaces)):
             raise DeviceError(
                 f"memory_limit={format_bytes(limit)} cannot be kept: in the order that it asks for, a call allocates "
                 "its results in another order",
                 fix="raise the limit, or prepare without one",
             )
-        scratch = plan_memory(program, schedule, scratch=layout.scratch, place=())
-        memory = replace(scratch, offsets=memory.offsets, nbytes=memory.nbytes)
+        scratch = plan_memory(program, schedule, needs=Needs(layout.scratch), place=())
+        memory = replace(
+            memory,
+            needs=replace(memory.needs, scratch=layout.scratch),
+            scratch_offsets=scratch.scratch_offsets,
+            scratch_nbytes=scratch.scratch_nbytes,
+        )
     check_memory(program, schedule, memory)
     return schedule, layout, memory
+
+
+def _borrowing(layout: Layout, recorded: Recorded, lender: Lender) -> Layout:
+    """The layout with lent memory, in which buffers for inputs may lie as well."""
+    program = recorded.recording.program
+    stays = {ref.storage for call in program.calls for ref in call.writes} | {ref.storage for ref in program.outputs}
+    uses = Counter(ref.storage for ref in program.inputs)
+    inputs = {
+        ref.storage: ref.nbytes
+        for ref, tensor in zip(program.inputs, recorded.signature.tensors, strict=True)
+        if program.storages[ref.storage].nbytes == tensor.nbytes == ref.nbytes > SMALL_NBYTES
+        and may_be_spoilt(tensor)
+        and uses[ref.storage] == 1
+        and ref.storage not in stays
+    }
+    return replace(
+        layout,
+        lent=lender.to(recorded.recording),
+        lent_address=lender.memory.data_ptr(),
+        inputs=tuple(sorted(inputs)),
+        beside_nbytes=layout.beside_nbytes - sum(inputs.values()),
+    )
 
 
 def observe(device: Device, recorded: Recorded, executable: Executable, *, seconds: float = 1.0) -> Observation:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, compress, filterfalse
 from operator import is_
 from traceback import walk_tb
 from types import FrameType
@@ -38,7 +39,7 @@ __all__ = ["Guard", "Saved", "installed_by_runs", "only_watches", "preserved", "
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
-"""Most of a module's containers are empty: one copy serves all of a kind."""
+"""The containers that are looked into, and what stands for a copy of an empty one."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
@@ -70,11 +71,11 @@ def _function(called: Any) -> Any:
 @contextmanager
 def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[str]]]:
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
-    before = {path: _containers(module) for path, module in modules.items()}
+    before = _Attributes(modules)
 
     def changed() -> list[str]:
         names = []
-        for path, containers in before.items():
+        for path, containers in before.changed().items():
             found: set[str] = set()
             for name, held, copy in _different(containers):
                 if not name or name in _TABLES:
@@ -89,22 +90,62 @@ def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[st
     try:
         yield changed
     finally:
-        for containers in before.values():
+        for containers in before.changed().values():
             for name, held, copy in _different(containers):
                 if name in _HOOKS:
                     _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
                 _put_back(held, copy)
 
 
-def _containers(module: torch.nn.Module) -> list[tuple[str, Any, Any]]:
-    """The module's attributes, under the name "", and the containers among them: each with a copy of what it holds."""
-    attributes = module.__dict__
-    found: list[tuple[str, Any, Any]] = [("", attributes, attributes.copy())]
-    for name, value in attributes.items():
-        empty = _EMPTY.get(type(value))
-        if empty is not None:
-            found.append((name, value, value.copy() if value else empty))
-    return found
+class _Attributes:
+    """The attributes of modules, and what the containers among them hold.
+
+    Kept as a few long lists, since most runs change nothing: loops in C find that out.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        tables = [module.__dict__ for module in modules.values()]
+        values = list(chain.from_iterable(table.values() for table in tables))
+        inner = list(compress(values, map(_EMPTY.__contains__, map(type, values))))
+        self._paths = list(modules)
+        self._filled = list(map(bool, inner))
+        self._empty = list(filterfalse(None, inner))
+        self._held = [*tables, *filter(None, inner)]
+        self._sizes, self._keys, self._values = _contents(self._held)
+
+    def changed(self) -> dict[str, list[tuple[str, Any, Any]]]:
+        """By path, each module's attributes, under the name "", and the containers among them, with copies of what they
+        held; nothing if they all hold the same objects as they did.
+        """
+        sizes, keys, values = _contents(self._held)
+        same = sizes == self._sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
+        if same and not any(self._empty):
+            return {}
+        copies, filled = self._copies(), iter(self._filled)
+        found = {path: [("", table, next(copies))] for path, table in zip(self._paths, self._held, strict=False)}
+        for containers in found.values():
+            containers += [
+                (name, value, next(copies) if next(filled) else _EMPTY[type(value)])
+                for name, value in containers[0][2].items()
+                if type(value) in _EMPTY
+            ]
+        return found
+
+    def _copies(self) -> Iterator[Any]:
+        end = 0
+        for held, size in zip(self._held, self._sizes, strict=True):
+            start, end = end, end + size
+            keys = self._keys[start:end]
+            if isinstance(held, dict):
+                yield dict(zip(keys, self._values[start:end], strict=True))
+            else:
+                yield set(keys) if isinstance(held, set) else keys
+
+
+def _contents(containers: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
+    """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
+    values = (one.values() if isinstance(one, dict) else one for one in containers)
+    return list(map(len, containers)), list(chain.from_iterable(containers)), list(chain.from_iterable(values))
 
 
 def _different(containers: Sequence[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
@@ -182,7 +223,7 @@ class Guard:
 
 
 @contextmanager
-def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[Guard]:
+def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = True) -> Iterator[Guard]:
     """Put back, at the end or after an error, what runs of ``model`` inside change.
 
     Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
@@ -191,10 +232,13 @@ def preserved(model: Callable[..., Any], *, live: bool = True) -> Iterator[Guard
     Args:
         model: module or function.
         live: whether the runs execute (False under a capture).
+        memory: whether parameters and buffers that were given other memory get theirs back here; else the caller sees
+            to that.
     """
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(torch.device("cpu")))
-        stack.enter_context(_memory_kept(_owned(model)))
+        if memory:
+            stack.enter_context(_memory_kept(_owned(model)))
         changed = stack.enter_context(_attribute_guard(model))
         guard = Guard(live, changed)
         stack.callback(guard.restore)

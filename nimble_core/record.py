@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -97,7 +96,7 @@ class NodeCounter(Protocol):
         """Nodes captured so far."""
 
     def allocations(self) -> int:
-        """Allocations on the device so far, as ``asks`` counts them."""
+        """Allocations on the device so far, as ``asks`` counts them; always the same number where it does not."""
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
         """What each of these asked of the allocator; empty if that is not known."""
@@ -136,7 +135,8 @@ def record(
         InputError: an output of an unknown type that holds tensors.
     """
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
-    with collector_paused(), _casts_forgotten(), preserved(model, live=counter is None) as guard, torch.no_grad():
+    kept = preserved(model, live=counter is None, memory=False)  # which the recorder puts back: it knows the names
+    with collector_paused(), _casts_forgotten(), kept as guard, torch.no_grad():
         recorder.before_write = guard.before_write
         try:
             if remote:
@@ -235,6 +235,25 @@ class _Exported:
         return not torch.equal(self.memory, self.held)
 
 
+class _Addresses:
+    """While this lives, the address of a storage that it holds names no other storage. The memory may go.
+
+    ``StorageWeakRef`` for thousands of them: one Python object, not one for each.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._let_go: Any = torch.UntypedStorage._free_weak_ref  # torch's names are gone before the last objects are
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """From now on."""
+        self._held.append(storage._weak_ref())
+
+    def __del__(self) -> None:
+        for one in self._held:
+            self._let_go(one)
+
+
 class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
@@ -256,7 +275,7 @@ class _Recorder(TorchDispatchMode):
         self._modules = module_paths(model)
         self._storages: list[Storage] = []
         self._storage_ids: dict[int, int] = {}
-        self._keep: list[StorageWeakRef] = []  # while held, a storage's address names no other storage
+        self._keep = _Addresses()
         # By the id of the tensor, which is only that tensor's while the reference is alive.
         self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int, Shown]] = {}
         self._storage_of: list[int] = []
@@ -370,8 +389,10 @@ class _Recorder(TorchDispatchMode):
             call = self._call(traits, template, named, reads, written, writes, returned, outputs, frame, draws)
             self._calls.append(call)
             if self.counter and not self.stand_in:
-                new = compress(zip(returned, outputs, strict=True), fresh)
-                homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
+                homes: dict[int, int] = {}
+                if self._allocated > allocated:
+                    new = compress(zip(returned, outputs, strict=True), fresh)
+                    homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
                 self._windows.append(Window(allocated, self._allocated, homes))
             self._step(func, template, named, outputs, places_of(result), reads, len(self._calls) - 1)
         elif not written and returned and all(fresh):
@@ -618,15 +639,15 @@ class _Recorder(TorchDispatchMode):
             role, name = self._names.get(address, ("intermediate", ""))
             index = self._add_storage(Storage(storage.nbytes(), role, name))
             self._storage_ids[address] = index
-            self._keep.append(StorageWeakRef(storage))
+            self._keep.hold(storage)
         return index
 
     def _add_storage(self, storage: Storage) -> int:
         self._storages.append(storage)
         return len(self._storages) - 1
 
-    def _new_slot(self, tensor: torch.Tensor) -> int:
-        slot, window = len(self._storage_of), shown_by(tensor)
+    def _new_slot(self, tensor: torch.Tensor, window: Shown | None = None) -> int:
+        slot, window = len(self._storage_of), window or shown_by(tensor)
         ref = self._ref(tensor, window)
         self._storage_of.append(ref.storage)
         self._ref_of.append(ref)
@@ -676,13 +697,15 @@ class _Recorder(TorchDispatchMode):
             ):
                 return slot
         # Autograd, too, hands what it saved to the backward as another tensor on the same memory.
-        shown = self._slot_of_window.get(shown_by(tensor))
-        return self._give(tensor) if shown is None else self._know(tensor, shown)
+        window = shown_by(tensor)
+        shown = self._slot_of_window.get(window)
+        return self._give(tensor, window=window) if shown is None else self._know(tensor, shown)
 
-    def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "") -> int:
-        known = storage_address(tensor) in self._storage_ids
-        made = known and self._storage(tensor) in self._made
-        slot = self._new_slot(tensor)
+    def _give(self, tensor: torch.Tensor, role: Role | None = None, name: str = "", window: Shown | None = None) -> int:
+        window = window or shown_by(tensor)
+        home = self._storage_ids.get(window[0])
+        known, made = home is not None, home in self._made
+        slot = self._new_slot(tensor, window)
         storage = self._storage_of[slot]
         if made:
             raise CaptureError(
@@ -691,7 +714,7 @@ class _Recorder(TorchDispatchMode):
             )
         if role and not known:
             self._storages[storage] = Storage(self._storages[storage].nbytes, role, name)
-        elif not known and self._storages[storage].role == "intermediate":
+        elif self._storages[storage].role == "intermediate":  # also if it is known: a launch looks at its memory first
             self._storages[storage] = Storage(self._storages[storage].nbytes, "constant", name)
             self._constant.add(storage)
         self._given[slot] = tensor.detach()
@@ -895,6 +918,8 @@ class _Recorder(TorchDispatchMode):
 
     def _is_host_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Work on host tensors alone: their values are constants, since every input is on the device."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type != "cpu":
+            return False  # most calls
         tensors = flat_tensors([*args, *kwargs.values()])
         if tensors:
             return all(tensor.device.type == "cpu" for tensor in tensors)

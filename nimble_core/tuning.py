@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -145,7 +146,8 @@ def eager_peak(device: Device, recorded: Recorded) -> int:
     layout = device.lay_out(recording, Schedule("single", (0,) * calls, tuple(range(calls)), ()))
     if layout is None:
         return serial_peak(recording.program)
-    return serial_peak(layout.sized(recording.program), layout.scratch)
+    running = list(map(add, layout.scratch, layout.workspaces))
+    return serial_peak(layout.sized(recording.program), running)
 
 
 @dataclass(slots=True)

@@ -568,7 +568,8 @@ def _engine_memory(name: str, memory: MemoryPlan, recorded: Recorded | None) -> 
     assert recorded is not None
     storages = recorded.recording.program.storages
     placed = [storage.nbytes for storage, offset in zip(storages, memory.offsets, strict=True) if offset >= 0]
-    return EngineMemory(name, memory.nbytes, sum(placed), memory.scratch_nbytes)
+    unshared = sum(placed) + max(memory.needs.workspaces, default=0)
+    return EngineMemory(name, memory.nbytes, unshared, memory.workspace_nbytes)
 
 
 def _mode_notes(model: Callable[..., Any]) -> list[str]:

@@ -66,21 +66,31 @@ def happens_before(schedule: Schedule) -> networkx.DiGraph:
 
 
 def run_on_tagged_bytes(program: Program, plan: MemoryPlan, run: Sequence[int]) -> list[str]:
-    """Execute calls in the order ``run`` on an arena whose bytes remember who wrote them last.
+    """Execute calls in the order ``run`` on memory whose bytes remember who wrote them last.
 
-    Whoever touches a storage for the first time tags all its bytes; whoever touches it later, and the reader of the
-    outputs after the last call, must find its tags.
+    Whoever touches a storage for the first time tags all its bytes, a call its workspaces; lent storages and placed
+    inputs have theirs from the start. Whoever touches a storage later, and the reader of the outputs after the last
+    call, must find its tags, and what is kept must stay.
 
     Returns:
         What went wrong, in words; empty if every reader found its own bytes.
     """
-    arena: list[int | None] = [None] * plan.nbytes
-    made: set[int] = set()
+    memory: list[object] = [None] * (plan.start + plan.nbytes)
+    lent = plan.needs.lent
+    there = [*(storage for storage, _ in lent.homes), *plan.needs.inputs]
+    made = {storage for storage in there if plan.offsets[storage] >= 0}
     wrong = []
 
     def span(storage: int) -> range:
         return range(plan.offsets[storage], plan.offsets[storage] + program.storages[storage].nbytes)
 
+    for storage in made:
+        for byte in span(storage):
+            memory[byte] = storage
+    kept = [range(offset, offset + nbytes) for offset, nbytes in lent.kept]
+    for span_kept in kept:
+        for byte in span_kept:
+            memory[byte] = "kept"
     for index in run:
         touched = sorted({access.ref.storage for access in program.calls[index].accesses})
         touched = [storage for storage in touched if plan.offsets[storage] >= 0]
@@ -88,12 +98,17 @@ def run_on_tagged_bytes(program: Program, plan: MemoryPlan, run: Sequence[int]) 
             if storage not in made:
                 made.add(storage)
                 for byte in span(storage):
-                    arena[byte] = storage
+                    memory[byte] = storage
+        if plan.needs.workspaces and plan.needs.workspaces[index]:
+            first = plan.workspace_offsets[index]
+            for byte in range(first, first + plan.needs.workspaces[index]):
+                memory[byte] = f"workspace of {index}"
         for storage in touched:
-            if any(arena[byte] != storage for byte in span(storage)):
+            if any(memory[byte] != storage for byte in span(storage)):
                 wrong.append(f"call {index} finds other bytes in storage {storage}")
     for ref in program.outputs:
         storage = ref.storage
-        if storage in made and any(arena[byte] != storage for byte in span(storage)):
+        if storage in made and any(memory[byte] != storage for byte in span(storage)):
             wrong.append(f"output {storage} was overwritten")
+    wrong += [f"kept bytes at {one.start} were overwritten" for one in kept if any(memory[at] != "kept" for at in one)]
     return wrong

@@ -13,7 +13,7 @@ from memory_models import happens_before, program_of, run_on_tagged_bytes, tenso
 from strategies import programs
 
 import nimble_viz
-from nimble_core.arena import MemoryPlan, check_memory, plan_memory, reuse_hazards
+from nimble_core.arena import Lent, MemoryPlan, Needs, check_memory, plan_memory, reuse_hazards
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
 from nimble_core.errors import InputError, ScheduleError
@@ -138,7 +138,7 @@ def test_scratch_is_shared_by_calls_that_never_run_together(program: Program, da
     schedule = drawn_schedule(program, data)
     size = len(program.calls)
     scratch = data.draw(st.lists(st.sampled_from([0, 3, 7]), min_size=size, max_size=size))
-    plan = plan_memory(program, schedule, scratch=scratch, alignment=1)
+    plan = plan_memory(program, schedule, needs=Needs(scratch=tuple(scratch)), alignment=1)
     assert check_memory(program, schedule, plan) is plan
     assert plan_memory(program, schedule, alignment=1).nbytes == plan.nbytes
     before = happens_before(schedule)
@@ -150,6 +150,64 @@ def test_scratch_is_shared_by_calls_that_never_run_together(program: Program, da
                 assert before.has_edge(u, v) or before.has_edge(v, u)
     if schedule.streams == 1:
         assert plan.scratch_nbytes == max(scratch)
+
+
+@given(any_program, st.data())
+def test_workspaces_lie_among_storages_and_spoil_none(program: Program, data: st.DataObject) -> None:
+    schedule = drawn_schedule(program, data)
+    size = len(program.calls)
+    workspaces = tuple(data.draw(st.lists(st.sampled_from([0, 3, 7]), min_size=size, max_size=size)))
+    plan = check_memory(
+        program, schedule, plan_memory(program, schedule, needs=Needs(workspaces=workspaces), alignment=1)
+    )
+    assert [offset >= 0 for offset in plan.workspace_offsets] == [nbytes > 0 for nbytes in workspaces]
+    assert run_on_tagged_bytes(program, plan, drawn_run(schedule, data)) == []
+    without = plan_memory(program, schedule, alignment=1).nbytes
+    assert plan.nbytes <= without + sum(workspaces)
+    assert plan.workspace_nbytes == max(workspaces, default=0)
+
+
+@st.composite
+def lent_to(draw: st.DrawFn, program: Program, alignment: int) -> Lent:
+    """Memory in which some of the inputs lie, with gaps, and something that nobody here knows."""
+    offset = 0
+    homes, kept = [], []
+    for storage in draw(st.permutations([at for at, one in enumerate(program.storages) if one.role != "intermediate"])):
+        offset += draw(st.integers(0, 20)) * alignment
+        if program.storages[storage].nbytes and draw(st.booleans()):
+            homes.append((storage, offset))
+            offset += -(-program.storages[storage].nbytes // alignment) * alignment
+        if draw(st.booleans()):
+            kept.append((offset, alignment))
+            offset += alignment
+    return Lent(offset + draw(st.integers(0, 40)), tuple(homes), tuple(kept), draw(st.sampled_from([0, 3, 6])))
+
+
+@given(any_program, st.data())
+def test_lent_memory_is_used_once_it_was_read(program: Program, data: st.DataObject) -> None:
+    schedule, alignment = drawn_schedule(program, data), data.draw(st.sampled_from([1, 4]))
+    written = {access.ref.storage for call in program.calls for access in call.accesses if access.write}
+    lent = data.draw(lent_to(program, alignment))
+    lent = replace(lent, homes=tuple(one for one in lent.homes if one[0] not in written))
+    elsewhere = [at for at, one in enumerate(program.storages) if one.role == "input"]
+    elsewhere = [at for at in elsewhere if at not in written and at not in dict(lent.homes)]
+    inputs = tuple(sorted(data.draw(st.sets(st.sampled_from(elsewhere))))) if elsewhere else ()
+    size = len(program.calls)
+    workspaces = tuple(data.draw(st.lists(st.sampled_from([0, 9]), min_size=size, max_size=size)))
+    needs = Needs(workspaces=workspaces, lent=lent, inputs=inputs)
+    plan = plan_memory(program, schedule, needs=needs, alignment=alignment)
+    assert check_memory(program, schedule, plan) is plan
+    assert run_on_tagged_bytes(program, plan, drawn_run(schedule, data)) == []
+    outputs = {ref.storage for ref in program.outputs}
+    homes = dict(lent.homes)
+    for storage, offset in enumerate(plan.offsets):
+        if storage in homes:
+            assert offset in (homes[storage], -1)
+        elif 0 <= offset < plan.start and program.storages[storage].nbytes:
+            assert storage not in outputs
+            assert program.storages[storage].nbytes >= lent.least_nbytes
+    assert all(plan.offsets[storage] >= 0 for storage in inputs if users_of(program, storage))
+    assert plan.nbytes >= 0
 
 
 CHAIN = program_of([([0], [1]), ([1], [2]), ([2], [3]), ([3], [4])], [1000, 10, 20, 30, 40], outputs=[4])
@@ -201,7 +259,7 @@ def test_two_first_users_on_two_streams_both_count() -> None:
 
 def test_shared_scratch_of_calls_side_by_side_is_stopped() -> None:
     schedule = nimble(build_graph(FORK), uniform_costs(4))
-    plan = plan_memory(FORK, schedule, scratch=[4] * 4, alignment=1)
+    plan = plan_memory(FORK, schedule, needs=Needs(scratch=(4,) * 4), alignment=1)
     assert plan.scratch_nbytes == 8
     spoilt = replace(plan, scratch_offsets=(0, 0, 0, 0))
     with pytest.raises(ScheduleError, match=r"call 1: .* share scratch memory and nothing orders them"):
@@ -220,11 +278,38 @@ def test_an_output_is_not_overwritten_and_nothing_leaves_the_arena() -> None:
 def test_refuses_what_does_not_fit() -> None:
     schedule = single(build_graph(CHAIN), uniform_costs(4))
     with pytest.raises(InputError, match="scratch of 1 calls for a program of 4"):
-        plan_memory(CHAIN, schedule, scratch=[1])
+        plan_memory(CHAIN, schedule, needs=Needs(scratch=(1,)))
+    with pytest.raises(InputError, match="workspaces of 1 calls for a program of 4"):
+        plan_memory(CHAIN, schedule, needs=Needs(workspaces=(1,)))
     with pytest.raises(InputError, match="storage 0 is not made by the calls"):
         plan_memory(CHAIN, schedule, place=[0])
     with pytest.raises(InputError, match="an alignment of 0"):
         plan_memory(CHAIN, schedule, alignment=0)
+
+
+def test_a_chain_runs_in_what_it_was_lent() -> None:
+    schedule = single(build_graph(CHAIN), uniform_costs(4))
+    plan = plan_memory(CHAIN, schedule, needs=Needs(lent=Lent(1000, ((0, 0),))), alignment=1)
+    assert plan.start == 1001
+    assert plan.offsets == (0, 1001, 30, 0, 1001)  # its first result, made while the input is read; then its output
+    assert plan.nbytes == 40
+
+
+def test_misuse_of_lent_memory_is_stopped() -> None:
+    schedule = single(build_graph(CHAIN), uniform_costs(4))
+    needs = Needs(lent=Lent(1100, ((0, 100),), ((0, 50),)))  # its arena begins at 1101
+    good = check_memory(CHAIN, schedule, plan_memory(CHAIN, schedule, needs=needs, alignment=1))
+    for spoilt, what in {
+        (100, 99, 200, 300, 1101): r"storage 0 .* and storage 1 .* share bytes and nothing orders them",
+        (100, 1101, 45, 300, 1101): r"a part of lent memory is kept, and storage 2 .* takes its bytes at call 1",
+        (100, 1101, 1090, 300, 1101): r"storage 2 .* ends outside lent memory",
+        (100, 1101, 200, 300, 700): r"storage 4 .* is an output in lent memory",
+    }.items():
+        with pytest.raises(ScheduleError, match=what):
+            check_memory(CHAIN, schedule, replace(good, offsets=spoilt))
+    twice = replace(good, needs=Needs(lent=Lent(1100, ((0, 100),), ((90, 20),))))
+    with pytest.raises(ScheduleError, match=r"is kept, and storage 0 .* takes its bytes"):
+        check_memory(CHAIN, schedule, twice)
 
 
 def test_an_empty_program_needs_nothing() -> None:

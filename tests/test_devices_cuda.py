@@ -87,6 +87,16 @@ def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(wide: Wide) -> None:
         assert torch.equal(multi.run([x])[0], expected)
 
 
+def test_untraced_recordings_differ_in_what_is_known_of_allocations(wide: Wide) -> None:
+    x = inputs()
+    device, signature = device_for(x.device), check_inputs(wide, (x,), {})
+    device.warm_up(wide, (x,), {})
+    traced, untraced = (device.record(wide, signature, (x,), {}, traced=one) for one in (True, False))
+    assert len(traced.asks) == len(traced.program.calls)
+    assert untraced.asks == ()
+    assert untraced.program == traced.program
+
+
 def test_the_graph_holds_exactly_the_planned_syncs(wide: Wide) -> None:
     _, recorded, single, multi, _ = plans(wide, inputs())
     counts = multi.counts

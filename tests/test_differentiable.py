@@ -1348,3 +1348,65 @@ def test_the_layout_is_that_of_the_faster_run(
     found = differentiable._in_better_layout(Timed(*times_ns), whole, joint, Options(), step)
     assert (found is not joint) is turned
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def saved_in(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors in one block, as a forward's outputs lie in its arena."""
+
+    def at(offset: int, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return memory[offset : offset + count].view(dtype).view(sizes)
+
+    floats = at(1024, torch.float32, 4, 8)
+    return {
+        "floats": floats,
+        "across": at(2048, torch.float32, 4, 8).t(),
+        "mask": at(2560, torch.bool, 100),
+        "positions": at(3072, torch.int64, 10),
+        "one": at(3584, torch.float32, 64),
+        "its part": at(3584, torch.float32, 64)[32:],
+        "between": at(4100, torch.float32, 8),
+    }
+
+
+def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
+    memory = torch.zeros(8192 + 512, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 512 :][:8192]
+    named = saved_in(memory)
+    elsewhere = torch.ones(3)
+    saved, lender = differentiable._lent(memory, [*named.values(), elsewhere])
+    assert lender is not None
+    found = dict(zip(named, saved, strict=False))
+    own = {name for name, one in found.items() if one is not named[name]}
+    assert own == {"floats", "across", "mask", "between"}
+    assert lender.kept == ((3072, 80), (3584, 256), (3712, 128))
+    assert saved[-1] is elsewhere
+    memory.random_(255)
+    for name, one in named.items():
+        assert (found[name].data_ptr(), found[name].stride()) == (one.data_ptr(), one.stride())
+        assert torch.equal(found[name].nan_to_num(), one.nan_to_num())
+
+    def uses(*tensors: torch.Tensor) -> torch.Tensor:
+        floats, across, mask, between = tensors
+        return floats @ across.t().t() + mask[:4].float() + between[:4]
+
+    given = [found[name] for name in ("floats", "across", "mask", "between")]
+
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + uses(*given)
+
+    args = (torch.ones(4, 4),)
+    recorded = record_static(HostDevice(), Reads(), Signature(args, {}), args, {}, strict=True, step=Stopwatch())
+    lent = lender.to(recorded.recording)
+    assert sorted(offset for _, offset in lent.homes) == [1024, 2048, 2560]
+    assert lent.kept == ((3072, 80), (3584, 256), (3712, 128), (4100, 32)), "what does not begin where blocks do stays"
+    assert lent.nbytes == 8192
+
+
+def test_nothing_is_lent_where_there_is_no_memory() -> None:
+    saved = [torch.ones(3)]
+    assert differentiable._lent(None, saved) == (saved, None)

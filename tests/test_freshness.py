@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,10 +61,15 @@ def train_a_part(net: nn.Sequential) -> None:
         (nn.Module.double, "other memory"),
     ],
 )
-def test_what_a_replay_cannot_follow_is_refused(change: Callable[[nn.Sequential], object], word: str) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_replay_cannot_follow_is_refused(
+    change: Callable[[nn.Sequential], object], word: str, first: bool
+) -> None:
     net, x = model(), torch.randn(2, 4)
     watch = Watch(net)
     replayed = Nimble(net, Options(tune="off")).prepare(x)
+    # Not first: asked while the device is busy, as on a GPU.
+    object.__setattr__(replayed, "_engines", (replace(replayed.engines[0], check_first=first),))
     assert watch.change() == ""
     change(net)
     assert word in watch.change()
@@ -119,6 +125,23 @@ def replace_table(net: nn.Module) -> None:
     net[0]._parameters = {name: nn.Parameter(value.detach()) for name, value in net[0]._parameters.items()}
 
 
+def swap_tensors(net: nn.Module) -> None:
+    torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.zeros(4, 4)))  # the same object, another tensor in it
+
+
+@torch.no_grad()
+def set_memory(net: nn.Module) -> None:
+    net[1].running_mean.set_(torch.zeros(4))
+
+
+def parametrize(net: nn.Module) -> None:
+    parametrizations.weight_norm(net[0])
+
+
+def swap_modules(net: nn.Module) -> None:
+    net[0], net[1] = net[1], net[0]
+
+
 def delete_table(net: nn.Module) -> None:
     del net[0]._parameters
 
@@ -131,6 +154,13 @@ def delete_table(net: nn.Module) -> None:
         (swap_names, "1.weight is another tensor"),
         (replace_table, "0.weight is another tensor"),
         (delete_table, "0.weight is another tensor"),
+        (swap_tensors, "0.weight has other memory"),
+        (set_memory, "1.running_mean has other memory"),
+        (parametrize, "0.weight is another tensor"),
+        (swap_modules, "0 is another module"),
+        (lambda net: net.to_empty(device="cpu"), "0.weight has other memory"),
+        (lambda net: setattr(net[1], "bias", None), "1.bias is another tensor"),
+        (lambda net: vars(net[1]).update(training=True), "1 is in training mode"),
         (lambda net: net[0]._parameters.clear(), "0.weight is another tensor"),
         (lambda net: net._modules.clear(), "0 is another module"),
         (lambda net: net.share_memory(), "0.weight has other memory"),

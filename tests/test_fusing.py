@@ -88,6 +88,24 @@ def test_an_input_that_starts_elsewhere_in_its_memory(fuse: str) -> None:
         torch.testing.assert_close(sliced(x), model(x))
 
 
+def test_what_only_compiled_kernels_read_is_a_constant() -> None:
+    """Its memory is there before any call: nothing may lie in its place until it is read."""
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = torch.rand(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x * self.by) + 1
+
+    net = Nimble(Scales(), Options(fuse="inductor", policy="single", tune="off")).prepare(torch.rand(64, 64))
+    recording = net.engines[0].recorded.recording
+    assert recording.program.fuse == "inductor"
+    assert [recording.program.storages[recording.storage_of[slot]].role for slot in recording.given] == ["constant"]
+    net.close()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("fuse", FUSED)
 def test_outputs_have_the_strides_of_eagers(fuse: str) -> None:

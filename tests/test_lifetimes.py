@@ -17,7 +17,8 @@ from nimble_core.program import Program
 @given(tensor_programs(), st.sampled_from([1, 2, 3, None]))
 def test_conflicts_are_those_of_the_definition(program: Program, cap: int | None) -> None:
     schedule = nimble(build_graph(program), uniform_costs(len(program.calls)), max_streams=cap)
-    lives = lifetimes(program, schedule, range(len(program.storages)))
+    made = [at for at, storage in enumerate(program.storages) if storage.role == "intermediate"]
+    lives = lifetimes(program, schedule, made)
     before = closure(schedule)
     users = [
         [call.index for call in program.calls if any(a.ref.storage == life.storage for a in call.accesses)]

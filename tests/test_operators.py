@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nimble_core.operators import (
     argument_texts,
@@ -59,6 +61,29 @@ def test_no_other_operator_makes_the_host_wait() -> None:
 def test_texts_of_arguments_name_the_storages_of_slots() -> None:
     texts = argument_texts(("tensors", "dim", "out"), ([Slot(0), Slot(2)], -1), (("out", Slot(1)),), [7, 8, 9])
     assert texts == (("tensors", "[%7, %9]"), ("dim", "-1"), ("out", "%8"))
+
+
+ATOMS = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.booleans(),
+    st.none(),
+    st.text("(a'", max_size=3),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.strided]),
+    st.builds(Slot, st.integers(0, 2)),
+)
+
+
+def described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(described, value))}]"
+    return f"%{7 + value.index}" if isinstance(value, Slot) else repr(value)
+
+
+@given(st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)))
+def test_texts_of_any_argument(value: Any) -> None:
+    assert argument_texts(("of",), (value,), (), [7, 8, 9]) == (("of", described(value)),)
 
 
 def test_tensors_that_are_written() -> None:

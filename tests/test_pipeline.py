@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import Norms, Wide, make
 
+from nimble_core.allocations import Ask
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
 from nimble_core.pipeline import (
@@ -54,6 +55,24 @@ def test_inputs_are_checked() -> None:
         check_inputs(Wide, (x,), {})
     with pytest.raises(InputError, match=r"parameter branches.0.weight is on meta, args\[0\] on cpu"):
         check_inputs(Wide().to("meta"), (x,), {})
+
+
+def test_allocations_are_traced_in_the_second_recording_alone() -> None:
+    class Traces(FakeDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.traced: list[bool] = []
+
+        def record(self, *args: Any, traced: bool = True, **kwargs: Any) -> Any:
+            self.traced.append(traced)
+            recording = super().record(*args, traced=traced, **kwargs)
+            asks = tuple((Ask(index),) for index in range(len(recording.program.calls)))
+            return replace(recording, asks=asks if traced else ())
+
+    device, x = Traces(), torch.randn(2, 16)
+    recording = recorded(Wide(), x, device=device).recording
+    assert device.traced == [False, True]
+    assert recording.asks == tuple((Ask(index),) for index in range(len(recording.program.calls)))
 
 
 def test_the_steps_of_recording() -> None:

@@ -536,3 +536,72 @@ def test_on_any_stream(stream: str) -> None:
     torch.cuda.synchronize()
     assert_same(state_of(net, mine), state_of(eager, theirs), rtol=CLOSE)
     net.close()
+
+
+# -- memory of a drop-in ---------------------------------------------------------------------------------------------
+
+
+def images_net() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Activations of 8 MiB each, positions and masks among what is saved."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for channels in (3, 32, 32, 32):
+        layers += [nn.Conv2d(channels, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Hardswish()]
+    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 32 * 32, 10)).to(DEVICE)
+    return model, *on(torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,)))
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+def test_a_backward_uses_up_what_its_forward_saved(fuse: Any, policy: str) -> None:
+    model, x, y = images_net()
+    eager = copy.deepcopy(model)
+    net = Nimble(model, Options(fuse=fuse, policy=policy, tune="off")).prepare(x, training=True)
+    half = net.engines[0].backward
+    assert half is not None
+    memory = half.executable.memory
+    assert memory is not None
+    storages = half.recorded.recording.program.storages
+    inside = [one for one, offset in zip(storages, memory.offsets, strict=True) if 0 <= offset < memory.start]
+    assert {one.role for one in inside} == {"constant", "intermediate"}
+    for draw in range(3):
+        x = torch.randn_like(x)
+        found: list[list[torch.Tensor]] = []
+        for one in (net, eager):
+            loss = F.cross_entropy(one(x), y)
+            for keep in (True, True, False):  # what was saved is read three times, the last time for good
+                one.zero_grad()
+                loss.backward(retain_graph=keep)
+                found.append([weight.grad.clone() for weight in one.parameters()])
+            loss = F.cross_entropy(one(x + draw), y)
+            found.append([weight.grad.clone() for weight in one.parameters()])
+            loss.backward()
+            found.append([weight.grad.clone() for weight in one.parameters()])
+        kept, again, spoilt, after, summed, *expected = found
+        for at in range(len(kept)):
+            assert apart(again[at], kept[at]) < 1e-5
+            assert apart(spoilt[at], kept[at]) < 1e-5
+            assert torch.equal(after[at], spoilt[at]), "a forward leaves gradients alone"
+            assert apart(spoilt[at], expected[2][at]) < 1e-2
+            assert apart(summed[at], expected[4][at]) < 1e-2
+    assert half._spare is not None
+    assert half.executable.nbytes < half._spare.nbytes - (8 << 20)
+    net.close()
+
+
+def test_what_was_measured_in_lent_memory_is_right() -> None:
+    model, x, y = images_net()
+    eager = copy.deepcopy(model)
+    net = Nimble(model, Options(budget_s=5.0)).prepare(x, training=True)
+    for model in (net, eager):
+        F.cross_entropy(model(x), y).backward()
+    assert_same_gradients(net, eager, rtol=1e-3)
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    net.close()

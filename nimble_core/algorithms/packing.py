@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 __all__ = ["first_fit", "pack"]
 
 _MANY = 4000
+_NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
-def pack(sizes: Sequence[int], conflicts: Sequence[int]) -> tuple[list[int], int]:
+def pack(sizes: Sequence[int], conflicts: Sequence[int], fixed: Mapping[int, int] = _NOWHERE) -> tuple[list[int], int]:
     """Offsets of all blocks: the smallest of a few first-fit packings.
 
     The order decides: blocks go by size, by size times conflicts, by size and conflicts in sum, and as numbered.
@@ -20,6 +22,7 @@ def pack(sizes: Sequence[int], conflicts: Sequence[int]) -> tuple[list[int], int
     Args:
         sizes: units of each block, at least 0.
         conflicts: bitset of each block's conflicts, symmetric, by block.
+        fixed: blocks that have their place: their first units.
 
     Returns:
         ``(offsets, total)``: the first unit of each block; units in all.
@@ -36,7 +39,7 @@ def pack(sizes: Sequence[int], conflicts: Sequence[int]) -> tuple[list[int], int
     """
     degree = [row.bit_count() for row in conflicts]
     blocks = range(len(sizes))
-    best, least = first_fit(sizes, conflicts, sorted(blocks, key=lambda block: (-sizes[block], -degree[block])))
+    best, least = first_fit(sizes, conflicts, sorted(blocks, key=lambda block: (-sizes[block], -degree[block])), fixed)
     if len(sizes) > _MANY:
         return best, least
     area = sorted(blocks, key=lambda block: -sizes[block] * degree[block])
@@ -44,19 +47,22 @@ def pack(sizes: Sequence[int], conflicts: Sequence[int]) -> tuple[list[int], int
     for order in (area, crowded, blocks, None):
         if order is None:
             order = sorted(blocks, key=lambda block: -best[block] - sizes[block])
-        offsets, total = first_fit(sizes, conflicts, order)
+        offsets, total = first_fit(sizes, conflicts, order, fixed)
         if total < least:
             best, least = offsets, total
     return best, least
 
 
-def first_fit(sizes: Sequence[int], conflicts: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]:
+def first_fit(
+    sizes: Sequence[int], conflicts: Sequence[int], order: Iterable[int], fixed: Mapping[int, int] = _NOWHERE
+) -> tuple[list[int], int]:
     """Put each block in turn at the lowest offset where it meets no block that it conflicts with.
 
     Args:
         sizes: units of each block, at least 0.
         conflicts: bitset of each block's conflicts, symmetric, by block.
         order: blocks in the order they are placed.
+        fixed: blocks that have their place: their first units. They may meet whom they conflict with.
 
     Returns:
         ``(offsets, total)``: the first unit of each block, -1 if not placed; units in all.
@@ -66,13 +72,20 @@ def first_fit(sizes: Sequence[int], conflicts: Sequence[int], order: Iterable[in
 
     >>> first_fit([2, 3, 2], [0b010, 0b101, 0b010], [0, 1, 2])
     ([0, 2, 0], 5)
+    >>> first_fit([2, 3, 2], [0b010, 0b101, 0b010], [0, 1, 2], {1: 1})
+    ([4, 1, 4], 6)
     """
     offsets = [-1] * len(sizes)
     # Units from bounds[i] to bounds[i + 1] all have the same tenants, a bitset.
     bounds = [0]
     tenants: list[int] = []
+    for block, start in fixed.items():
+        offsets[block] = start
+        _settle(bounds, tenants, block, start, start + sizes[block])
     for block in order:
         size = sizes[block]
+        if block in fixed:
+            continue
         if not size:
             offsets[block] = 0
             continue
@@ -84,16 +97,25 @@ def first_fit(sizes: Sequence[int], conflicts: Sequence[int], order: Iterable[in
             elif bounds[index + 1] - bounds[free] >= size:
                 break
         offsets[block] = start = bounds[free]
-        end = start + size
-        if end > bounds[-1]:
-            bounds.append(end)
-            tenants.append(0)
-        at = bisect_right(bounds, end) - 1
-        if bounds[at] < end:
-            at += 1
-            bounds.insert(at, end)
-            tenants.insert(at, tenants[at - 1])
-        mark = 1 << block
-        for index in range(free, at):
-            tenants[index] |= mark
+        _settle(bounds, tenants, block, start, start + size)
     return offsets, bounds[-1]
+
+
+def _settle(bounds: list[int], tenants: list[int], block: int, start: int, end: int) -> None:
+    """Mark ``block`` as a tenant of the units from ``start`` to ``end``."""
+    mark = 1 << block
+    first = _cut(bounds, tenants, start)
+    for index in range(first, _cut(bounds, tenants, end)):
+        tenants[index] |= mark
+
+
+def _cut(bounds: list[int], tenants: list[int], at: int) -> int:
+    """Make ``at`` a boundary; its index. What lies beyond the last one was free so far."""
+    index = bisect_left(bounds, at)
+    if index == len(bounds):
+        bounds.append(at)
+        tenants.append(0)
+    elif bounds[index] != at:
+        bounds.insert(index, at)
+        tenants.insert(index, tenants[index - 1])
+    return index

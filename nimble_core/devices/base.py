@@ -103,8 +103,14 @@ class Device(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rewritten: Rewritten | None = None,
+        *,
+        traced: bool = True,
     ) -> Recording:
-        """One recording of the model, or of what was rewritten from it. Raises CaptureError."""
+        """One recording of the model, or of what was rewritten from it. Raises CaptureError.
+
+        Not ``traced``, it does not say what the calls ask of the allocator (``Recording.asks``), and takes less time
+        where that has to be asked after each call.
+        """
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
         """What of the calls' memory can be planned; None if the device looks after its memory itself."""

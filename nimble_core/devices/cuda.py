@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
@@ -124,11 +124,13 @@ class CudaDevice:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rewritten: Rewritten | None = None,
+        *,
+        traced: bool = True,
     ) -> Recording:
         """Record under a throwaway capture."""
         with (
             self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (streams, probe),
-            _allocations_traced(streams[0]) as trace,
+            _allocations_traced(streams[0]) if traced else nullcontext() as trace,
         ):
             counter = _Counter(probe, self.device, trace)
             return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
@@ -151,8 +153,11 @@ class CudaDevice:
     ) -> CudaExecutable:
         """Capture a multi-stream graph with the schedule's waits, and instantiate it."""
         with _errors_explained():
-            buffers = [_like(tensor) for tensor in inputs]
             arena = _Arena(self.device, recording.program, schedule, layout, memory)
+            buffers = [
+                arena.input(ref.storage, tensor) if ref.storage in arena.inputs else _like(tensor)
+                for ref, tensor in zip(recording.program.inputs, inputs, strict=True)
+            ]
         issuer = Issuer(recording, buffers)
         producers = {producer for producer, _ in schedule.syncs}
         waits: dict[int, list[int]] = {}
@@ -390,7 +395,9 @@ class CudaExecutable:
         self.schedule = schedule
         self.raw = raw
         self.memory = arena.memory if arena and arena.nbytes else None
-        self.nbytes = pool_nbytes + sum(buffer.nbytes for buffer in buffers) + (arena.nbytes if arena else 0)
+        placed = arena.inputs.values() if arena else ()
+        own = sum(buffer.nbytes for buffer in buffers if buffer.data_ptr() not in placed)
+        self.nbytes = pool_nbytes + own + (arena.nbytes if arena else 0)
         self.counts = emitted_counts(schedule, raw)
         self.graph: torch.cuda.CUDAGraph | None = graph
         self.buffers = buffers
@@ -432,6 +439,11 @@ class CudaExecutable:
                 raise _closed()
             self._follow_last_run()
             self.graph.replay()
+
+    @property
+    def arena(self) -> torch.Tensor | None:
+        """The memory of its calls, bytes; results that the next run overwrites lie in it."""
+        return self._arena.all if self._arena else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -498,6 +510,7 @@ class _Arena:
         self._address: dict[int, int] = {}
         self._placer: Placer | None = None
         self._block: torch.Tensor | None = None
+        self.inputs: dict[int, int] = {}
         if layout is None or memory is None:
             return
         placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
@@ -506,29 +519,44 @@ class _Arena:
         kept = shared + memory.nbytes
         scratch = kept + layout.kept_nbytes
         self.nbytes = scratch + memory.scratch_nbytes
-        if not self.nbytes:
+        if not any(layout.blocks):
             return
         self._placer = Placer(device.index)
         self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
         start = self._block.data_ptr() + _GUARD_BYTES
+
+        def located(offset: int) -> int:
+            in_arena = start + shared + offset - memory.start
+            return in_arena if offset >= memory.start else layout.lent_address + offset
+
+        self.inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
         for call, blocks in enumerate(layout.blocks):
-            next_scratch = start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0)
+            running = {
+                "scratch": start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0),
+                "workspace": located(memory.workspace_offsets[call] if memory.workspace_offsets else 0),
+            }
             planned = []
             for block in blocks:
                 if block.home == "arena" and block.storage is not None:
-                    address = start + shared + memory.offsets[block.storage]
+                    address = located(memory.offsets[block.storage])
                 elif block.home == "front":
                     address = start + block.offset
                 elif block.home == "kept":
                     address = start + kept + block.offset
                 else:
-                    address = next_scratch
-                    next_scratch += -(-block.nbytes // memory.alignment) * memory.alignment
+                    address = running[block.home]
+                    running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
                 if block.storage is not None:
                     self._address[block.storage] = address
                 planned.append((address, block.nbytes))
             self._planned.append(planned)
         self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]
+
+    def input(self, storage: int, example: torch.Tensor) -> torch.Tensor:
+        """The buffer of an input at its place; what it holds is whatever is there."""
+        strides = torch.empty_like(example, device="meta").stride()
+        memory = torch._C._construct_storage_from_data_pointer(self.inputs[storage], example.device, example.nbytes)
+        return torch.empty(0, dtype=example.dtype, device=example.device).set_(memory, 0, example.shape, strides)
 
     def dead_before(self, position: int) -> Sequence[int]:
         """Storages to let go of before the call at this place of the issue order."""
@@ -585,6 +613,11 @@ class _Arena:
                 tensor = torch._neg_view(view) if tensor.is_neg() else view
             settled.append(tensor)
         return settled
+
+    @property
+    def all(self) -> torch.Tensor | None:
+        """Every byte that calls use; None if there is none."""
+        return None if self._block is None or not self.nbytes else self._block[_GUARD_BYTES:]
 
     def capture_ended(self) -> None:
         """Let the pools go; nothing may be alive in them."""
@@ -667,6 +700,8 @@ class _Counter:
         self._trace = trace
 
     def allocations(self) -> int:
+        if self._trace is None:
+            return 0
         # A workspace that a library kept from the call before would not show.
         torch._C._cuda_clearCublasWorkspaces()
         return _allocations(self._device.index)[0]

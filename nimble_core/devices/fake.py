@@ -104,6 +104,8 @@ class FakeDevice:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rewritten: Rewritten | None = None,
+        *,
+        traced: bool = True,
     ) -> Recording:
         """One live run, recorded, in no time. Raises CaptureError."""
         recording = record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)

@@ -97,6 +97,8 @@ class HostDevice:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rewritten: Rewritten | None = None,
+        *,
+        traced: bool = True,
     ) -> Recording:
         """One live run, recorded. Raises CaptureError."""
         return record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
