@@ -64,9 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted before anything was measured", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) has had enough; Python would complain at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
@@ -158,7 +155,7 @@ def _compare(given: argparse.Namespace) -> int:
 
     progress = Progress() if given.quiet else None
     report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress, **more)
-    with _files():
+    with _files(given.save, given.html):
         if given.save is not None:
             report.save(given.save)
         if given.html is not None:
@@ -180,6 +177,9 @@ def _profile(given: argparse.Namespace) -> int:
     for path in (given.save, given.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
+    # Where the command was given, with its output: a script may go elsewhere, and leave another in sys.stdout.
+    save, html = (path and path.absolute() for path in (given.save, given.html))
+    stdout = sys.stdout
     ended: int | Exception = 0
     if given.script.suffix == ".nimble":
         raise InputError(f"{given.script} is a report", fix=f"python -m nimble_viz show {given.script}")
@@ -192,12 +192,15 @@ def _profile(given: argparse.Namespace) -> int:
         from nimble_viz.profiling import profile_script
 
         counts = {"warmup": given.warmup, "timed": given.timed, "profiled": given.profiled}
-        report, ended = profile_script(given.script, given.arguments, stop=given.stop, **counts)
-    with _files():
-        if given.save is not None:
-            report.save(given.save)
-        if given.html is not None:
-            report.to_html(given.html)
+        try:
+            report, ended = profile_script(given.script, given.arguments, stop=given.stop, **counts)
+        finally:
+            sys.stdout = stdout
+    with _files(save, html):
+        if save is not None:
+            report.save(save)
+        if html is not None:
+            report.to_html(html)
     if not given.quiet:
         _print(report)
     if isinstance(ended, Exception):
@@ -208,7 +211,7 @@ def _profile(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> int:
     from nimble_viz.file import load
 
-    with _files():
+    with _files(given.html):
         report = load(given.file)
         if given.html is not None:
             report.to_html(given.html)
@@ -219,7 +222,7 @@ def _show(given: argparse.Namespace) -> int:
 def _export(given: argparse.Namespace) -> int:
     from nimble_viz.file import load
 
-    with _files():
+    with _files(given.out):
         load(given.file).export(given.out, given.format)
     return 0
 
@@ -227,13 +230,13 @@ def _export(given: argparse.Namespace) -> int:
 def _annotate(given: argparse.Namespace) -> int:
     from nimble_viz.annotation import annotate
 
-    with _files():
+    with _files(given.out, given.csv):
         found = annotate(given.file, given.report, given.run_name)
         if given.out is not None:
             _write(found.report, given.out)
         if given.csv is not None:
             found.to_csv(given.csv)
-    sys.stdout.write(found.to_text())
+    _say(found.to_text())
     return found.exit_code
 
 
@@ -253,7 +256,7 @@ def _diff(given: argparse.Namespace) -> int:
     with _files():
         found = load(given.old).diff(load(given.new))
     if given.json:
-        sys.stdout.write(found.to_json())
+        _say(found.to_json())
     else:
         _print(found)
     return 0
@@ -264,7 +267,7 @@ def _gate(given: argparse.Namespace) -> int:
     from nimble_viz.gate import Rules, gate
 
     rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
-    with _files():
+    with _files(given.markdown, given.junit):
         try:
             report = load(given.file)
             baseline = load(given.baseline) if given.baseline else None
@@ -276,7 +279,7 @@ def _gate(given: argparse.Namespace) -> int:
         if given.junit is not None:
             given.junit.write_text(found.to_junit(), encoding="utf-8")
     if given.json:
-        sys.stdout.write(found.to_json())
+        _say(found.to_json())
     else:
         _print(found)
     return found.exit_code
@@ -287,22 +290,23 @@ def _doctor(given: argparse.Namespace) -> int:
 
     found = examine()
     if given.json:
-        sys.stdout.write(found.to_json())
+        _say(found.to_json())
         return found.exit_code
     try:
         _print(found)
     except ImportError:  # what rich is missing for is among the findings
-        sys.stdout.write(found.to_text())
+        _say(found.to_text())
     return found.exit_code
 
 
 @contextmanager
-def _files() -> Iterator[None]:
-    """A file that cannot be read or written is an input error."""
+def _files(*written: Path | None) -> Iterator[None]:
+    """A file that cannot be read or written is an input error; of a full disk the system does not say which file."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+        about = error.filename or " or ".join(str(path) for path in written if path is not None)
+        raise InputError(f"{about}: {error.strerror}" if about and error.strerror else str(error)) from error
 
 
 def _print(content: Report | Difference | Gate | Diagnosis) -> None:
@@ -310,14 +314,32 @@ def _print(content: Report | Difference | Gate | Diagnosis) -> None:
 
     from nimble_viz.text import MAX_WIDTH, MIN_WIDTH, plain
 
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
     console = Console()
     if not console.is_terminal:
-        sys.stdout.write(plain(content))
+        _say(plain(content))
         return
     console.width = max(MIN_WIDTH, min(console.width, MAX_WIDTH))
-    console.print(content)
+    with console.capture() as drawn:
+        console.print(content)
+    _say(drawn.get())
+
+
+def _say(content: str) -> None:
+    """Write to standard output, all of it, now: what goes wrong at exit is nobody's to handle.
+
+    A reader that has had enough (head, less) is no error, and the exit code stays what was found out.
+    """
+    if sys.stdout is None or sys.stdout.closed:
+        raise InputError("standard output is closed", fix="give it a terminal, a file or a pipe")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
+    try:
+        sys.stdout.write(content)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again at exit
+        if not isinstance(error, BrokenPipeError):
+            raise InputError(f"standard output: {error.strerror}", fix="make room, or write elsewhere") from error
 
 
 def _parser() -> argparse.ArgumentParser:

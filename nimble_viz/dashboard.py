@@ -244,8 +244,24 @@ class Dashboard(widgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
-        still = self.report._repr_mimebundle_()  # where no widget can be shown
-        return bundle | still if isinstance(bundle, dict) else (bundle[0] | still, *bundle[1:])
+        instead = self.report._repr_mimebundle_()  # where no widget can be shown
+        return bundle | instead if isinstance(bundle, dict) else (bundle[0] | instead, *bundle[1:])
+
+    def _ipython_display_(self) -> None:
+        """The widget, then what a saved notebook shows without its kernel: a page in an output of its own."""
+        from IPython.display import display
+
+        from nimble_viz.export.html import still
+
+        bundle = self._repr_mimebundle_()
+        shown = dict(bundle if isinstance(bundle, dict) else bundle[0])
+        shown.pop("text/html", None)
+        shown["text/plain"] = (
+            f"Dashboard of {self.report.model}: run its cell in a notebook to use it. "
+            "As text: print(board.report.to_text())"
+        )
+        display(shown, raw=True)
+        display({"text/html": still(self.report)}, raw=True)
 
     # ---------------------------------------------------------------- selection
 
@@ -289,7 +305,9 @@ class Dashboard(widgets.VBox):
             holder.add_class("nimble-figure")
         self._plain = {name: Figure() for name in self._figures}
         self._rows: list[dict[str, Any]] = []
-        self._by = _dropdown("Bars", [("by call", "call"), ("by operator", "operator"), ("by module", "module")])
+        self._by = _dropdown(
+            "Bars", [("by call", "call"), ("by operator", "operator"), ("by module", "module"), ("module tree", "tree")]
+        )
         self._order = _dropdown(
             "Order",
             [

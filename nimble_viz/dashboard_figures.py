@@ -23,7 +23,7 @@ from nimble_core.units import format_bytes, format_count, format_ns
 from nimble_viz.dashboard_views import Selection, Views
 from nimble_viz.views.dag import Boxes, lay_out
 from nimble_viz.views.labels import plural
-from nimble_viz.views.overhead import PARTS, grouped
+from nimble_viz.views.overhead import PARTS, grouped, module_tree
 
 __all__ = [
     "MOST_BARS",
@@ -62,7 +62,7 @@ _NAMED_BARS = 24
 _SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _PATTERNS = ("", "/", ".", "|")
 
-Grouping = Literal["call", "operator", "module"]
+Grouping = Literal["call", "operator", "module", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,23 @@ def overhead_rows(views: Views, by: Grouping, order: str) -> list[dict[str, Any]
 
     Args:
         views: of a report that was profiled.
-        by: a row for each call, operator or innermost module.
+        by: a row for each call, operator or innermost module; ``"tree"``: each module with all that is in it. What is
+            in it follows, sorted by itself, as many levels as can be drawn.
         order: ``"overhead"``, ``"exposed"``, ``"work"``: most first; ``"program"``: as they were issued.
     """
     if views.overhead is None:
         return []
     columns = views.overhead["columns"]
+    if by == "tree":
+        all_rows = [row for root in module_tree(views.report, order) for row in root]
+        fit = [depth for depth in range(1, 99) if sum(row.depth < depth for row in all_rows) <= _GROUPS]
+        return [
+            {"name": f"{row.path} {row.name}" if row.own else row.path}
+            | {"eager": tuple(row.eager), "calls": len(row.eager)}
+            | row.sums
+            for row in all_rows
+            if row.depth < max(fit, default=1)
+        ]
     if by == "call":
         rows = [
             {"name": views.name(call, eager=True), "eager": (call,), "calls": 1}
@@ -188,6 +199,7 @@ def overhead_figure(views: Views, rows: Sequence[Mapping[str, Any]], by: Groupin
         figure.update_yaxes(title_text=value, rangemode="tozero")
     else:
         sides = [_plain(_shorten(row["name"], 34)) for row in shown]
+        figure.update_layout(legend={"xref": "container", "yref": "container", "x": 0.01, "y": 0.99, "yanchor": "top"})
         figure.update_xaxes(title_text=f"{value}{rest}", rangemode="tozero")
         figure.update_yaxes(tickvals=at, ticktext=sides, autorange="reversed")
     return figure

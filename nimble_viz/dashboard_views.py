@@ -59,10 +59,9 @@ class Views:
 
     def __init__(self, report: Report) -> None:
         packed = view_data(report)
-        strings = packed["strings"]
 
         def table(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
-            return {name: unpack(column, strings) for name, column in columns.items()}
+            return {name: unpack(column, packed) for name, column in columns.items()}
 
         self.report = report
         self.summary: dict[str, Any] = packed["summary"]
@@ -73,7 +72,7 @@ class Views:
         self.overhead = packed["overhead"] and packed["overhead"] | {"columns": table(packed["overhead"]["columns"])}
         self.graph = table(packed["dag"]["columns"])
         self.plans = [plan | table(plan["columns"]) for plan in packed["dag"]["plans"]]
-        self.runs = [_unpacked_run(line, strings) for line in packed["timelines"]]
+        self.runs = [line | table(line["columns"]) for line in packed["timelines"]]
         self.axis: str = packed["axis"]
         self.colours: list[dict[str, str]] = packed["colours"]
         self.code = packed["source"] and packed["source"] | {"lines": table(packed["source"]["lines"])}
@@ -457,7 +456,3 @@ def _ratio(cell: Mapping[str, Any] | None, wrong: bool) -> str:
 
 def _text(text: str) -> str:
     return html.escape(str(text))
-
-
-def _unpacked_run(line: dict[str, Any], strings: Sequence[str]) -> dict[str, Any]:
-    return line | {name: unpack(column, strings) for name, column in line["columns"].items()}

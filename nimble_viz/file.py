@@ -6,16 +6,17 @@ The format is described in ``docs/report-format.md``.
 from __future__ import annotations
 
 import gc
+import io
 import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from gzip import compress
+from gzip import GzipFile, compress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 
@@ -36,7 +37,18 @@ from nimble_viz.report import (
     Work,
 )
 
-__all__ = ["MAX_BYTES", "MAX_NUMBER", "MAX_RATIO", "MAX_SOURCE", "Wire", "check_report", "load", "save"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_NUMBER",
+    "MAX_RATIO",
+    "MAX_SOURCE",
+    "SMALL",
+    "Wire",
+    "check_report",
+    "load",
+    "save",
+    "unpacks_beyond",
+]
 
 MAX_BYTES = 512 << 20
 """A file that unpacks to more than this is refused unread."""
@@ -51,11 +63,15 @@ to about a ninth, and what a small file can ask for should be small."""
 MAX_SOURCE = 1_000_000
 """Most characters of code that a report may hold; those that this version makes hold a fifth of it."""
 
+SMALL = 16 << 20
+"""What a file may unpack to however small it is."""
+
 _COMPRESSION = 4
-_SMALL = 16 << 20
+_PIECE = 1 << 20
 _GZIP = b"\x1f\x8b"
 _HAZARDS = frozenset({"RAW", "WAR", "WAW"})
 _TAKE_AGAIN = "take the report again, or ask for an undamaged copy"
+_A_TRACE = "if torch.profiler wrote it: nimble_viz.from_trace(path), or python -m nimble_viz profile FILE"
 
 _CheckNumber = Literal["relative_error", "tolerance", "input_effect", "eager_error", "reference_error"]
 _NotFinite = tuple[int, _CheckNumber, Literal["nan", "inf", "-inf"]]
@@ -124,14 +140,17 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:
         OSError: the file cannot be read; ``FileNotFoundError`` if there is none.
     """
     with open(path, "rb") as file:
-        packed = file.read(max_bytes + 1)
+        packed = file.read(len(_GZIP))
+        packed += file.read(max_bytes) if packed == _GZIP else b""
     try:
         data = _unpack(packed, max_bytes)
         with _collector_paused():
             return check_report(_decode(data))
     except ReportFileError as error:
-        place = f"{os.fspath(path)}, {error.where}" if error.where else os.fspath(path)
-        raise ReportFileError(error.what, where=place, fix=error.fix or _TAKE_AGAIN) from error
+        name = os.fspath(path)
+        trace = name.endswith((".json", ".json.gz"))
+        place = f"{name}, {error.where}" if error.where else name
+        raise ReportFileError(error.what, where=place, fix=_A_TRACE if trace else error.fix or _TAKE_AGAIN) from error
 
 
 @contextmanager
@@ -150,27 +169,41 @@ def _unpack(packed: bytes, max_bytes: int) -> bytes:
     """The bytes inside a gzip member of at most ``max_bytes``, and of no more than a report's ratio allows."""
     if not packed.startswith(_GZIP):
         raise ReportFileError("not a nimble report: it is not a gzip file", fix="give a file that report.save() wrote")
-    unpacker = zlib.decompressobj(wbits=31)
-    most = min(max_bytes, max(_SMALL, MAX_RATIO * len(packed)))
-    try:
-        data = unpacker.decompress(packed, most + 1)
-    except zlib.error as error:
-        raise ReportFileError(f"the file is damaged: {error}") from error
-    if len(data) > most and most < max_bytes:
+    most = min(max_bytes, max(SMALL, MAX_RATIO * len(packed)))
+    beyond = unpacks_beyond(io.BytesIO(packed), most)
+    if beyond and most < max_bytes:
         raise ReportFileError(
             f"the file unpacks to more than {MAX_RATIO} times its size, which no report does",
             fix="do not trust it; take the report again",
         )
-    if len(data) > max_bytes or len(packed) > max_bytes:
+    if beyond or len(packed) > max_bytes:
         raise ReportFileError(
             f"the file unpacks to more than {max_bytes:,} bytes",
             fix="if you trust it, nimble_viz.load(path, max_bytes=…)",
         )
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        data = unpacker.decompress(packed)
+    except zlib.error as error:
+        raise ReportFileError(f"the file is damaged: {error}") from error
     if not unpacker.eof:
         raise ReportFileError("the file is cut short", fix="copy it again; its end is missing")
     if unpacker.unused_data:
         raise ReportFileError("the file is damaged: more follows its end")
     return data
+
+
+def unpacks_beyond(file: BinaryIO, most: int) -> bool:
+    """Whether a gzip file unpacks to more than ``most`` bytes: counted piece by piece, none of them kept.
+
+    Of a damaged file: whether it does before the damage. ``file`` stands at its beginning, before and afterwards.
+    """
+    left = most
+    with suppress(EOFError, OSError, zlib.error), GzipFile(fileobj=file) as unpacked:
+        while left >= 0 and (piece := unpacked.read(_PIECE)):
+            left -= len(piece)
+    file.seek(0)
+    return left < 0
 
 
 def _encode(report: Report) -> bytes:

@@ -13,7 +13,7 @@ from nimble_core.errors import InputError
 if TYPE_CHECKING:
     from nimble_viz.report import Report
 
-__all__ = ["PANES", "Pane"]
+__all__ = ["PANES", "Pane", "notebook_bundle"]
 
 PANES = ("summary", "overhead", "dag", "timeline", "syncs", "source", "memory")
 """Views of the page, in the order of its tabs."""
@@ -67,16 +67,23 @@ class Pane:
         return f"<{self.name} of {self.report!r}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """Text and HTML for a notebook. Never raises: without HTML there is text, without text the ``repr``."""
-        bundle = {"text/plain": repr(self)}
-        try:
-            bundle["text/plain"] = self.to_text(100)
-            from nimble_viz.export.html import fragment
+        return notebook_bundle(self, self.report, self.name)
 
-            bundle["text/html"] = fragment(self.report, self.name)
-        except Exception as error:  # a display must not fail: what went wrong is said in the text
-            bundle["text/plain"] += f"\n(not shown in full: {type(error).__name__}: {error})\n"
-        return bundle
+
+def notebook_bundle(shown: Report | Pane, report: Report, pane: str = "summary") -> dict[str, str]:
+    """What a notebook shows of a report or a view of it: ``shown`` as text, and the report's page opened at ``pane``.
+
+    Never raises: without HTML there is text, without text the ``repr``.
+    """
+    bundle = {"text/plain": repr(shown)}
+    try:
+        bundle["text/plain"] = shown.to_text(100)
+        from nimble_viz.export.html import fragment
+
+        bundle["text/html"] = fragment(report, pane)
+    except Exception as error:  # a display must not fail: what went wrong is said in the text
+        bundle["text/plain"] += f"\n(not shown in full: {type(error).__name__}: {error})\n"
+    return bundle
 
 
 def _views() -> Mapping[str, Callable[[Report], Any]]:

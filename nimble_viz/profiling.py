@@ -11,23 +11,32 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from inspect import isasyncgen, iscoroutine, isgenerator
 from pathlib import Path
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 from nimble_core.errors import InputError, ReportFileError
 from nimble_core.measurement import summarize
 from nimble_core.preserve import only_watches
 from nimble_core.program import Origin
 from nimble_core.units import format_ns
-from nimble_viz.measure.profile import RUN, calibrate, claim_profiler, quiet_kineto, release_profiler
-from nimble_viz.measure.unwrapped import TICK
+from nimble_viz.measure.profile import (
+    PRINT,
+    RUN,
+    calibrate,
+    claim_profiler,
+    quiet_kineto,
+    release_profiler,
+    watched_prints,
+)
+from nimble_viz.measure.unwrapped import LOADER, TICK
 from nimble_viz.report import Report
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ _WORDS: dict[Kind, str] = {
     "optimizer": "one step of the optimizer",
     "module": "one call of the outermost module",
 }
+_Batch = TypeVar("_Batch")
 _TELLING, _PATIENCE = 3, 30
 _ACCUMULATED = 66  # twice 32 batches, and then some
 _WARM_PROFILED = 1
@@ -191,6 +201,21 @@ class Profiling:
         """An iteration begins here (or one ends: only what lies between two calls counts)."""
         self._tick("step", 0)
 
+    def loader(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The same batches: making each counts as waiting for input, as a ``DataLoader``'s does by itself.
+
+        For a generator, or a pipeline of another library's: nothing else tells their Python from the loop's own.
+        """
+        made, end = iter(batches), object()
+        import torch
+
+        def following() -> Any:
+            with torch.profiler.record_function(f"{LOADER}{type(made).__name__}.__next__"):
+                return next(made, end)
+
+        while (batch := self._listening.timed(id(self), following) if self._listening else next(made, end)) is not end:
+            yield cast(_Batch, batch)
+
     def __enter__(self) -> Profiling:
         if self._whole is not None:
             raise InputError("this profile() has been entered before", fix="call profile() anew for each block")
@@ -282,7 +307,7 @@ class Profiling:
             warmup=sampler.warmup,
             loader_ns=median(sampler.waits_ns) if samples and any(sampler.waits_ns) else -1.0,
             origins=self._origins.seen if self._origins is not None else [],
-            warnings=doubts,
+            warnings=[*doubts, *(self._origins.doubts() if self._origins is not None else ())],
         )
 
 
@@ -337,18 +362,32 @@ def profile(
     named = dict(kwargs or {})
     import torch
 
-    def run() -> None:
-        with torch.profiler.record_function(RUN):
-            function(*args, **named)
+    def call() -> None:
+        made = function(*args, **named)
+        if isgenerator(made) or iscoroutine(made) or isasyncgen(made):
+            if not isasyncgen(made):
+                made.close()
+            raise InputError(
+                f"{name} returned a {type(made).__name__}, and none of it ran",
+                fix=f"profile a function that runs it: profile(lambda: list({name}()))",
+            )
+
+    def wait() -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+    def run() -> None:
+        with torch.profiler.record_function(RUN):
+            call()
+        wait()
 
     for _ in range(checked.warmup):
         run()
     samples = []
     for _ in range(checked.timed):
         start = perf_counter_ns()
-        run()
+        call()
+        wait()
         samples.append(float(perf_counter_ns() - start))
     session = _Session.begin()
     try:
@@ -375,7 +414,7 @@ def profile(
             warmup=checked.warmup,
             loader_ns=-1.0,
             origins=origins.seen if origins is not None else [],
-            warnings=[],
+            warnings=[*origins.doubts()] if origins is not None else [],
         )
     except ReportFileError as nothing:
         raise InputError(f"nothing was profiled: {nothing.what}", fix=nothing.fix) from nothing
@@ -414,9 +453,10 @@ def _report(
 class _Session:
     """One run of ``torch.profiler``."""
 
-    def __init__(self, profiler: Any) -> None:
+    def __init__(self, profiler: Any, watching: ExitStack) -> None:
         self.ticks = 0
         self._profiler = profiler
+        self._watching = watching
         self._running = True
 
     @staticmethod
@@ -429,13 +469,12 @@ class _Session:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities, acc_events=True)
         claim_profiler(torch, cuda=torch.cuda.is_available())
-        try:
+        with ExitStack() as undo:
+            undo.callback(release_profiler)
             with quiet_kineto():
                 profiler.start()
-        except BaseException:
-            release_profiler()
-            raise
-        return _Session(profiler)
+            undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
+            return _Session(profiler, undo.pop_all())
 
     def tick(self) -> None:
         """Mark that an iteration begins."""
@@ -452,12 +491,9 @@ class _Session:
         if not self._running:
             return
         self._running = False
-        try:
-            with quiet_kineto():
-                calibrate(torch, torch.profiler.record_function)
-                self._profiler.stop()
-        finally:
-            release_profiler()
+        with self._watching, quiet_kineto():
+            calibrate(torch, torch.profiler.record_function)
+            self._profiler.stop()
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""
@@ -479,7 +515,7 @@ class _Listening:
 
         self._tick, self._sampler = tick, sampler
         self._gradients: dict[int, set[tuple[int, int]]] = {}
-        self._depth = 0
+        self._depth = self._loading = 0
         self._thread = get_ident()
         self._root: Any = None
         # torch.compile warns of hooks on all modules: of ours, which nobody else knows of, and which it does not see.
@@ -495,22 +531,36 @@ class _Listening:
         self._loader = cast(Any, _BaseDataLoaderIter)
         self._next = original = self._loader.__next__
 
-        def timed_next(loader: Any) -> Any:
-            tick("loader", id(loader._dataset))
-            start = perf_counter_ns()
-            try:
-                return original(loader)
-            finally:
-                sampler.waited(perf_counter_ns() - start)
+        self._loader.__next__ = lambda loader: self.timed(id(loader._dataset), lambda: original(loader))
 
-        self._loader.__next__ = timed_next
+    def timed(self, who: int, following: Callable[[], Any]) -> Any:
+        """The next batch of a loader; where one takes its batches from another, only the outer one's time counts."""
+        self._tick("loader", who)
+        start, self._loading = perf_counter_ns(), self._loading + 1
+        try:
+            return following()
+        finally:
+            self._loading -= 1
+            if not self._loading:
+                self._sampler.waited(perf_counter_ns() - start)
 
     def only(self, kind: Kind) -> None:
         """Take off what the other kinds need: hooks of every module would slow down what is timed."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
         self._take_off_modules()
         if kind == "module" and self._root is not None:
             root = self._root
-            self._modules = [root.register_forward_pre_hook(lambda *_: self._tick("module", id(root)))]
+            try:
+                self._modules = [root.register_forward_pre_hook(lambda *_: self._tick("module", id(root)))]
+            except RuntimeError:  # TorchScript takes none of its own
+
+                def enter(module: Any, *_: Any) -> None:
+                    if module is root:
+                        self._tick("module", id(root))
+
+                only_watches(enter)
+                self._modules = [register_module_forward_pre_hook(enter)]
         if kind != "optimizer":
             self._optimizers.remove()
 
@@ -562,9 +612,11 @@ class _Listening:
 class _Origins:
     """Where each operator that is dispatched comes from, in order."""
 
-    def __init__(self, mode: Any, seen: list[Origin]) -> None:
+    def __init__(self, mode: Any, seen: list[Origin], watching: ExitStack) -> None:
         self.seen = seen
+        self.meta = 0
         self._mode = mode
+        self._watching = watching
         self._entered = True
 
     @staticmethod
@@ -572,6 +624,7 @@ class _Origins:
         """From here on, until ``end``; None under a mode of somebody else's, who would leave ours in its place."""
         if _current_mode() is not None:
             return None
+        import torch
         from torch.utils._python_dispatch import TorchDispatchMode
 
         from nimble_core.origins import module_paths, pass_over, place_of
@@ -589,20 +642,40 @@ class _Origins:
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
             ) -> Any:
-                frame = sys._getframe().f_back  # autograd's threads may have none
-                root = _outermost_module(frame)
-                if root is not None and id(root) not in roots:
-                    roots.add(id(root))
-                    paths.update(module_paths(root))
-                seen.append(Origin(str(func), *place_of(frame, paths)))
-                return func(*args, **(kwargs or {}))
+                note(str(func), sys._getframe().f_back)  # autograd's threads may have none
+                made = func(*args, **(kwargs or {}))
+                found.meta += isinstance(made, torch.Tensor) and made.is_meta
+                return made
 
+        def note(operator: str, frame: Any) -> None:
+            root = _outermost_module(frame)
+            if root is not None and id(root) not in roots:
+                roots.add(id(root))
+                paths.update(module_paths(root))
+            seen.append(Origin(operator, *place_of(frame, paths)))
+
+        def printed() -> nullcontext[None]:  # without a mode: what it dispatches is not seen
+            note(PRINT.replace("::", "."), sys._getframe())
+            return nullcontext()
+
+        watching = ExitStack()
+        watching.enter_context(watched_prints(printed))
         mode = cast(Any, Mode)()
         mode.__enter__()
-        return _Origins(mode, seen)
+        found = _Origins(mode, seen, watching)
+        return found
+
+    def doubts(self) -> Iterator[str]:
+        """What should be known about what was seen."""
+        if self.meta:
+            yield (
+                f"{self.meta} of {len(self.seen)} operators made tensors on meta, which hold no values: what is shown "
+                "as their computing is shapes and dispatch. Profile on the device that is to compute"
+            )
 
     def end(self) -> None:
         """Look no more, if it still does. Under a mode that was entered since it stays until that has been left."""
+        self._watching.close()
         if self._entered and _current_mode() is self._mode:
             self._entered = False
             self._mode.__exit__(None, None, None)

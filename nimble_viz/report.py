@@ -164,7 +164,7 @@ class OverheadProfile:
     """Framework overhead of one profiled eager iteration.
 
     Args:
-        calls: one row per matched call, by call index.
+        calls: one row per matched call, by call index; those of the optimizer that were not found share its phase.
         profiled_ns: host time of the profiled iteration.
         unprofiled_ns: median wall time of the same iteration without the profiler.
         remainder_ns: profiled host time that belongs to no call: what comes after the last.
@@ -260,9 +260,10 @@ class EngineMemory:
 
     Args:
         name: of its schedule.
-        arena: shared by all results of all calls, on all streams.
-        unshared: what these results would take if each kept its memory.
-        workspaces: what libraries need while a call runs, counted apart.
+        arena: shared by all results of all calls and large workspaces of libraries, on all streams.
+        unshared: what these results would take if each kept its memory, beside one workspace for all calls.
+        workspaces: the most that libraries need while one call runs; in older reports all workspaces, which lay beside
+            the arena.
     """
 
     name: str
@@ -583,13 +584,6 @@ class Report:
         return f"<Report of {self.model!r}: {len(self.program.calls)} calls, {len(self.measurements)} measurements>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """Text and HTML for a notebook. Never raises: without HTML there is text, without text the ``repr``."""
-        bundle = {"text/plain": repr(self)}
-        try:
-            bundle["text/plain"] = self.to_text(100)
-            from nimble_viz.export.html import fragment
+        from nimble_viz.pane import notebook_bundle
 
-            bundle["text/html"] = fragment(self)
-        except Exception as error:  # a display must not fail: what went wrong is said in the text
-            bundle["text/plain"] += f"\n(not shown in full: {type(error).__name__}: {error})\n"
-        return bundle
+        return notebook_bundle(self, self)

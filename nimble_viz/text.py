@@ -429,7 +429,7 @@ def _memory(held: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(held["facts"])]
     if held["engines"]:
         columns = {"arena": "arena", "saved": "saved by reuse", "workspaces": "workspaces", "held": "held"}
-        notes = ["arena: results of all calls, on all streams; held: arena, workspaces, input buffers and the rest"]
+        notes = ["arena: results of all calls and large workspaces; held: arena, input buffers and the rest"]
         if any(row["against"] for row in held["engines"]):
             columns["against"] = "of eager's peak"
             notes.append("of eager's peak: what is held, as a multiple of it; an engine holds it between runs as well")

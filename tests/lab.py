@@ -206,7 +206,9 @@ class Notebook:
         ends = time.monotonic() + 20
         while path.stat().st_mtime_ns == before and time.monotonic() < ends:
             self.page.wait_for_timeout(100)
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        while not (text := path.read_text(encoding="utf-8")).endswith("}\n") and time.monotonic() < ends:
+            self.page.wait_for_timeout(100)  # it is being written
+        read: dict[str, Any] = json.loads(text)
         return read
 
     def _said(self, message: Any) -> None:

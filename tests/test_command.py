@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -268,3 +269,32 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert b"\x1b" not in shown.stdout
     assert "µs" in shown.stdout.decode()
     assert run("show", str(path), PYTHONIOENCODING="ascii").returncode == 0
+
+
+def test_a_full_disk_is_said_and_a_reader_that_has_had_enough_is_not(tmp_path: Path) -> None:
+    path = str(sample_report(12).save(tmp_path / "r.nimble"))
+
+    def run(line: str, stdout: Any) -> tuple[int, str]:
+        command = [sys.executable, "-m", "nimble_viz", *line.split()]
+        done = subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, timeout=60, text=True)
+        return done.returncode, done.stderr
+
+    lines = {f"show {path}": 0, f"diff {path} {path} --json": 0, f"gate {path} --max-calls 1": 1}
+    for line, code in lines.items():
+        reads, writes = os.pipe()
+        os.close(reads)
+        try:
+            assert run(line, writes) == (code, "")
+        finally:
+            os.close(writes)
+        if Path("/dev/full").exists():
+            with open("/dev/full", "wb") as full:
+                code, said = run(line, full)
+            assert (code, said.splitlines()[0]) == (2, "error: standard output: No space left on device")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sample_report(12).save(tmp_path / "r.nimble")
+    assert main(["show", str(path), "--html", "/dev/full"]) == 2
+    assert "/dev/full: No space left on device" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from nimble_viz.dashboard import MOST_ROWS, PANES, Dashboard
 from nimble_viz.dashboard_views import Selection, Views
 from nimble_viz.report import Report
 from nimble_viz.views.live import live_memory
-from nimble_viz.views.overhead import PARTS, grouped
+from nimble_viz.views.overhead import PARTS, grouped, module_tree
 from nimble_viz.views.source import hottest
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +117,29 @@ def test_groups_hold_as_many_calls_as_the_view_says(case: str, by: figures.Group
     views = views_of(case)
     rows = {row["name"]: len(row["eager"]) for row in figures.overhead_rows(views, by, "overhead")}
     assert rows == {row["name"]: row["calls"] for row in grouped(views.report, by)}
+
+
+@pytest.mark.parametrize("case", ["wide", "training", "fused", "clip-h200.nimble"])
+@pytest.mark.parametrize("order", ["overhead", "exposed", "work", "program"])
+def test_a_module_holds_what_the_modules_in_it_hold(case: str, order: str) -> None:
+    views = views_of(case)
+    roots = module_tree(views.report, order)
+    assert sorted(call for row in roots for call in row.eager) == sorted(views.overhead_row)
+    for root in roots:
+        for row in root:
+            assert all(one.depth == row.depth + 1 for one in row.inside)
+            assert len(row.inside) != 1
+            for part in row.sums:
+                if row.inside:
+                    assert row.sums[part] == pytest.approx(sum(one.sums[part] for one in row.inside))
+            ranked = [one.eager[0] if order == "program" else -one.sums[order] for one in row.inside if not one.own]
+            assert ranked == sorted(ranked)
+    shown = figures.overhead_rows(views, "tree", order)
+    names = {row["name"] for row in shown}
+    paths = [row.path for root in roots for row in root if not row.own]
+    assert [row["name"] for row in shown if "(calls" not in row["name"]] == [one for one in paths if one in names]
+    assert {root.path for root in roots} <= names
+    figures.overhead_figure(views, shown, "tree", LIGHT)
 
 
 @given(order=st.sampled_from(["overhead", "exposed", "work"]), by=st.sampled_from(["call", "operator", "module"]))

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,17 @@ def test_a_small_bomb_is_refused_by_its_ratio(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
+    path = _file(tmp_path, gzip.compress(b'{"nimble_report": 1' + b" " * 400_000_000 + b"}", 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ReportFileError, match="unpacks to more than"):
+            load(path, max_bytes=30_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("sources", "field"),
     [
@@ -612,3 +624,10 @@ def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
 def test_check_report_returns_the_report() -> None:
     report = sample_report(5)
     assert check_report(report) is report
+
+
+def test_a_trace_is_no_report_and_its_reader_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(_packed(b'{"traceEvents": []}'))
+    with pytest.raises(ReportFileError, match="from_trace"):
+        load(path)

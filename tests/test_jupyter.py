@@ -365,6 +365,23 @@ def test_an_untrusted_notebook_shows_text(browser: Any, server: Server, saved: d
         assert notebook.troubles == []
 
 
+def test_a_saved_dashboard_without_its_kernel_shows_the_page(
+    browser: Any, server: Server, saved: dict[str, Any]
+) -> None:
+    (server.folder / "still.ipynb").write_text(json.dumps(saved))  # signed as it was saved, and so trusted
+    with opened(browser, server, "still.ipynb") as notebook:
+        cell = notebook.cell(NAMES.index("board"))
+        cell.scroll_into_view_if_needed()
+        cell.get_by_text("Saved view of a dashboard").wait_for()
+        assert "Error displaying widget" not in cell.inner_text()
+        cell.frame_locator("iframe").locator("#nv-tab-dag").click()
+        assert notebook.complaints("widget model not found") == []
+
+
+def test_the_page_is_not_seen_beside_the_dashboard(board: Any, lab: Notebook) -> None:
+    assert lab.cell(NAMES.index("board")).locator(".nimble-still").is_hidden()
+
+
 # -- interrupts ----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,38 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
         read_trace(path, max_bytes=1_000_000)
 
 
+@pytest.mark.parametrize(
+    ("inside", "says"),
+    [(b" ", "200 times its size"), (b"{},", "200 times its size"), (b'{"ph": "X"},', "200 times its size")],
+)
+def test_a_small_file_that_unpacks_to_much_is_refused_unread(tmp_path: Path, inside: bytes, says: str) -> None:
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + inside * (100_000_000 // len(inside)) + b"{}]}"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ReportFileError, match=says):
+            read_trace(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.json"
+    with path.open("wb") as file:
+        file.write(b"[")
+        file.truncate(2 << 30)
+    with pytest.raises(ReportFileError, match="larger than 1,073,741,824 bytes"):
+        read_trace(path)
+
+
+def test_nothing_but_brackets_is_refused_undecoded(tmp_path: Path) -> None:
+    path = tmp_path / "dense.json"
+    path.write_bytes(b'{"traceEvents": [' + b"{}," * 6_000_000 + b"{}]}")
+    with pytest.raises(ReportFileError, match="brackets"):
+        read_trace(path)
+
+
 def test_odd_values_do_not_matter_where_nothing_depends_on_them(tmp_path: Path) -> None:
     odd = cpu_op("aten::mm", 0, 2) | {"pid": "Spans", "tid": None, "name": 7, "id": {"a": 1}}
     odd["args"] = {"External id": "none", "correlation": [1], "stream": {}}
@@ -152,3 +185,10 @@ def test_whatever_the_file_holds_it_is_read_or_refused(tmp_path: Path, listed: A
     with suppress(ReportFileError):
         found = read_trace(path).events
     assert all(one.end_ns >= one.start_ns >= 0 for one in found)
+
+
+def test_a_report_is_no_trace_and_its_reader_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "report.nimble"
+    path.write_bytes(gzip.compress(b'{"nimble_report": 1}'))
+    with pytest.raises(ReportFileError, match=r"nimble_viz\.load"):
+        read_trace(path)

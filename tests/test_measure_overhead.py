@@ -115,6 +115,44 @@ def test_a_remainder_within_the_bound_is_no_doubt() -> None:
     assert "30 ns of the" in overhead_profile(TWO, replace(CUDA, phases=(("optimizer", 120, 140),)), 100.0).warnings[0]
 
 
+def with_optimizer(*after: str) -> Program:
+    calls = program_of("addmm", "relu", *after).calls
+    return Program(tuple(replace(one, phase="optimizer") if one.index > 1 else one for one in calls), (), (), ())
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_calls_of_the_optimizer_share_what_an_eager_one_took(device: Any) -> None:
+    eager = (op("_foreach_mul_", 120, 130), op("_foreach_add_", 132, 150))
+    trace = replace(
+        CUDA,
+        device=device,
+        operators=(*CUDA.operators, *eager),
+        runtime=(*CUDA.runtime, RuntimeEvent("cudaLaunchKernel", 140, 145, 1, 104)) if device == "cuda" else (),
+        kernels=(*CUDA.kernels, DeviceEvent("multi_tensor", "kernel", 191, 197, 9, 104)) if device == "cuda" else (),
+        phases=(("forward", 0, 112), ("optimizer", 112, 155)),
+    )
+    profile = overhead_profile(with_optimizer("_fused_sgd_", "_fused_sgd_"), trace, 0.0)
+    first, second = profile.calls[2:]
+    assert (first.call, second.call, replace(first, call=3)) == (2, 3, second)
+    # From 110, where relu ended, to 155: half of it each.
+    if device == "cuda":
+        parts = (first.python_ns, first.dispatch_ns, first.launch_ns, first.work_ns)
+        assert parts == (17 / 2, 23 / 2, 5 / 2, 6 / 2)
+        assert (profile.waiting_ns, profile.remainder_ns) == (10 + 40, 5)
+    else:
+        assert (first.python_ns, first.dispatch_ns, first.work_ns) == (17 / 2, 0, 28 / 2)
+        assert profile.remainder_ns == 45
+    assert host_ns(profile, device) == 200
+    assert not any("belong to none" in warning for warning in profile.warnings) or device == "cpu"
+
+
+def test_calls_of_the_optimizer_that_are_found_have_their_own_time() -> None:
+    trace = replace(CUDA, operators=(*CUDA.operators, op("_fused_sgd_", 120, 140)), phases=(("optimizer", 112, 155),))
+    profile = overhead_profile(with_optimizer("_fused_sgd_"), trace, 0.0)
+    assert (profile.calls[2].overhead_ns, profile.remainder_ns) == (30, 20)
+    assert overhead_profile(TWO, trace, 0.0).remainder_ns == 50  # without a call of the optimizer's it is nobody's
+
+
 def test_phases_come_in_the_order_of_a_step() -> None:
     marks = (("optimizer", 0, 5), ("forward", 5, 62), ("loss", 62, 66), ("backward", 66, 112), ("optimizer", 112, 150))
     profile = overhead_profile(TWO, replace(CUDA, phases=marks), 100.0)

@@ -13,6 +13,7 @@ from nimble_viz.measure.chrome_trace import Recording, read_trace
 from nimble_viz.measure.overhead import Forest, iteration_bound, overhead_profile
 from nimble_viz.measure.unwrapped import TICK, Observed, observed, one_iteration
 from nimble_viz.report import Bound, CallOverhead, DeviceIdle, HostSync
+from nimble_viz.views.syncs import hint
 
 
 def recorded(tmp_path: Path, *events: dict[str, Any]) -> Recording:
@@ -81,6 +82,64 @@ def test_its_synchronisations(loop: Observed) -> None:
         HostSync("aten::item", 1, 80_000.0, "", "forward"),
         HostSync("Memcpy HtoD (Pageable -> Device)", 1, 12_000.0, "", "copy"),
     )
+
+
+_READ = [("aten::item", 0, 40), ("aten::_local_scalar_dense", 2, 38)]
+_COPIED = [("aten::to", 0, 60), ("aten::_to_copy", 5, 55), ("aten::copy_", 10, 50)]
+_PRINTED = [("aten::isfinite", 5, 15), ("aten::masked_select", 20, 50), ("aten::nonzero", 25, 48)]
+_VALUES = [*((name, start + 100 * i + 60, end + 100 * i + 60) for i in range(9) for name, start, end in _READ)]
+
+
+@pytest.mark.parametrize(
+    ("line", "ops", "waits", "found"),
+    [
+        ("t.item()", _READ, [(10, 30)], [("aten::item", 1, 40)]),
+        ("float(t)", _READ, [(10, 30)], [("aten::item", 1, 40)]),
+        ("if t:", [("aten::is_nonzero", 0, 60), *_READ], [(10, 30)], [("aten::is_nonzero", 1, 60)]),
+        ("t.tolist(), t.cpu(), t.cpu().numpy()", _COPIED, [(30, 45)], [("Memcpy DtoH (Device -> Pageable)", 1, 15)]),
+        ("nonzero(t)", [("aten::nonzero", 0, 70)], [(10, 20), (40, 50)], [("aten::nonzero", 1, 70)]),
+        ("t[mask]", [("aten::index", 0, 90), ("aten::nonzero", 5, 60)], [(10, 50)], [("aten::nonzero", 1, 55)]),
+        ("[v.item() for v in t]", _VALUES, [(100 * i + 65, 100 * i + 90) for i in range(9)], [("aten::item", 9, 360)]),
+        (
+            "print(t), str(t)",
+            [("nimble::print", 0, 1000), *_PRINTED, *_VALUES],
+            [(30, 40), *((100 * i + 65, 100 * i + 90) for i in range(9))],
+            [("print(tensor)", 1, 10 + 9 * 25)],
+        ),
+        ("print(t) of a tensor on the host", [("nimble::print", 0, 1000), *_VALUES], [], []),
+    ],
+)
+@pytest.mark.parametrize("said", ["by an annotation", "by Python functions"])
+def test_what_makes_the_host_wait_is_one_line_each(
+    tmp_path: Path, line: str, ops: Any, waits: Any, found: list[tuple[str, int, int]], said: str
+) -> None:
+    copies = any(name == "aten::copy_" for name, *_ in ops)
+    events = [cpu_op(*one) for one in ops if one[0] != "nimble::print"]
+    for _, start, end in (one for one in ops if one[0] == "nimble::print"):
+        ours = event("user_annotation", "nimble::print", start, end)
+        torchs = event("python_function", "lib/torch/_tensor_str.py(712): _str", start, end)
+        events.append(ours if said == "by an annotation" else torchs)
+    launches = [cpu_op("aten::mm", -90, -40), runtime("cudaLaunchKernel", -80, -70, 1), kernel("mm", -75, -30, 1)]
+    if copies:
+        launches += [
+            runtime("cudaMemcpyAsync", 20, 28, 2),
+            kernel("Memcpy DtoH (Device -> Pageable)", 22, 26, 2),
+        ]
+    events += [runtime("cudaStreamSynchronize", start, end, 10 + i) for i, (start, end) in enumerate(waits)]
+    recording = recorded(tmp_path, *events, *launches)
+    trace, _ = one_iteration(recording)
+    seen = observed(trace, recording.frames)
+    profile = overhead_profile(seen.program, seen.trace, 0.0, seen.matches)
+    if copies:  # a copy to pageable memory waits by itself, too
+        found = [(kind, count, lasted + 8) for kind, count, lasted in found]
+    assert [(one.kind, one.count, one.total_ns) for one in profile.host_syncs] == [
+        (kind, count, lasted * 1000.0) for kind, count, lasted in found
+    ], line
+
+
+def test_a_condition_is_advised_as_the_read_that_it_is() -> None:
+    assert hint("aten::is_nonzero") == hint("aten::item") != hint("aten::nonzero")
+    assert "value by value" in hint("print(tensor)")
 
 
 def test_what_was_dispatched_elsewhere_names_the_lines(tmp_path: Path) -> None:
@@ -212,7 +271,10 @@ def test_iterations_are_found_by_what_tells_most(tmp_path: Path) -> None:
     assert what(*steps) == ("one step of the optimizer", [(20, 50), (50, 80)])
     assert what(*steps, *loads) == ("one batch of the data loader", [(10, 40), (40, 70)])
     assert what(*steps, *loads, *profiler) == ("one step of torch.profiler", [(15, 45), (45, 75)])
-    assert what(*steps, *loads, *profiler, *ticks) == ("one go", [(5, 35)])
+    assert what(*steps, *loads, *profiler, *ticks) == ("one go", [(6, 35)])
+    run = event("user_annotation", "nimble.run", 8, 30)  # then comes what is ours; on a GPU, the wait for it
+    assert what(*ticks, run) == ("one go", [(8, 30)])
+    assert what(*ticks, run, kernel("mm", 5, 7, 1)) == ("one go", [(8, 35)])
 
 
 def test_other_threads_are_left_out_and_that_is_said(tmp_path: Path) -> None:
@@ -241,7 +303,7 @@ def test_the_device_runs_behind_the_host(tmp_path: Path) -> None:
     found = observed(trace)
     profile = overhead_profile(found.program, found.trace, 0.0, found.matches)
     assert [(row.call, row.work_ns) for row in profile.calls] == [(0, 35_000)]
-    assert (profile.profiled_ns, profile.device_busy_ns) == us(50, 30)
+    assert (profile.profiled_ns, profile.device_busy_ns) == us(49, 29)  # from the end of one mark to the next
 
 
 def test_lost_events_are_survived(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier, Event, Thread
+from time import sleep
 
 import pytest
 import torch
@@ -390,6 +392,121 @@ def test_a_block_that_says_what_an_iteration_is() -> None:
     assert report.sampling is not None
     assert report.sampling.iteration == "what lies between two calls of step()"
     assert labels(report) == ["linear", "linear"]
+
+
+def test_batches_of_a_generator_are_input_where_it_is_said() -> None:
+    model = torch.nn.Linear(8, 8)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(25):
+            sleep(0.004)
+            yield torch.randn(2, 8)
+
+    with profile() as run:
+        seen = [model(x) for x in run.loader(batches())]
+    assert len(seen) == 25
+    assert run.report.sampling is not None
+    assert run.report.sampling.iteration == "one batch of the data loader"
+    assert run.report.sampling.loader_ns > 4e6
+    assert run.report.overhead is not None
+    assert run.report.overhead.loader_ns > 4e6
+    assert max(row.python_ns for row in run.report.overhead.calls) < 4e6
+    assert list(run.loader([1, 2])) == [1, 2]  # after the block it is the iterable's own
+
+
+def test_of_a_loader_within_a_loader_the_time_counts_once() -> None:
+    class Slow(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 25
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            sleep(0.004)
+            return torch.randn(8)
+
+    model = torch.nn.Linear(8, 8)
+    with profile() as run:
+        for x in run.loader(torch.utils.data.DataLoader(Slow(), batch_size=1)):
+            model(x)
+    assert run.report.sampling is not None
+    timed = next(one for one in run.report.measurements if one.name == "eager")
+    assert 4e6 < run.report.sampling.loader_ns < timed.median_ns
+
+
+def test_a_scripted_module_is_no_obstacle() -> None:
+    scripted = torch.jit.trace(torch.nn.Linear(8, 8), torch.randn(2, 8))
+    with profile() as run:
+        for _ in range(25):
+            scripted(torch.randn(2, 8))
+    assert run.report.sampling is not None
+    assert run.report.sampling.iteration == "one call of the outermost module"
+    assert run.report.sampling.timed == 10
+
+
+def test_a_function_that_does_not_run_is_refused() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.randn(2)
+
+    async def later() -> None:
+        torch.randn(2)
+
+    with pytest.raises(InputError, match="returned a generator, and none of it ran"):
+        profile(batches)
+    with pytest.raises(InputError, match="returned a coroutine"):
+        profile(later)
+
+
+def test_the_floor_is_that_of_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        report = profile(torch.add, torch.ones(1, device="cpu"), 1, warmup=0, timed=1)
+    assert report.overhead is not None
+    assert "a floor of 0 ns" not in report.overhead.source
+    assert not any("meta" in one for one in report.warnings)
+
+
+def test_a_script_that_goes_elsewhere_and_keeps_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "away").mkdir()
+    path = tmp_path / "away.py"
+    path.write_text(
+        "import io, os, sys, torch\nos.chdir('away')\nsys.stdout = io.StringIO()\n"
+        "for _ in range(25):\n    torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    )
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        assert main(["profile", "--save", "r.nimble", str(path)]) == 0
+    finally:
+        os.chdir(before)
+    assert (tmp_path / "r.nimble").exists()
+    assert "nimble_viz: away.py" in capsys.readouterr().out
+
+
+def test_a_tensor_that_is_printed_is_one_wait_on_its_line() -> None:
+    x = torch.randn(3, 4)
+
+    def printing() -> None:
+        str(x * 2)
+        str(torch.empty(0))
+        float(x.sum())
+
+    original = torch._tensor_str._str
+    report = profile(printing, warmup=0, timed=1, profiled=1)
+    assert torch._tensor_str._str is original
+    assert report.overhead is not None
+    first = printing.__code__.co_firstlineno
+    waits = {one.kind: (one.count, Path(one.source).name) for one in report.overhead.host_syncs}
+    assert waits == {
+        "print(tensor)": (1, f"test_profiling.py:{first + 1}"),
+        "aten::item": (1, f"test_profiling.py:{first + 3}"),
+    }
+    assert "printing a tensor" in report.to_text()
+    assert [call.operator for call in report.eager_calls if "nimble" in call.operator] == ["nimble.print"] * 2
+
+
+def test_operators_on_meta_are_said_to_compute_nothing() -> None:
+    model, x = torch.nn.Linear(8, 8).to("meta"), torch.randn(2, 8, device="meta")
+    (warning,) = (one for one in profile(model, x, warmup=0, timed=1).warnings if "meta" in one)
+    assert "hold no values" in warning
+    assert not any("meta" in one for one in profile(torch.nn.Linear(8, 8), torch.randn(2, 8), warmup=0).warnings)
 
 
 def test_a_block_without_a_loop_is_profiled_whole() -> None:

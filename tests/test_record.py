@@ -558,6 +558,21 @@ def test_allocations_are_told_apart_without_asking_for_views() -> None:
     assert counter.asked == 5  # at the start, after each call, and after memory that no call makes
 
 
+def test_memory_that_is_freed_gives_its_address_to_no_other() -> None:
+    freed: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            before = torch._C._WeakTensorRef(x)
+            x = x + 1
+            freed.append(before.expired())
+        return x
+
+    program = recorded(forward, torch.ones(3)).program
+    assert len({call.writes[0].storage for call in program.calls}) == 50
+    assert sum(freed) >= 49, "a recording does not hold what the model lets go of"
+
+
 def test_a_branch_on_values_is_not_static() -> None:
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

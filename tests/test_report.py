@@ -18,7 +18,7 @@ def test_display_has_text_and_html(case: str) -> None:
 
 
 def test_display_survives_a_page_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Report) -> str:
+    def broken(*_: object) -> str:
         raise OSError("no template")
 
     monkeypatch.setattr("nimble_viz.export.html.fragment", broken)

@@ -22,18 +22,22 @@ from sample_reports import (
     training_report,
 )
 
+import nimble_viz
 from nimble_core.timeline import SelfCheck
 from nimble_core.units import format_ns
 from nimble_viz.export.html import fragment, page
 from nimble_viz.pane import PANES
 from nimble_viz.views.colours import exposed
+from nimble_viz.views.concurrency import in_flight
 from nimble_viz.views.dag import dag
-from nimble_viz.views.gaps import gaps
+from nimble_viz.views.gaps import gaps, replay_gaps
 from nimble_viz.views.live import live_memory
+from nimble_viz.views.overhead import module_tree
 from nimble_viz.views.source import hottest, source
 
 pytestmark = pytest.mark.browser
 
+RECORDINGS = Path(__file__).parents[1] / "examples" / "recordings"
 _TABS = ("summary", "overhead", "dag", "timeline", "syncs", "source", "memory")
 
 
@@ -638,14 +642,77 @@ def test_the_timeline_zooms_to_the_replays_and_back(opened):
     report = sample_report(60)
     shown = opened(page(report))
     shown.page.click("#nv-tab-timeline")
+    shown.page.click("text=Fit all")
     _, whole = shown.page.evaluate("nimbleViewer.timelineRange()")
-    shown.page.click("text=Replays")
+    shown.page.click("text=Fit replays")
     low, high = shown.page.evaluate("nimbleViewer.timelineRange()")
     longest = max(line.length_ns for line in report.timelines if line.run != "eager")
     assert low == 0
     assert high == pytest.approx(1.02 * longest)
-    shown.page.click("#nv-pane-timeline >> text=Fit")
+    shown.page.click("text=Fit all")
     assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] == pytest.approx(whole)
+
+
+def test_the_timeline_opens_where_the_replays_can_be_read(opened):
+    report = sample_report(60)
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-timeline")
+    rest = shown.page.locator("#nv-pane-timeline .nv-rest")
+    longest = max(line.length_ns for line in report.timelines if line.run != "eager")
+    assert shown.page.evaluate("nimbleViewer.timelineRange()") == [0, pytest.approx(1.02 * longest)]
+    assert [rest.nth(at).is_visible() for at in range(rest.count())] == [True, False, False]
+    assert "goes on to the right" in rest.first.inner_text()
+    assert shown.page.get_attribute("text=Fit replays", "aria-pressed") == "true"
+    rest.first.click()
+    assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] > report.timeline("eager").length_ns
+    assert not rest.first.is_visible()
+    assert shown.page.get_attribute("text=Fit all", "aria-pressed") == "true"
+
+
+@pytest.mark.parametrize("name", ["googlenet-h200", "nasnet-a-mobile-h200", "resnet18-training-h200"])
+def test_the_page_derives_what_runs_side_by_side_and_where_gaps_are(opened, name):
+    report = nimble_viz.load(RECORDINGS / f"{name}.nimble")
+    shown = opened(page(report))
+    for line in report.timelines:
+        derived = shown.page.evaluate(f"nimbleViewer.derived({line.run!r})")
+        assert max(derived["flights"]["running"]) == in_flight(line)[0]
+        assert derived["flights"]["running"][-1] == 0
+        gaps = [gap for gap in replay_gaps(report, line) if gap.call is not None]
+        assert derived["gaps"]["call"] == [gap.call for gap in gaps]
+        assert derived["gaps"]["lane"] == [gap.lane for gap in gaps]
+        zero = min(span.start_ns for span in line.spans)
+        assert derived["gaps"]["start"] == pytest.approx([gap.start_ns - zero for gap in gaps], abs=1)
+        assert derived["gaps"]["length"] == pytest.approx([gap.end_ns - gap.start_ns for gap in gaps], abs=1)
+
+
+def test_modules_hold_what_is_in_them(opened):
+    report = sample_report(120)
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-overhead")
+    shown.page.click("#nv-pane-overhead >> text=By module")
+    rows = shown.page.locator("#nv-pane-overhead button.nv-row")
+    first = rows.filter(has=shown.page.locator(".nv-fold:text-matches('[▸▾]')")).first
+    key = first.get_attribute("data-key")
+    row = shown.page.locator(f"#nv-pane-overhead button.nv-row[data-key='{key}']")
+
+    def total(one) -> int:
+        return int(one.locator(".nv-num").last.inner_text().replace(",", ""))
+
+    if row.get_attribute("aria-expanded") == "true":
+        row.press("ArrowLeft")
+    assert row.get_attribute("aria-expanded") == "false"
+    before = rows.count()
+    row.locator(".nv-fold").click()
+    assert row.get_attribute("aria-expanded") == "true"
+    assert rows.count() > before
+    inside = module_tree(report)[0].inside
+    assert key == module_tree(report)[0].path
+    assert total(row) == len(module_tree(report)[0].eager) == sum(len(one.eager) for one in inside)
+    shown.page.select_option("[aria-label='Levels of modules']", label="1")
+    assert rows.count() == len(module_tree(report))
+    shown.page.evaluate("nimbleViewer.select(17)")
+    assert shown.page.locator("#nv-pane-overhead .nv-row.nv-on").count() == 1
+    assert shown.troubles == []
 
 
 def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):

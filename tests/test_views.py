@@ -43,9 +43,17 @@ from nimble_viz.views.labels import common_module, label_call, label_operators, 
 from nimble_viz.views.limit import breakdown, distance, limit
 from nimble_viz.views.memory import memory
 from nimble_viz.views.overhead import PARTS, overhead
-from nimble_viz.views.payload import pack, unpack
+from nimble_viz.views.payload import Kept, pack, unpack
 from nimble_viz.views.peers import against, best_peer, peers
-from nimble_viz.views.provenance import became, fused_calls, is_layout_copy, module_of, nesting_modules, provenance
+from nimble_viz.views.provenance import (
+    became,
+    fused_calls,
+    is_layout_copy,
+    module_of,
+    modules_of,
+    nesting_modules,
+    provenance,
+)
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, hint, host_syncs, promise
 from nimble_viz.views.timeline import timelines
@@ -61,12 +69,11 @@ def report(request: pytest.FixtureRequest):
 
 def test_every_case_is_plain_json_and_keeps_its_calls(report):
     data = json.loads(json.dumps(view_data(report), allow_nan=False))
-    strings = data["strings"]
-    assert unpack(data["calls"]["operator"], strings) == [call.operator for call in report.program.calls]
-    assert unpack(data["dag"]["columns"]["critical"], strings) == list(report.critical_path)
+    assert unpack(data["calls"]["operator"], data) == [call.operator for call in report.program.calls]
+    assert unpack(data["dag"]["columns"]["critical"], data) == list(report.critical_path)
     for plan, shown in zip(report.schedules, data["dag"]["plans"], strict=True):
-        assert unpack(shown["columns"]["stream"], strings) == list(plan.stream)
-        pairs = zip(*(unpack(shown["columns"][end], strings) for end in ("producer", "consumer")), strict=True)
+        assert unpack(shown["columns"]["stream"], data) == list(plan.stream)
+        pairs = zip(*(unpack(shown["columns"][end], data) for end in ("producer", "consumer")), strict=True)
         assert tuple(pairs) == plan.syncs
 
 
@@ -77,9 +84,17 @@ def test_ten_thousand_calls_stay_small():
 
 @given(st.one_of(st.lists(st.integers(-5, 10**9)), st.lists(st.text(max_size=4)), st.lists(st.just(7))))
 def test_pack_is_undone_by_unpack(column):
-    strings: dict[str, int] = {}
-    packed = json.loads(json.dumps(pack(column, strings)))
-    assert unpack(packed, list(strings)) == column
+    kept = Kept()
+    packed = json.loads(json.dumps([pack(column, kept), pack(column[:-1], kept), pack(column, kept)]))
+    data = {"strings": list(kept.strings), "columns": json.loads(json.dumps(kept.columns))}
+    assert [unpack(one, data) for one in packed] == [column, column[:-1], column]
+
+
+def test_a_long_column_is_packed_once():
+    kept = Kept()
+    column = [f"call {k % 70}" for k in range(100)]
+    assert pack(column, kept) == pack(list(column), kept) == {"r": 0}
+    assert len(kept.columns) == 1
 
 
 # ---------------------------------------------------------------- verdict and summary
@@ -363,12 +378,12 @@ def test_fused_calls_are_listed_with_operators_modules_and_lines():
 def test_the_page_knows_what_each_call_stands_for():
     report = fused_report()
     data = json.loads(json.dumps(view_data(report)))
-    strings, flat = data["strings"], unpack(data["calls"]["for"], data["strings"])
-    for call, count in zip(report.program.calls, unpack(data["calls"]["stands"], strings), strict=True):
+    flat = unpack(data["calls"]["for"], data)
+    for call, count in zip(report.program.calls, unpack(data["calls"]["stands"], data), strict=True):
         assert tuple(flat[:count]) == call.eager
         del flat[:count]
     assert flat == []
-    assert unpack(data["eager"]["operator"], strings) == [call.operator for call in report.eager.calls]
+    assert unpack(data["eager"]["operator"], data) == [call.operator for call in report.eager.calls]
 
 
 def test_a_thousand_fused_calls_stay_small():
@@ -759,8 +774,10 @@ def test_groups_are_nested_runs_of_one_module(modules):
             assert boxes.first[outer] <= first
             assert last <= boxes.last[outer]
             assert (boxes.first[outer], boxes.last[outer]) != (first, last)
-        step = boxes.name[group]
-        assert all(step in components(module) for module in modules[first : last + 1])
+        steps = components(boxes.name[group])
+        for module in modules[first : last + 1]:
+            path = components(module)
+            assert any(path[at : at + len(steps)] == steps for at in range(len(path)))
 
 
 def test_edges_between_boxes_point_down(report):
@@ -780,6 +797,28 @@ def _chain(parent, box):
         box = parent[box]
         chain.append(box)
     return chain
+
+
+def test_a_call_of_several_blocks_says_which():
+    fused = _call("triton_poi_fused_add_3", ("add", "cells.3.lefts.0"), ("relu", "cells.4.before"), eager=(1, 2))
+    assert modules_of(fused) == "cells.3–4"
+    assert module_of(fused) == "cells"
+    assert components(modules_of(fused)) == ("cells.3–4",)
+
+
+def test_parts_of_a_module_that_others_come_between_are_told_apart():
+    report = nimble_viz.load(EXAMPLES / "nasnet-a-mobile-h200.nimble")
+    columns = dag(report)["columns"]
+    whole = Counter(columns["name"][group] for group in range(len(columns["name"])) if columns["parts"][group] > 1)
+    assert whole["cells.0"] == 2
+    for name, many in whole.items():
+        own = [group for group, other in enumerate(columns["name"]) if other == name]
+        assert [(columns["part"][group], columns["parts"][group]) for group in own] == [
+            (k + 1, many) for k in range(many)
+        ]
+    assert "cells" not in columns["name"]
+    clip = dag(nimble_viz.load(EXAMPLES / "clip-h200.nimble"))["columns"]
+    assert "encoder.layers.0" in clip["name"]
 
 
 def test_repeated_blocks_are_counted():

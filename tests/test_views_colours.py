@@ -77,5 +77,5 @@ def test_time_is_not_called_that_of_a_gpu_without_one() -> None:
 def test_the_page_gets_a_value_for_each_call(case: str) -> None:
     report = RENDERED[case]()
     data = json.loads(json.dumps(view_data(report), allow_nan=False))
-    assert unpack(data["calls"]["exposed"], data["strings"]) == exposed(report)
+    assert unpack(data["calls"]["exposed"], data) == exposed(report)
     assert [row["key"] for row in data["colours"]] == ["stream", "exposed", "time", "phase"]

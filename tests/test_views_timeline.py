@@ -68,8 +68,8 @@ def test_the_figures_of_a_replay() -> None:
 def test_each_gap_says_who_waited_for_whom() -> None:
     shown = timelines(report_of())[0]
     columns = shown["gaps"]
-    rows = list(zip(*(columns[name] for name in ("call", "awaited", "length", "launch", "wait")), strict=True))
-    assert rows == [(1, 0, 1, 1, 0), (2, 0, 13, 3, 0), (3, 2, 24, 4, 0)]
+    rows = list(zip(*(columns[name] for name in ("span", "awaited", "launch", "wait")), strict=True))
+    assert [(shown["columns"]["call"][span], *row) for span, *row in rows] == [(1, 0, 1, 0), (2, 0, 3, 0), (3, 2, 4, 0)]
     assert [(row["call"], row["awaited"], row["why"]) for row in shown["longest"]] == [
         (3, 2, "nothing ready 20 ns, launch gap 4 ns"),
         (2, 0, "nothing ready 10 ns, launch gap 3 ns"),
@@ -78,11 +78,11 @@ def test_each_gap_says_who_waited_for_whom() -> None:
     assert shown["longest"][0]["after"].endswith(" on stream 1")
 
 
-def test_flights_are_drawn_from_zero() -> None:
-    later = replace(LINE, spans=tuple(replace(s, start_ns=s.start_ns + 5, end_ns=s.end_ns + 5) for s in SPANS))
-    for line in (LINE, later):
-        shown = timelines(report_of(line))[0]["flights"]
-        assert shown == {"at": [0, 10, 11, 13, 20, 40, 44, 50], "running": [1, 0, 1, 2, 1, 0, 1, 0]}
+def test_spans_are_drawn_from_zero_and_touch_where_they_did() -> None:
+    later = tuple(replace(span, start_ns=0.3 + 1.4 * k, end_ns=0.3 + 1.4 * (k + 1)) for k, span in enumerate(SPANS))
+    columns = timelines(report_of(replace(LINE, spans=later)))[0]["columns"]
+    ends = [start + length for start, length in zip(columns["start"], columns["length"], strict=True)]
+    assert columns["start"] == [0, *ends[:-1]]
 
 
 def test_a_failed_self_check_marks_page_text_exports_and_value() -> None:
@@ -97,7 +97,7 @@ def test_a_failed_self_check_marks_page_text_exports_and_value() -> None:
         "Self-check": "3 kernels seen, 4 nodes expected, told by graph node id",
         "Gaps, calls in flight": "not derived: kernels are missing",
     }
-    assert shown["lost"] == shown["longest"] == shown["gaps"]["call"] == shown["flights"]["at"] == []
+    assert shown["lost"] == shown["longest"] == shown["gaps"]["span"] == []
     assert "UNRELIABLE: 3 of 4 nodes seen in every replay" in plain_text(report, 120)
     assert any("unreliable" in warning for warning in summary(report)["warnings"])
     process = make_trace(report).processes[0]
@@ -173,7 +173,7 @@ def test_workers_of_a_host_replay_have_their_calls_gaps_and_flights() -> None:
     assert {lane["kind"] for lane in shown["lanes"]} == {"worker"}
     assert set(shown["columns"]["call"]) == set(range(40))
     assert "Streams of the device" not in dict(shown["facts"])
-    assert shown["gaps"]["call"]
+    assert shown["gaps"]["span"]
 
 
 def test_planned_and_observed_streams_are_told_apart() -> None:

@@ -72,7 +72,7 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 def test_the_page_gets_them_by_call() -> None:
     report = fused_report(20)
     data = view_data(report)
-    flops = unpack(data["work"]["flops"], data["strings"])
+    flops = unpack(data["work"]["flops"], data)
     assert len(flops) == len(report.program.calls)
     assert flops[0] == -1  # stands for no eager call
     assert flops[1] > 0

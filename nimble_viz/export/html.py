@@ -15,7 +15,7 @@ from nimble_viz.views.labels import plural
 from nimble_viz.views.payload import view_data
 from nimble_viz.views.summary import summary
 
-__all__ = ["embed_json", "fragment", "page", "plain_summary"]
+__all__ = ["embed_json", "fragment", "page", "plain_summary", "still"]
 
 # A frame is told the system's theme, not that of the notebook around it: it asks, and the notebook's page answers.
 # Where scripts run the frame is there, and the text below it need not be open.
@@ -36,6 +36,22 @@ addEventListener("message", (event) => {
 });
 const watch = new MutationObserver(() => setTimeout(() => { if (frame.isConnected && dark() !== told) tell(); }, 300));
 for (const node of [document.documentElement, document.body]) watch.observe(node, { attributes: true });
+})()</script>"""
+# A widget without its kernel is an error in JupyterLab, which shows nothing else of the output that holds it. What
+# stands in for it is an output of its own, and shown where no widget comes up.
+_INSTEAD = """<script>(() => {
+const still = document.currentScript.previousElementSibling, began = performance.now();
+const around = still.closest(".jp-OutputArea") ?? document;
+const look = () => {
+  const outputs = [...around.querySelectorAll(".jp-OutputArea-child")].filter((one) => !one.contains(still));
+  const dead = outputs.filter((one) => one.innerText?.includes("Error displaying widget"));
+  for (const one of dead) one.style.display = "none";
+  still.hidden = !!around.querySelector(".nimble-dashboard") || (!dead.length && performance.now() - began < 2500);
+};
+const watch = new MutationObserver(() => { if (still.isConnected) look(); });
+watch.observe(around, { childList: true, subtree: true });
+setTimeout(look, 2600);
+look();
 })()</script>"""
 _INSIDE = Template("""<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><script>(async () => {
 const packed = Uint8Array.from(atob("$packed"), (one) => one.charCodeAt(0));
@@ -76,6 +92,14 @@ def fragment(report: Report, pane: str = "summary") -> str:
         "</iframe><details open><summary>Summary as text</summary>"
         f"<pre>{html.escape(plain_summary(report))}</pre></details>{_OUTSIDE}"
     )
+
+
+def still(report: Report) -> str:
+    """The page for a notebook as ``fragment`` gives it, in an output of its own after a dashboard: hidden while that is
+    there, and shown where it is not, because no kernel runs or the frontend knows no widgets.
+    """
+    words = "Saved view of a dashboard. Run its cell again for the dashboard itself, which code can follow and drive."
+    return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
 
 
 def embed_json(value: Any) -> str:

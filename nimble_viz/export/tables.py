@@ -19,6 +19,7 @@ from nimble_viz.report import Report
 from nimble_viz.views.advice import advice
 from nimble_viz.views.gaps import replay_gaps
 from nimble_viz.views.labels import label_call, label_run
+from nimble_viz.views.overhead import module_tree
 from nimble_viz.views.timeline import distortion
 from nimble_viz.views.work import call_work, launches
 
@@ -40,6 +41,7 @@ Kind = Literal[
     "samples",
     "peers",
     "overhead",
+    "modules",
     "phases",
     "split",
     "advice",
@@ -84,8 +86,8 @@ def make_table(report: Report, kind: str) -> Table:
             ``"host_syncs"``: where eager made the host wait. ``"schedules"``: each plan's promises and counts.
             ``"candidates"``: plans that were tried. ``"measurements"``: wall times; ``"samples"``: each sample of
             them. ``"peers"``: other ways to run the model. ``"overhead"``: eager's host time by eager call;
-            ``"phases"``: by phase of a training step. ``"split"``: what the replay and the eager run are made of;
-            ``"advice"``: what would help next.
+            ``"modules"``: by module, each with everything in it; ``"phases"``: by phase of a training step.
+            ``"split"``: what the replay and the eager run are made of; ``"advice"``: what would help next.
 
     Raises:
         InputError: no such kind.
@@ -532,6 +534,15 @@ def _overhead(report: Report) -> Table:
     )
 
 
+def _modules(report: Report) -> Table:
+    types = {"module": str, "depth": int, "calls": int, "overhead_ns": float, **_PART_TYPES}
+    rows = (row for root in module_tree(report) for row in root if not row.own)
+    sums = ("overhead", *_PARTS)
+    return _table(
+        "modules", types, ((row.path, row.depth, len(row.eager), *(row.sums[name] for name in sums)) for row in rows)
+    )
+
+
 def _phases(report: Report) -> Table:
     types = {"phase": str, "host_ns": float, **_PART_TYPES}
     found = report.overhead.phases if report.overhead else ()
@@ -579,6 +590,7 @@ _MAKERS: Mapping[Kind, Callable[[Report], Table]] = MappingProxyType(
         "samples": _samples,
         "peers": _peers,
         "overhead": _overhead,
+        "modules": _modules,
         "phases": _phases,
         "split": _split,
         "advice": _advice,

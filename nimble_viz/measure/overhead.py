@@ -18,6 +18,7 @@ from nimble_core.program import Program
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_ns, format_percent
 from nimble_viz.measure.profile import (
+    PRINT,
     DeviceEvent,
     OperatorEvent,
     RuntimeEvent,
@@ -66,9 +67,10 @@ UNPROFILED_BOUND = 1.1
 """Above this ratio of unprofiled to profiled time something other than the profiler made the difference."""
 
 _ALLOCATING_OPERATORS = ("aten::empty", "aten::new_empty", "aten::resize_")
-_NO_WORK = (*_ALLOCATING_OPERATORS, "autograd::")
+_NO_WORK = (*_ALLOCATING_OPERATORS, "autograd::", PRINT)
 _ALLOCATING_RUNTIME = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemCreate", "cuMemMap", "cuMemAddressReserve")
 _HOST_READS = ("aten::item", "aten::_local_scalar_dense")
+_PRINTING = "print(tensor)"
 # What these return depends on values, so the host has to look at them.
 _DATA_DEPENDENT = (
     "aten::nonzero",
@@ -137,6 +139,9 @@ def overhead_profile(
     high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time, no part of the
     host's sum.
 
+    Calls of the optimizer that were not found share what is left up to the end of its phase, evenly: an eager optimizer
+    makes many small calls where a captured one makes a few fused ones, so no operator is one of them, and all are.
+
     So for each device: the rows' overhead (on the host: and work) plus ``waiting_ns``, ``loader_ns`` and
     ``remainder_ns`` is ``profiled_ns``, exactly. ``profiled_ns`` includes the wait for the device at the end. Time is
     O(n log n) for n events, see ``align``.
@@ -152,32 +157,41 @@ def overhead_profile(
     cuts = _cuts(trace, forest, matches)
     busy = union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
     stretches = tuple(_causes(trace, busy, _tails(trace, forest, matches, cuts)))
-    split = _split(stretches, cuts)
+    shared, until = _shared(program, trace, matches, cuts)
+    *split, rest = _split(stretches, [*cuts, until])
     gpu_ns = _device_time(trace, forest, matches, cuts)
-    rows = []
-    for (call, event), parts in zip(matches, split, strict=True):
-        dispatch_ns, work_ns = parts["dispatch"], gpu_ns.get(call, 0)
+
+    def row(call: int, parts: Counter[str], work_ns: int, among: int = 1) -> CallOverhead:
+        dispatch_ns = parts["dispatch"]
         if trace.device == "cpu":
-            work_ns = min(dispatch_ns, _work(forest, event, trace.floor_ns))
+            work_ns = min(dispatch_ns, work_ns)
             dispatch_ns -= work_ns
         overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
-        rows.append(
-            CallOverhead(
-                call=call,
-                python_ns=float(parts["python"]),
-                dispatch_ns=float(dispatch_ns),
-                allocation_ns=float(parts["allocation"]),
-                launch_ns=float(parts["launch"]),
-                work_ns=float(work_ns),
-                exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
-                tail_ns=float(parts["tail"]),
-            )
+        return CallOverhead(
+            call=call,
+            python_ns=parts["python"] / among,
+            dispatch_ns=dispatch_ns / among,
+            allocation_ns=parts["allocation"] / among,
+            launch_ns=parts["launch"] / among,
+            work_ns=work_ns / among,
+            exposed_ns=(overhead_ns if trace.device == "cpu" else parts["exposed"]) / among,
+            tail_ns=parts["tail"] / among,
         )
+
+    on_cpu = trace.device == "cpu"
+    rows = [
+        row(call, parts, _work(forest, event, trace.floor_ns) if on_cpu else gpu_ns.get(call, 0))
+        for (call, event), parts in zip(matches, split, strict=True)
+    ]
+    if shared:
+        work_ns = _work_inside(trace, forest, [(cuts[-1] if cuts else trace.start_ns, until)])
+        rows += [row(call, rest, work_ns, len(shared)) for call in shared]
+        rows.sort(key=lambda one: one.call)
     lasted: Counter[str] = Counter()
     for stretch in stretches:
         lasted[stretch.cause] += stretch.end_ns - stretch.start_ns
-    on_host = sum(row.overhead_ns + (row.work_ns if trace.device == "cpu" else 0.0) for row in rows)
-    busy_ns = sum(row.work_ns for row in rows) if trace.device == "cpu" else float(sum(e - s for s, e in busy))
+    on_host = sum(one.overhead_ns + (one.work_ns if on_cpu else 0.0) for one in rows)
+    busy_ns = sum(one.work_ns for one in rows) if on_cpu else float(sum(e - s for s, e in busy))
     return OverheadProfile(
         calls=tuple(rows),
         profiled_ns=float(trace.length_ns),
@@ -192,7 +206,7 @@ def overhead_profile(
         warnings=(
             *trace.warnings,
             *_doubts(program, trace, matches, unprofiled_ns),
-            *_homeless(program, trace, stretches, matches, cuts[-1] if cuts else trace.start_ns),
+            *_homeless(program, trace, stretches, matches, until),
         ),
         phases=tuple(_phases(trace, forest, stretches)),
         waiting_ns=float(lasted["waiting"]),
@@ -472,6 +486,17 @@ def _cuts(trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]]) -> l
     return cuts
 
 
+def _shared(
+    program: Program, trace: Trace, matches: Sequence[tuple[int, int]], cuts: Sequence[int]
+) -> tuple[list[int], int]:
+    """Calls of the optimizer that were not found, and where the host time after the last cut that they share ends."""
+    last = cuts[-1] if cuts else trace.start_ns
+    until = min(max((end for name, _, end in trace.phases if name == "optimizer"), default=last), trace.run_end_ns)
+    found = {call for call, _ in matches}
+    missing = [call.index for call in program.calls if call.phase == "optimizer" and call.index not in found]
+    return (missing, until) if missing and until > last else ([], last)
+
+
 def _tails(
     trace: Trace, forest: Forest, matches: Sequence[tuple[int, int]], cuts: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
@@ -491,6 +516,8 @@ def _causes(trace: Trace, busy: Sequence[tuple[int, int]], tails: Iterable[tuple
     """The iteration as consecutive stretches: one sweep over the ends of all events."""
     edges: list[tuple[int, int, str]] = []
     for event in trace.operators:
+        if event.name == PRINT:
+            continue  # it is Python that runs there, but for the operators inside
         cause = "allocation" if event.name.startswith(_ALLOCATING_OPERATORS) else "dispatch"
         edges += [(event.start_ns, 1, cause), (event.end_ns, -1, cause)]
     blocking = _blocking_copies(trace)
@@ -547,21 +574,15 @@ def _split(stretches: Iterable[_Stretch], cuts: Sequence[int]) -> list[Counter[s
 def _phases(trace: Trace, forest: Forest, stretches: Sequence[_Stretch]) -> Iterator[PhaseOverhead]:
     """Each phase's host time by cause, whatever operator it was spent on; in the order of a step."""
     split = _split(stretches, [at for _, start, end in trace.phases for at in (start, end)])
-    roots = [at for at, parent in enumerate(forest.parents) if parent < 0]
-    launched_at = {event.correlation: event.start_ns for event in trace.runtime}
     named = {name for name, _, _ in trace.phases}
     for phase in (name for name in STAGES if name in named):  # gradients are zeroed before all else
         at = [position for position, (name, _, _) in enumerate(trace.phases) if name == phase]
         inside = [trace.phases[position][1:] for position in at]
         parts = sum((split[2 * position + 1] for position in at), Counter[str]())
-        dispatch_ns = parts["dispatch"]
+        dispatch_ns, work_ns = parts["dispatch"], _work_inside(trace, forest, inside)
         if trace.device == "cpu":
-            own = (root for root in roots if covers(inside, forest.events[root].start_ns))
-            work_ns = min(dispatch_ns, sum(_work(forest, root, trace.floor_ns) for root in own))
+            work_ns = min(dispatch_ns, work_ns)
             dispatch_ns -= work_ns
-        else:
-            launched = (kernel for kernel in trace.kernels if covers(inside, launched_at.get(kernel.correlation, -1)))
-            work_ns = sum(kernel.end_ns - kernel.start_ns for kernel in launched)
         overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
         yield PhaseOverhead(
             phase=phase,
@@ -574,6 +595,17 @@ def _phases(trace: Trace, forest: Forest, stretches: Sequence[_Stretch]) -> Iter
             exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
             tail_ns=float(parts["tail"]),
         )
+
+
+def _work_inside(trace: Trace, forest: Forest, inside: Sequence[tuple[int, int]]) -> int:
+    """Work of what began (on CUDA: what was launched) in these stretches, nanoseconds."""
+    if trace.device == "cpu":
+        roots = (at for at, parent in enumerate(forest.parents) if parent < 0)
+        own = (root for root in roots if covers(inside, forest.events[root].start_ns))
+        return sum(_work(forest, root, trace.floor_ns) for root in own)
+    launched_at = {event.correlation: event.start_ns for event in trace.runtime}
+    launched = (kernel for kernel in trace.kernels if covers(inside, launched_at.get(kernel.correlation, -1)))
+    return sum(kernel.end_ns - kernel.start_ns for kernel in launched)
 
 
 def _work(forest: Forest, event: int, floor_ns: float) -> int:
@@ -641,28 +673,34 @@ def _host_syncs(
 def _waits(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, str]]:
     """``(start, end, kind)`` of what made the host wait.
 
-    A host read (``.item()``), an operator whose result has a size that depends on data (``nonzero``), and a copy that
-    the host waits for are one each, not two, whatever the runtime does inside; the last is named after the copy
-    (``"Memcpy DtoH (Device -> Pageable)"``). Where a GPU was traced they count if the host waited inside: what is read
-    may lie on the host, as the step of Adam does. On the host nothing waits, so reads count as what would wait on a
-    GPU, but for the optimizer's own, which are of such counters.
+    A host read (``.item()``), an operator whose result has a size that depends on data (``nonzero``), a tensor that is
+    printed (it is read value by value), and a copy that the host waits for are one each, not two, whatever the runtime
+    does inside; the last is named after the copy (``"Memcpy DtoH (Device -> Pageable)"``). Where a GPU was traced they
+    count if the host waited inside: what is read may lie on the host, as the step of Adam does. On the host nothing
+    waits, so reads count as what would wait on a GPU, but for the optimizer's own, which are of such counters.
     """
     blocking = _blocking_copies(trace)
     waits = sorted(
         (event for event in trace.runtime if is_synchronisation(event.name) or event.correlation in blocking),
         key=lambda event: event.start_ns,
     )
-    waited = [event.start_ns for event in waits]
-    reads = [
-        one
-        for one in _outermost(forest, (*_HOST_READS, *_DATA_DEPENDENT))
-        if bisect_left(waited, one[0]) < bisect_left(waited, one[1])
-    ]
-    if trace.device == "cpu":
-        counters = sorted((start, end) for name, start, end in trace.phases if name == "optimizer")
-        reads = [one for one in _outermost(forest, _HOST_READS) if not covers(counters, one[0])]
-    yield from reads
-    inside = union((start, end) for start, end, _ in reads)
+    on_host = trace.device == "cpu"
+    names = (PRINT, *_HOST_READS, *(() if on_host else _DATA_DEPENDENT))
+    waited = [(event.start_ns, event.end_ns) for event in waits]
+    if on_host:
+        waited = sorted((start, end) for start, end, _ in _outermost(forest, _HOST_READS))
+    counters = sorted((start, end) for name, start, end in trace.phases if name == "optimizer")
+    reads = []
+    for start, end, kind in _outermost(forest, names):
+        lasted = [b - a for a, b in waited[bisect_left(waited, (start, 0)) : bisect_left(waited, (end, 0))]]
+        if not lasted or (on_host and covers(counters, start)):
+            continue
+        reads.append((start, end))
+        if kind == PRINT:  # the rest of it is Python that makes text
+            yield start, start + sum(lasted), _PRINTING
+        else:
+            yield start, end, kind
+    inside = union(reads)
     copies = _copies(trace, forest)
     waited_in: dict[int, list[RuntimeEvent]] = defaultdict(list)
     for event in waits:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from statistics import median
 from threading import Lock
 from typing import Any, Literal, get_args
@@ -26,6 +27,7 @@ from nimble_viz.report import Stage
 
 __all__ = [
     "PHASE",
+    "PRINT",
     "DeviceEvent",
     "OperatorEvent",
     "RawEvent",
@@ -45,6 +47,7 @@ __all__ = [
     "quiet_kineto",
     "release_profiler",
     "trace_from_events",
+    "watched_prints",
 ]
 
 ITERATION = "nimble.iteration"
@@ -52,6 +55,8 @@ RUN = "nimble.run"
 CALIBRATION = "nimble.calibration"
 PHASE = "nimble.phase."
 """What annotations of a training step's phases begin with."""
+PRINT = "nimble::print"
+"""Annotation of what makes a tensor's text: shown as one operator, since it reads the tensor value by value."""
 
 _LAUNCHES = (
     "cudaLaunchKernel",
@@ -232,7 +237,7 @@ def profile_eager(
     claim_profiler(torch, cuda=device == "cuda")
     try:
         synchronize()
-        with quiet_kineto():
+        with quiet_kineto(), watched_prints(lambda: mark(PRINT)):
             profiler.start()
             try:
                 for _ in range(warmup):
@@ -287,6 +292,25 @@ def claim_profiler(torch: Any, *, cuda: bool) -> None:
 def release_profiler() -> None:
     """What was claimed is free again. After the profiler has stopped, once for each claim."""
     _CLAIMED.release()
+
+
+@contextmanager
+def watched_prints(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside, whatever makes a tensor's text (``print``, ``str``, ``repr``) runs within ``around()``."""
+    import torch._tensor_str as texts
+
+    original = texts._str
+
+    @wraps(original)
+    def watched(*args: Any, **named: Any) -> Any:
+        with around():
+            return original(*args, **named)
+
+    texts._str = watched
+    try:
+        yield
+    finally:
+        texts._str = original
 
 
 def dispatch_floor_ns() -> float:
@@ -346,7 +370,7 @@ def _sorted_out(events: Iterable[RawEvent]) -> tuple[list[RawEvent], list[RawEve
     listed = [event for event in events if event.name not in _BOOKKEEPING]
     marks = [event for event in listed if event.annotation and not event.on_device]
     names = {event.name for event in marks}
-    host = [event for event in listed if not event.annotation and not event.on_device]
+    host = [event for event in listed if not event.on_device and (not event.annotation or event.name == PRINT)]
     on_device = [event for event in listed if event.on_device and not event.annotation and event.name not in names]
     return host, on_device, marks
 
@@ -428,7 +452,7 @@ _TRIVIAL = ("aten::add", "aten::neg", "aten::mul", "aten::tanh")
 def calibrate(torch: Any, mark: Callable[[str], Any], rounds: int = 100) -> None:
     """Run operators on one element, marked: what the profiler shows of them is its floor (``floor_of``)."""
     with torch.no_grad(), mark(CALIBRATION):
-        one = torch.ones(1)
+        one = torch.ones(1, device="cpu")
         for _ in range(rounds):
             torch.add(one, one)
             torch.neg(one)

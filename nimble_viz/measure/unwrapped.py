@@ -20,6 +20,7 @@ from nimble_viz.measure.chrome_trace import Frame, Recording
 from nimble_viz.measure.overhead import Forest, covers, match_positions, union
 from nimble_viz.measure.profile import (
     CALIBRATION,
+    PRINT,
     RUN,
     DeviceEvent,
     OperatorEvent,
@@ -35,12 +36,15 @@ from nimble_viz.measure.profile import (
 )
 from nimble_viz.report import INPUT, Stage
 
-__all__ = ["TICK", "Iterations", "Observed", "observed", "one_iteration"]
+__all__ = ["LOADER", "TICK", "Iterations", "Observed", "observed", "one_iteration"]
 
 TICK = "nimble.tick"
 """Annotation between two iterations, where somebody said what an iteration is."""
 
-_LOADER, _OPTIMIZER = "enumerate(DataLoader)#", ("Optimizer.step#", "Optimizer.zero_grad#")
+LOADER = "enumerate(DataLoader)#"
+"""What torch's annotation of the wait for a batch begins with."""
+
+_OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 _STEP = "ProfilerStep#"
 _ENGINE = "autograd::engine::evaluate_function"
 _AROUND = ("autograd::", "torch::autograd::")
@@ -54,6 +58,7 @@ _NO_CALLS = re.compile(
     "swapaxes|swapdims|t|to|transpose|type_as|unbind|unflatten|unfold|unsafe_chunk|unsafe_split|unsqueeze|view|view_as|"
     "view_as_complex|view_as_real)"
 )
+_PRINTS = re.compile(r"(.*/)?torch/_tensor_str\.py\(\d+\): _str")
 _TRIVIAL = ("aten::as_strided", "aten::view", "aten::transpose", "aten::expand", "aten::detach")
 
 
@@ -101,19 +106,20 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iteratio
     calibrations = [event for event in recording.events if event.annotation and event.name == CALIBRATION]
     apart = union((event.start_ns, event.end_ns) for event in calibrations)
     events = [event for event in recording.events if not covers(apart, event.start_ns)]
-    host = [event for event in events if not event.on_device and not event.annotation]
+    host = [event for event in events if not event.on_device and (not event.annotation or event.name == PRINT)]
+    host += _printed(recording.frames)
     marks = [event for event in events if event.annotation]
     operators = [event for event in host if not is_runtime(event.name)]
     if not operators and not any(event.on_device for event in events):
         raise ReportFileError("no operator ran while it was recorded", fix="profile code that runs torch operators")
-    found = _iterations(events, marks, what)
+    found = _iterations(events, marks, what, recording.device)
     start, end = found.windows[found.chosen]
     engine = {event.thread for event in operators if event.name.startswith(_ENGINE)}
     main = _main_thread(operators, marks, engine)
     ran = [mark.end_ns for mark in marks if mark.name == RUN and start <= mark.start_ns < end]
     run_end = min(max(ran, default=end), end)
     inside = [event for event in host if start <= event.start_ns < run_end]
-    loader = union([(event.start_ns, event.end_ns) for event in marks if event.name.startswith(_LOADER)])
+    loader = union([(event.start_ns, event.end_ns) for event in marks if event.name.startswith(LOADER)])
     mine = [event for event in inside if event.thread in {main, *engine} and not covers(loader, event.start_ns)]
     runtime = tuple(
         RuntimeEvent(event.name, event.start_ns, event.end_ns, event.thread, event.correlation)
@@ -188,7 +194,14 @@ def observed(
     return Observed(program, trace, tuple(enumerate(at)))
 
 
-def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str) -> Iterations:
+def _printed(frames: Sequence[Frame]) -> Iterator[RawEvent]:
+    """What made tensors' texts, where only the Python functions say so."""
+    for frame in frames:
+        if _PRINTS.fullmatch(frame.name):
+            yield RawEvent(PRINT, frame.start_ns, frame.end_ns, False, False, frame.thread, 0, 0, 0)
+
+
+def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str, device: str) -> Iterations:
     def between(prefix: str | tuple[str, ...]) -> list[tuple[int, int]]:
         """From start to start of the most frequent annotation that begins so."""
         named = [mark for mark in marks if mark.name.startswith(prefix)]
@@ -198,13 +211,19 @@ def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str
         most = names.most_common(1)[0][0]
         return list(pairwise(sorted(mark.start_ns for mark in named if (mark.name, mark.thread) == most)))
 
-    ticks = between(TICK)
+    # Marks of ours are none of the code's own, nor is what comes after a run, unless it waits for the device.
+    said = sorted((mark.start_ns, mark.end_ns) for mark in marks if mark.name == TICK)
+    runs = sorted((mark.start_ns, mark.end_ns) for mark in marks if mark.name == RUN)
+    ticks = []
+    for (_, since), (until, _) in pairwise(said):
+        own = runs[bisect_left(runs, (since, 0)) : bisect_left(runs, (until, 0))] or [(since, until)]
+        ticks.append((own[0][0], own[-1][1] if device == "cpu" else until))
     steps = sorted((mark.start_ns, mark.end_ns) for mark in marks if mark.name.startswith(_STEP))
     whole = min(event.start_ns for event in events), max(event.end_ns for event in events)
     ways = (
         (what, ticks),
         ("one step of torch.profiler", steps),
-        ("one batch of the data loader", between(_LOADER)),
+        ("one batch of the data loader", between(LOADER)),
         ("one step of the optimizer", between(_OPTIMIZER[0])),
         ("the whole recording", [(whole[0], max(whole[1], whole[0] + 1))]),
     )
@@ -216,7 +235,7 @@ def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str
 
 def _main_thread(operators: Sequence[RawEvent], marks: Sequence[RawEvent], engine: set[int]) -> int:
     """The thread that runs the loop: that of the marks that only a loop makes, else the busiest."""
-    telling = Counter(mark.thread for mark in marks if mark.name.startswith((TICK, _STEP, _LOADER, *_OPTIMIZER)))
+    telling = Counter(mark.thread for mark in marks if mark.name.startswith((TICK, _STEP, LOADER, *_OPTIMIZER)))
     busy = Counter(event.thread for event in operators if event.thread not in engine)
     counts = telling or busy or Counter(event.thread for event in operators)
     return counts.most_common(1)[0][0] if counts else 0
@@ -236,7 +255,7 @@ def _stages(trace: Trace, main: int, marks: Sequence[RawEvent]) -> Iterator[tupl
     something else begins in between.
     """
     labelled: dict[Stage, list[tuple[int, int]]] = {
-        "loader": [(mark.start_ns, mark.end_ns) for mark in marks if mark.name.startswith(_LOADER)],
+        "loader": [(mark.start_ns, mark.end_ns) for mark in marks if mark.name.startswith(LOADER)],
         "copy": list(_input_copies(trace, main)),
         "optimizer": [(mark.start_ns, mark.end_ns) for mark in marks if mark.name.startswith(_OPTIMIZER)],
     }

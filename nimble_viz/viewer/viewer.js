@@ -38,14 +38,42 @@ const NimbleViewer = (() => {
     while (low < high) { const middle = (low + high) >> 1; if (array[middle] < value) low = middle + 1; else high = middle; }
     return low;
   };
-  const unpack = (packed, strings) => {
+  /** Steps of a module's path; an index stays with the list it indexes. */
+  const stepsOf = (path) => {
+    const steps = [];
+    for (const part of path ? path.split(".") : []) if (/^\d/.test(part) && steps.length) steps[steps.length - 1] += `.${part}`; else steps.push(part);
+    return steps;
+  };
+  /** A module's or file's path, which may be broken between its parts. */
+  const dotted = (path) => path.split(/(?<=[./])/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
+  const unpack = (packed, data) => {
     if (Array.isArray(packed)) return packed;
-    if (packed.s !== undefined) return unpack(packed.s, strings).map((index) => strings[index]);
+    if (packed.r !== undefined) return unpack(data.columns[packed.r], data);
+    if (packed.s !== undefined) { let fresh = packed.n; return unpack(packed.s, data).map((index) => data.strings[index < 0 ? fresh++ : index]); }
     if (packed.c) return new Array(packed.c[1]).fill(packed.c[0]);
     let total = 0;
     return packed.d.map((step) => (total += step));
   };
-  const unpackAll = (columns, strings) => Object.fromEntries(Object.entries(columns).map(([name, packed]) => [name, unpack(packed, strings)]));
+  const unpackAll = (columns, data) => Object.fromEntries(Object.entries(columns).map(([name, packed]) => [name, unpack(packed, data)]));
+
+  /** Where each gap is: from the end of what ran before its span on the lane, or the run's start, to the span's start. */
+  const completeGaps = (run) => {
+    const reached = run.lanes.map(() => 0), since = run.start.map((start, span) => { const lane = run.lane[span], before = reached[lane]; reached[lane] = Math.max(before, start + run.length[span]); return before; });
+    Object.assign(run.gaps, { lane: run.gaps.span.map((span) => run.lane[span]), call: run.gaps.span.map((span) => run.call[span]), start: run.gaps.span.map((span) => since[span]), length: run.gaps.span.map((span) => run.start[span] - since[span]) });
+  };
+  /** How many spans run on the device from each time on where that changes; of runs that missed none. */
+  const flights = (run) => {
+    const at = [], running = [], starts = [], ends = [];
+    if (run.reliable) run.start.forEach((start, span) => { if (run.lanes[run.lane[span]].kind !== "host") { starts.push(start); ends.push(start + run.length[span]); } });
+    ends.sort((a, b) => a - b);
+    for (let begun = 0, ended = 0; ended < ends.length;) {
+      const now = Math.min(starts[begun] ?? Infinity, ends[ended]);
+      while (starts[begun] === now) begun++;
+      while (ends[ended] === now) ended++;
+      if (begun - ended !== running[running.length - 1]) { at.push(now); running.push(begun - ended); }
+    }
+    return { at, running };
+  };
 
   // ---------------------------------------------------------------- colours: Okabe and Ito (2008), then patterns
   const STREAMS = {
@@ -123,19 +151,19 @@ const NimbleViewer = (() => {
   // ---------------------------------------------------------------- the viewer
   function mount(root, data) {
     const began = performance.now();
-    const strings = data.strings;
-    const calls = unpackAll(data.calls, strings);
-    const work = unpackAll(data.work, strings);
+    const calls = unpackAll(data.calls, data);
+    const work = unpackAll(data.work, data);
     const size = calls.label.length;
     // Overhead and the eager timeline count in eager calls; where nothing was fused, these are the program's own.
-    const fused = data.eager !== null, eager = fused ? unpackAll(data.eager, strings) : calls;
+    const fused = data.eager !== null, eager = fused ? unpackAll(data.eager, data) : calls;
     const standsFor = Array.from({ length: size }, () => []), became = Array.from({ length: fused ? eager.label.length : 0 }, () => []);
     if (fused) { let at = 0; calls.stands.forEach((n, call) => { for (const end = at + n; at < end; at++) { standsFor[call].push(calls.for[at]); became[calls.for[at]].push(call); } }); }
-    const graph = unpackAll(data.dag.columns, strings);
-    const plans = data.dag.plans.map((plan) => ({ ...plan, ...unpackAll(plan.columns, strings) }));
+    const graph = unpackAll(data.dag.columns, data);
+    const plans = data.dag.plans.map((plan) => ({ ...plan, ...unpackAll(plan.columns, data) }));
     for (const plan of plans) plan.streams = plan.stream.reduce((most, stream) => Math.max(most, stream + 1), 0);
-    const runs = data.timelines.map((line) => ({ ...line, ...unpackAll(line.columns, strings), gaps: unpackAll(line.gaps, strings), flights: unpackAll(line.flights, strings) }));
-    const cost = data.overhead && unpackAll(data.overhead.columns, strings);
+    const runs = data.timelines.map((line) => ({ ...line, ...unpackAll(line.columns, data), gaps: unpackAll(line.gaps, data) }));
+    for (const run of runs) { completeGaps(run); run.flights = flights(run); }
+    const cost = data.overhead && unpackAll(data.overhead.columns, data);
     const facts = data.summary, phased = facts.phases !== null;
     const phaseChip = (name) => el("span", { class: "nv-phase", style: `--phase:var(--${name})` }, name);
     const phaseLegend = () => (phased ? facts.phases.rows.map((row) => phaseChip(row.phase)) : []);
@@ -161,7 +189,13 @@ const NimbleViewer = (() => {
     /** Lines on what a fused call stands for, and what an eager call became. */
     const origin = (call) => (!fused ? [sourceOf(call)] : standsFor[call].length ? ["stands for", ...listed(standsFor[call], 4, (other) => `eager ${other} ${nameOf(other, eager)}${sourceOf(other, eager) ? `, ${sourceOf(other, eager)}` : ""}`)] : ["no eager call explains it"]);
     const fate = (call) => (!fused ? [] : became[call].length ? listed(became[call], 3, (other) => `became ${other} ${calls.label[other]}`) : ["no call of the replay stands for it"]);
-    const lastStep = (call) => (fused && !standsFor[call].length ? "unmapped" : /[^.]*(\.\d+)*$/.exec(calls.module[call])[0] || "model");
+    /** Where a call is, in few words: the innermost module, and the innermost numbered block around it. */
+    const whereabouts = (call) => {
+      if (fused && !standsFor[call].length) return "unmapped";
+      const steps = stepsOf(calls.module[call]), last = steps.length - 1;
+      for (let at = last - 1; at >= 0; at--) if (/\.\d/.test(steps[at])) return `${steps[at]}${at < last - 1 ? "…" : "."}${steps[last]}`;
+      return steps[last] || "model";
+    };
     const planLabel = (entry) => `${entry.label} (${entry.streams} stream${entry.streams === 1 ? "" : "s"})`;
 
     // ---- tooltip, one for all canvases
@@ -234,7 +268,7 @@ const NimbleViewer = (() => {
       showTip();
     }
     const callLink = (call, text) => el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => select(call, "link") }, text ?? `${call} ${calls.label[call]}`);
-    const eagerLink = (call) => el("div", null, el("button", { class: `nv-link${call === state.eager ? " nv-picked" : ""}`, type: "button", "data-eager": call, onclick: () => selectEager(call, "link") }, `${call} ${eager.label[call]}`), el("span", { class: "nv-small", style: "white-space:normal" }, [eager.module[call], sourceOf(call, eager)].filter(Boolean).join(", ")));
+    const eagerLink = (call) => el("div", null, el("button", { class: `nv-link${call === state.eager ? " nv-picked" : ""}`, type: "button", "data-eager": call, onclick: () => selectEager(call, "link") }, `${call} ${eager.label[call]}`), el("span", { class: "nv-small", style: "white-space:normal" }, dotted([eager.module[call], sourceOf(call, eager)].filter(Boolean).join(", "))));
     const many = (list, link) => [list.slice(0, 12).map(link), list.length > 12 && `and ${list.length - 12} more`];
     function fillDetail() {
       const call = state.call;
@@ -249,13 +283,13 @@ const NimbleViewer = (() => {
         rows.push(["Modules", listed([...new Set(of.map((other) => eager.module[other]))], 6, (name) => name || "the model itself").map((text) => el("div", null, text))]);
         rows.push(["Cost alone", `${time([...marked].reduce((sum, other) => sum + calls.cost[other], 0))} together`]);
       } else if (state.eager >= 0) {
-        rows.push(["Eager call", `${state.eager} of ${count(eager.label.length)}, ${eager.operator[state.eager]}`], ["Module", eager.module[state.eager] || "the model itself"], ["Source", sourceOf(state.eager, eager) || "unknown"]);
+        rows.push(["Eager call", `${state.eager} of ${count(eager.label.length)}, ${eager.operator[state.eager]}`], ["Module", dotted(eager.module[state.eager] || "the model itself")], ["Source", sourceOf(state.eager, eager) || "unknown"]);
         rows.push(["Became", became[state.eager].length ? many(became[state.eager], (other) => el("div", null, callLink(other))) : "No call of the replay stands for it: folded into weights, or not needed."]);
       }
       if (call >= 0 && !state.line) {
         rows.push([fused ? "Kernel" : "Operator", calls.operator[call]], ["Call", el("span", null, `${call} of ${count(size)}, `, phased ? phaseChip(calls.phase[call]) : calls.phase[call])]);
         if (fused) rows.push(["Stands for", standsFor[call].length ? many(standsFor[call], eagerLink) : "no eager call: nothing explains it (a change of layout, most often)"]);
-        if (state.eager < 0) rows.push(["Module", calls.module[call] || (fused && !standsFor[call].length ? "unknown" : "the model itself")]);
+        if (state.eager < 0) rows.push(["Module", dotted(calls.module[call] || (fused && !standsFor[call].length ? "unknown" : "the model itself"))]);
         if (!fused) rows.push(["Source", sourceOf(call) || "unknown"]);
         if (!fused && calls.origins[call] > 1) rows.push(["Origins", `${calls.origins[call]} operators fused into this call`]);
         rows.push(["Reads", calls.reads[call] || "nothing"], ["Writes", calls.writes[call] || "nothing"]);
@@ -367,15 +401,15 @@ const NimbleViewer = (() => {
     const card = (title, wide, ...children) => el("section", { class: `nv-card${wide ? " nv-wide" : ""}` }, el("h2", null, title), children);
 
     const engineTable = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", null, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => el("td", { class: "nv-num" }, row[key] || "–"))))),
-      el("p", { class: "nv-under" }, "Arena: results of all calls, on all streams. Held: arena, workspaces, input buffers, and what was not planned.")];
+      el("p", { class: "nv-under" }, "Arena: results of all calls and large workspaces of libraries, on all streams. Held: arena, input buffers, and what was not planned.")];
 
     // ---------------------------------------------------------------- Summary
     function buildSummary(node) {
       const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
       const ratio = (value) => (value ? [el("span", { class: value.faster ? "nv-tick" : value.slower ? "nv-cross" : "", title: value.full }, value.text), el("span", { class: "nv-small" }, value.quartiles), !value.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")] : "–");
       const speed = facts.speed.map((row) => el("tr", null,
-        el("td", null, row.label, row.peer && el("span", { class: "nv-tag" }, "peer"), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), !row.stable && el("span", { class: "nv-tag nv-warn", title: row.warnings.join("; ") }, "unstable")),
-        el("td", { style: "min-width:90px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.median_ns) / slowest}%;margin-top:7px${row.peer ? ";background:var(--remainder)" : ""}` })),
+        el("td", { class: "nv-run" }, row.label, row.peer && el("span", { class: "nv-tag" }, "peer"), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), !row.stable && el("span", { class: "nv-tag nv-warn", title: row.warnings.join("; ") }, "unstable")),
+        el("td", { style: "min-width:64px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.median_ns) / slowest}%;margin-top:7px${row.peer ? ";background:var(--remainder)" : ""}` })),
         el("td", { class: "nv-num" }, el("b", null, row.median)),
         el("td", { class: "nv-num" }, row.spread, el("span", { class: "nv-small" }, `drift ${row.drift}`)),
         el("td", { class: "nv-num" }, ratio(row.eager)), el("td", { class: "nv-num" }, ratio(row.single)),
@@ -468,7 +502,7 @@ const NimbleViewer = (() => {
     function buildOverhead(node) {
       if (!data.overhead) { node.append(el("div", { class: "nv-empty" }, "Eager was not profiled, so there is nothing to say about where its host time went.")); return; }
       if (!cost.call.length) { node.append(el("div", { class: "nv-empty" }, "No call of the program was found in the profile.")); return; }
-      const { totals, serial } = data.overhead, view = { by: "operator", sort: "overhead", text: "", limit: 200 };
+      const { totals, serial } = data.overhead, view = { by: "operator", sort: "overhead", text: "", limit: 200, open: null, depth: 0 };
       const work = serial ? "Operator's own computing" : "GPU time (runs beside the host)";
       const bars = (row, scale) => el("div", { class: "nv-tracks" },
         el("div", { class: "nv-stack", style: `width:${100 * row.host / scale}%` }, [...PARTS, ...(serial ? [["work", "Work"]] : []), ...WHOLE].map(([key, label]) => row[key] > 0 && el("i", { style: `width:${(100 * row[key]) / row.host}%;background:var(--${key})`, title: `${label}: ${time(row[key])}` }))),
@@ -482,25 +516,68 @@ const NimbleViewer = (() => {
       const list = el("div", { class: "nv-rows" }), status = el("span", { class: "nv-push", role: "status" });
       const buttons = {};
       const by = (key, text) => (buttons[key] = el("button", { class: "nv-plain", type: "button", "aria-pressed": "false", onclick: () => { view.by = key; view.limit = 200; fill(); } }, text));
+      const homeOf = (call) => eager.module[call] || (phased && eager.phase[call] === "optimizer" ? "(the optimizer)" : "(the model itself)");
+      const emptyRow = (key, first) => ({ key, first, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, tail: 0, work: 0, exposed: 0 });
+      const parts = ["python", "dispatch", "allocation", "launch", "tail", "work", "exposed"];
+      const add = (row, call, at) => { row.calls.add(call); for (const part of parts) row[part] += cost[part][at]; };
+      const sum = (row) => { row.overhead = PARTS.reduce((all, [key]) => all + row[key], 0); row.host = row.overhead + (serial ? row.work : 0); return row; };
+      const value = (row) => ({ overhead: row.overhead, exposed: row.exposed, work: row.work, calls: view.by === "call" ? -row.first : row.calls.size })[view.sort];
+      const ranked = (rows) => rows.sort((a, b) => Boolean(a.mine) - Boolean(b.mine) || value(b) - value(a) || a.first - b.first);
+      /** Modules and all that they hold: each row has the sums of everything below it, calls of its own included. */
+      function forest(keep) {
+        const root = { children: new Map() };
+        cost.call.forEach((call, at) => {
+          if (keep && !keep.has(call)) return;
+          let around = root, key = "";
+          for (const step of stepsOf(homeOf(call))) {
+            key = key ? `${key}.${step}` : step;
+            let row = around.children.get(step);
+            if (!row) around.children.set(step, (row = { ...emptyRow(key, call), name: step, children: new Map(), own: null }));
+            add(row, call, at);
+            around = row;
+          }
+          add((around.own ??= { ...emptyRow(`${key} `, call), name: "(calls of its own)", mine: true, children: new Map(), own: null }), call, at);
+        });
+        const settle = (row, depth) => {
+          while (row.children.size === 1 && !row.own) { const [only] = row.children.values(); row = { ...only, name: `${row.name}.${only.name}` }; }
+          const inside = [...row.children.values()];
+          if (inside.length && row.own) inside.push(row.own);
+          return Object.assign(sum(row), { depth, inside: inside.map((one) => settle(one, depth + 1)) });
+        };
+        return [...root.children.values()].map((row) => settle(row, 0));
+      }
+      const everyRow = (rows) => rows.flatMap((row) => [row, ...everyRow(row.inside)]);
+      /** Rows of the open modules, in order; at first so many levels are open as are read at a glance. */
+      function treeRows(roots, all) {
+        const deepest = all.reduce((most, row) => Math.max(most, row.depth + 1), 0), rowsTo = (depth) => all.filter((row) => row.depth < depth).length;
+        if (!view.open) { view.depth = 1; while (view.depth < deepest && rowsTo(view.depth + 1) <= 24) view.depth++; view.open = new Set(all.filter((row) => row.depth < view.depth - 1).map((row) => row.key)); }
+        depths.replaceChildren(el("option", { value: 0, hidden: true }, "as opened"), ...Array.from({ length: deepest }, (_, at) => el("option", { value: at + 1 }, at + 1 < deepest ? `${at + 1}` : `${at + 1}, all`)));
+        depths.value = view.depth;
+        const flat = (rows) => ranked(rows).flatMap((row) => [row, ...(row.inside.length && (view.text || view.open.has(row.key)) ? flat(row.inside) : [])]);
+        return flat(roots);
+      }
+      const depths = el("select", { "aria-label": "Levels of modules", onchange: () => { view.depth = Number(depths.value); view.open = new Set(everyRow(forest()).filter((row) => row.depth < view.depth - 1).map((row) => row.key)); fill(); } });
+      const levels = el("label", { hidden: true }, "Levels", depths);
+      const toggle = (row, to = !view.open.has(row.key)) => { if (!row.inside.length || view.text) return; if (to) view.open.add(row.key); else view.open.delete(row.key); view.depth = 0; fill(); [...list.querySelectorAll("button.nv-row")].find((one) => one.dataset.key === row.key)?.focus(); };
       const heading = (key, text, low) => el("button", { type: "button", class: low ? "nv-num nv-low" : "nv-num", "aria-pressed": String(view.sort === key), onclick: () => { view.sort = key; fill(); } }, text, view.sort === key ? " ↓" : "");
       function rows() {
         const keep = view.text ? new Set(matches(view.text, eager)) : null, groups = new Map();
+        if (view.by === "module") { const roots = forest(keep), all = everyRow(roots); modules = all.filter((row) => !row.mine).length; return treeRows(roots, all); }
         cost.call.forEach((call, at) => {
           if (keep && !keep.has(call)) return;
-          const key = view.by === "call" ? call : view.by === "module" ? eager.module[call] || (phased && eager.phase[call] === "optimizer" ? "(the optimizer)" : "") : eager.operator[call];
+          const key = view.by === "call" ? call : eager.operator[call];
           let row = groups.get(key);
-          if (!row) groups.set(key, (row = { key, first: call, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, tail: 0, work: 0, exposed: 0 }));
-          row.calls.add(call);
-          for (const part of ["python", "dispatch", "allocation", "launch", "tail", "work", "exposed"]) row[part] += cost[part][at];
+          if (!row) groups.set(key, (row = emptyRow(key, call)));
+          add(row, call, at);
         });
-        const all = [...groups.values()];
-        for (const row of all) { row.overhead = PARTS.reduce((sum, [key]) => sum + row[key], 0); row.host = row.overhead + (serial ? row.work : 0); }
-        const value = { overhead: (row) => row.overhead, exposed: (row) => row.exposed, work: (row) => row.work, calls: (row) => (view.by === "call" ? -row.first : row.calls.size) }[view.sort];
-        return all.sort((a, b) => value(b) - value(a) || a.first - b.first);
+        return ranked([...groups.values()].map(sum));
       }
+      let modules = 0;
       let current = [];
-      const on = (row) => (row.calls.size < markedEager.size ? [...row.calls].some((call) => markedEager.has(call)) : [...markedEager].some((call) => row.calls.has(call)));
+      const holds = (row) => (row.calls.size < markedEager.size ? [...row.calls].some((call) => markedEager.has(call)) : [...markedEager].some((call) => row.calls.has(call)));
+      const on = (row) => holds(row) && !(row.inside?.length && (view.text || view.open.has(row.key))); // an open module's calls are in the rows below it
       function fill(pinned) {
+        levels.hidden = view.by !== "module"; depths.disabled = view.text !== "";
         for (const [key, button] of Object.entries(buttons)) button.setAttribute("aria-pressed", String(key === view.by));
         current = rows();
         const scale = current.reduce((most, row) => Math.max(most, row.host, row.work, row.exposed), 1);
@@ -508,10 +585,13 @@ const NimbleViewer = (() => {
           el("span", null, { operator: "Operator", module: "Module", call: "Call" }[view.by]), el("span", null, `0 to ${time(scale)}`),
           heading("overhead", "Overhead"), heading("exposed", "Exposed"), heading("work", "Work", true), heading("calls", view.by === "call" ? "Order" : "Calls", true));
         const line = (row) => {
-          const name = view.by === "call" ? `${row.key} ${eager.label[row.key]}` : view.by === "module" ? row.key || "(the model itself)" : eager.label[row.first];
+          const name = view.by === "call" ? `${row.key} ${eager.label[row.key]}` : view.by === "module" ? row.name : eager.label[row.first];
           const under = view.by === "call" ? eager.module[row.key] : view.by === "operator" && row.key !== name ? row.key : "", then = view.by === "call" ? fate(row.key).join(", ") : "";
-          return el("button", { class: `nv-row${on(row) ? " nv-on" : ""}`, type: "button", "data-call": row.first, "aria-pressed": String(on(row)), onclick: () => selectEager(row.first, "overhead") },
-            el("span", { class: "nv-name", title: [name, under, then].filter(Boolean).join("\n") }, name, under && el("small", null, under), then && el("small", { class: "nv-then" }, then)), bars(row, scale),
+          const folds = view.by === "module" && row.inside.length > 0, shut = folds && !(view.text || view.open.has(row.key)), fold = view.by === "module" && el("span", { class: "nv-fold", "aria-hidden": "true" }, folds ? (shut ? "▸" : "▾") : "");
+          const pick = (event) => { if (folds && event.target.closest(".nv-fold")) toggle(row); else selectEager(row.first, "overhead"); };
+          const walk = (event) => { if (folds && (event.key === "ArrowRight" || event.key === "ArrowLeft")) { event.preventDefault(); toggle(row, event.key === "ArrowRight"); } };
+          return el("button", { class: `nv-row${on(row) ? " nv-on" : ""}`, type: "button", "data-call": row.first, "data-key": row.key, "aria-pressed": String(on(row)), "aria-expanded": folds ? String(!shut) : null, onclick: pick, onkeydown: walk },
+            el("span", { class: "nv-name", style: view.by === "module" ? `padding-left:${14 * row.depth}px` : null, title: [view.by === "module" ? row.key.trim() : name, under, then].filter(Boolean).join("\n") }, fold, name, under && el("small", null, under), then && el("small", { class: "nv-then" }, then)), bars(row, scale),
             el("span", { class: "nv-num" }, time(row.overhead)), el("span", { class: "nv-num" }, time(row.exposed)), el("span", { class: "nv-num nv-low" }, time(row.work)),
             el("span", { class: "nv-num nv-low" }, view.by === "call" ? row.key : count(row.calls.size)));
         };
@@ -519,7 +599,7 @@ const NimbleViewer = (() => {
         list.replaceChildren(head, ...(chosen >= view.limit ? [line(current[chosen])] : []), ...visible.map(line),
           current.length > view.limit ? el("button", { class: "nv-plain nv-more", type: "button", onclick: () => { view.limit += 200; fill(); } }, `Show ${Math.min(200, current.length - view.limit)} more of ${count(current.length)}`) : "");
         if (!current.length) list.append(el("div", { class: "nv-empty" }, "Nothing matches the search."));
-        status.textContent = `${count(current.length)} ${{ operator: "operators", module: "modules", call: "calls" }[view.by]}`;
+        status.textContent = view.by === "module" ? `${count(modules)} modules, each with all that is in it` : `${count(current.length)} ${{ operator: "operators", call: "calls" }[view.by]}`;
       }
       const field = el("input", { type: "search", placeholder: "Operator, module, source", "aria-label": "Search overhead", oninput: () => { view.text = field.value; view.limit = 200; fill(); } });
       const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" },
@@ -531,18 +611,20 @@ const NimbleViewer = (() => {
             el("div", { class: "nv-columns" }, data.overhead.facts.map(([name, value]) => el("div", null, el("span", { class: "nv-small" }, name), value))))),
         data.overhead.warnings.map((text) => el("div", { class: "nv-note", style: "margin:0 0 10px" }, text)), list);
       node.append(
-        el("div", { class: "nv-tools" }, by("operator", "By operator"), by("module", "By module"), by("call", "By call"), field, status),
+        el("div", { class: "nv-tools" }, by("operator", "By operator"), by("module", "By module"), by("call", "By call"), levels, field, status),
         el("div", { class: "nv-legend" }, PARTS.map(([key, label]) => el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), work), WHOLE.map(([key, label]) => whole[key] > 0 && el("span", null, el("i", { class: "nv-key", style: `background:var(--${key})` }), label)), el("span", null, el("i", { class: "nv-key nv-hatch" }), "Exposed: the device was idle meanwhile")),
         body);
       fill();
-      const mark = (from) => { if (selected() && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
+      /** Open what holds the calls that were selected elsewhere. */
+      const reveal = () => { for (const row of everyRow(forest())) if (row.inside.length && holds(row) && row.calls.size > markedEager.size && !view.open.has(row.key)) { view.open.add(row.key); view.depth = 0; } };
+      const mark = (from) => { if (selected() && from !== "overhead" && view.by === "operator" && from !== "theme" && view.text === "" && state.pane !== "overhead") { view.by = "call"; } if (view.by === "module" && from !== "overhead") reveal(); fill(true); const row = list.querySelector(".nv-on"); if (row && from !== "overhead" && row.scrollIntoView) row.scrollIntoView({ block: "center" }); };
       onSelect.push(mark);
       if (selected()) { view.by = "call"; fill(true); }
       panes.overhead.onshow = () => { const row = list.querySelector(".nv-on"); if (row) row.scrollIntoView({ block: "center" }); };
     }
 
     // ---------------------------------------------------------------- DAG
-    const W = 164, H = 38, GROUP_H = 50, GAP_X = 18, GAP_LANE = 13, TRACK = 9, GAP_Y = 34, PAD = 12, HEAD = 26;
+    const W = 188, H = 38, GROUP_H = 50, GAP_X = 18, GAP_LANE = 13, TRACK = 9, GAP_Y = 34, PAD = 12, HEAD = 26;
     const groups = graph.first.length;
     const children = new Map();
     graph.parent.forEach((parent, box) => { const list = children.get(parent); if (list) list.push(box); else children.set(parent, [box]); });
@@ -933,6 +1015,16 @@ const NimbleViewer = (() => {
         while (low < high) { const half = (low + high + 1) >> 1; if (context.measureText(`${text.slice(0, half)}…`).width <= room) low = half; else high = half - 1; }
         return low ? `${text.slice(0, low)}…` : "";
       };
+      /** Both ends of what does not fit. */
+      const shorten = (context, text, room) => {
+        if (context.measureText(text).width <= room) return text;
+        let low = 0, high = text.length;
+        const both = (kept) => `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
+        while (low < high) { const half = (low + high + 1) >> 1; if (context.measureText(both(half)).width <= room) low = half; else high = half - 1; }
+        return low > 3 ? both(low) : "";
+      };
+      const partOf = (at) => (graph.parts[at] > 1 ? ` (part ${count(graph.part[at])} of ${count(graph.parts[at])})` : "");
+      const pathOf = (box) => { const names = []; for (let at = box; at >= size; at = graph.parent[at]) names.unshift(graph.name[at - size]); return names.join("."); };
       function draw(context, width, height) {
         const { x, y, wide, tall } = place, s = view.scale;
         const x0 = -view.x / s, y0 = -view.y / s, x1 = (width - view.x) / s, y1 = (height - view.y) / s;
@@ -964,7 +1056,7 @@ const NimbleViewer = (() => {
         context.textBaseline = "middle"; context.textAlign = "left"; context.lineJoin = "round";
         if (s > 0.3) for (const box of place.list) if (isGroup(box) && open.has(box) && seen(box)) {
           context.font = `11.5px ${sans}`; context.fillStyle = soft; context.strokeStyle = theme.value("sunken"); context.lineWidth = 4; // edges run through it
-          const name = cut(context, `− ${graph.name[box - size]}${scales() ? ` · ${tint(context, box).words}` : ""}`, wide[box] - 16);
+          const name = cut(context, `− ${graph.name[box - size]}${partOf(box - size)}${scales() ? ` · ${tint(context, box).words}` : ""}`, wide[box] - 16);
           context.strokeText(name, x[box] + 9, y[box] + HEAD / 2 + 1); context.fillText(name, x[box] + 9, y[box] + HEAD / 2 + 1);
         }
         for (const box of place.list) {
@@ -986,7 +1078,8 @@ const NimbleViewer = (() => {
               paint.fillStyle = ink(colour); paint.fillText(badge, x[call] + 13, y[call] + H / 2 + 0.5);
             } else if (!colour) plate(paint, x[call] + 4, y[call] + 4, W - 14, H - 8);
             paint.textAlign = "left"; paint.fillStyle = told || text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, calls.label[call], room), x[call] + from, y[call] + 13);
-            paint.fillStyle = told || soft; paint.font = `10.5px ${sans}`; paint.fillText(cut(paint, [words, lastStep(call)].filter(Boolean).join(" · "), room), x[call] + from, y[call] + 27);
+            paint.fillStyle = told || soft; paint.font = `10.5px ${sans}`; 
+            const figure = words ? `${words} · ` : ""; paint.fillText(cut(paint, `${figure}${shorten(paint, whereabouts(call), room - paint.measureText(figure).width)}`, room), x[call] + from, y[call] + 27);
           }
           if (onPath) { rounded(paint, x[call], y[call], W, H, 6); paint.strokeStyle = strong; paint.lineWidth = Math.max(2.2, floor); paint.stroke(); }
           if (marked.has(call)) { rounded(paint, x[call] - 3, y[call] - 3, W + 6, H + 6, 8); paint.strokeStyle = picked; paint.lineWidth = Math.max(3, 2 / s); paint.stroke(); }
@@ -1006,8 +1099,8 @@ const NimbleViewer = (() => {
             for (const [one, calling] of mixture(paint, box)) { const part = (room * calling) / n; paint.fillStyle = one; paint.fillRect(from, y[box] + tall[box] - 10, Math.max(part - 1, 0.5), 4); from += part; }
           }
           if (s > 0.28) {
-            paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = told || text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}`, room), x[box] + 9, y[box] + 13);
-            const alike = graph.alike[at] > 1 ? `, 1 of ${count(graph.alike[at])} alike` : "", own = `${count(n)} calls${alike}`;
+            paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = told || text; paint.font = `550 12px ${sans}`; paint.fillText(cut(paint, `+ ${graph.name[at]}${partOf(at)}`, room), x[box] + 9, y[box] + 13);
+            const alike = graph.alike[at] > 1 ? `, no. ${count(graph.like[at])} of ${count(graph.alike[at])} alike` : "", own = `${count(n)} calls${alike}`;
             paint.fillStyle = told || soft; paint.font = `10.5px ${sans}`;
             paint.fillText(cut(paint, heat ? `${words} · ${own}` : `${own} · ${mixed(mixture(paint, box))}`, room), x[box] + 9, y[box] + 29);
           }
@@ -1044,7 +1137,7 @@ const NimbleViewer = (() => {
           if (edge !== view.edge) { view.edge = edge; board.request(); }
           if (edge) showTip(event, [["implied by other edges", "must wait", "synchronisation across streams"][edge.kind], `from ${edge.u} ${nameOf(edge.u)}, stream ${streamOf(edge.u)}`, `to ${edge.v} ${nameOf(edge.v)}, stream ${streamOf(edge.v)}`, edge.n > 1 && `${count(edge.n)} edges between these boxes`]);
           else if (box < 0) showTip(); else if (!isGroup(box)) showTip(event, [...describe(box), state.colour === "exposed" && coloured(box)]);
-          else { const at = box - size; showTip(event, [graph.name[at], `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `${graph.alike[at]} modules make these very calls`, coloured(box), open.has(box) ? "click to fold" : "click to open"]); }
+          else { const at = box - size; showTip(event, [`${pathOf(box)}${partOf(at)}`, graph.parts[at] > 1 && "calls of other modules come between its parts", `calls ${graph.first[at]} to ${graph.last[at]}`, graph.alike[at] > 1 && `number ${graph.like[at]} of ${graph.alike[at]} groups that make these very calls`, coloured(box), open.has(box) ? "click to fold" : "click to open"]); }
         },
       });
       board.canvas.addEventListener("wheel", (event) => {
@@ -1100,9 +1193,20 @@ const NimbleViewer = (() => {
       if (!drawn.length) { node.append(el("div", { class: "nv-empty" }, runs.length ? "The timelines hold no spans: nothing ran on the device." : "No timeline was taken: neither eager nor a replay was traced.")); return; }
       const extent = Math.max(...drawn.map((run) => Math.max(run.length_ns, run.unprofiled_ns)));
       const view = { from: 0, to: extent * 1.02, syncs: true }, replays = drawn.filter((run) => run.run !== "eager");
+      /** Where all replays can be read; where they are much shorter than eager, the view opens on it. */
+      const near = replays.length && replays.length < drawn.length ? 1.02 * Math.max(...replays.map((run) => run.length_ns)) : 0;
+      if (near && 2 * near < extent) view.to = near;
       const gutter = () => (node.clientWidth < 620 ? 84 : 168);
       const boards = [], body = el("div", { class: "nv-lanes" }), axisBox = el("div", { class: "nv-axis" });
-      const refresh = () => { for (const board of boards) board.request(); };
+      const refresh = () => { for (const board of boards) board.request(); for (const run of drawn) tellRest(run); for (const [button, on] of fits) button.setAttribute("aria-pressed", String(on())); };
+      const fits = [];
+      /** What of a run lies to the right of what is shown, or that all of it lies to the left. */
+      const tellRest = (run) => {
+        const cut = run.length_ns > view.to * 1.0005, gone = run.length_ns <= view.from;
+        run.rest.hidden = !cut && !gone;
+        const words = cut ? `goes on to the right, to ${clock(run.length_ns)} ▸` : `◂ ended at ${clock(run.length_ns)}`;
+        if (run.rest.textContent !== words) run.rest.textContent = words;
+      };
       const step = (span, room) => { const rough = span / Math.max(room / 100, 1), ten = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 5, 10].map((k) => k * ten).find((value) => value >= rough); };
       const axis = surface(axisBox, "Time axis", (context, width, height) => {
         const left = gutter(), room = width - left - 8, gap = step(view.to - view.from, room), [unit, scale] = view.to > 1e7 ? ["ms", 1e6] : ["µs", 1e3], digits = clamp(Math.ceil(-Math.log10(gap / scale) - 1e-9), 0, 6);
@@ -1117,13 +1221,31 @@ const NimbleViewer = (() => {
       }, 26);
       boards.push(axis);
       wire(axis, () => -1);
+      if (drawn.length > 1) buildOverview();
+      /** All runs in full on one axis of its own, and where of it the lanes below are: drag to look elsewhere. */
+      function buildOverview() {
+        const tall = drawn.length > 6 ? 5 : 8, pad = 5;
+        const spot = (ns, width) => gutter() + (ns / (extent * 1.02)) * (width - gutter() - 8), back = (x, width) => (clamp((x - gutter()) / (width - gutter() - 8), 0, 1)) * extent * 1.02;
+        const board = surface(axisBox, "All runs in full length, and which part of them is shown below", (paint, width, height) => {
+          paint.font = `11px ${theme.value("sans")}`; paint.textBaseline = "middle"; paint.textAlign = "left"; paint.fillStyle = theme.value("soft");
+          paint.fillText(gutter() > 100 ? `all of it, ${clock(extent)}` : "all", 10, height / 2);
+          drawn.forEach((run, at) => { paint.fillStyle = theme.value(run.run === "eager" ? "work" : "accent"); paint.fillRect(gutter(), pad + at * tall + 1, Math.max(spot(run.length_ns, width) - gutter(), 1.5), tall - 2); });
+          const from = Math.max(spot(view.from, width), gutter()), to = Math.min(spot(view.to, width), width - 8);
+          paint.fillStyle = theme.value("ground"); paint.globalAlpha = 0.62; paint.fillRect(gutter(), 0, from - gutter(), height); paint.fillRect(to, 0, width - to, height); paint.globalAlpha = 1;
+          paint.strokeStyle = theme.value("text"); paint.lineWidth = 1.5; rounded(paint, from - 1, 1, Math.max(to - from, 3) + 2, height - 3, 3); paint.stroke();
+        }, 2 * pad + drawn.length * tall);
+        axisBox.prepend(board.canvas);
+        boards.push(board);
+        const wide = () => board.canvas.clientWidth, centre = (x) => { const half = (view.to - view.from) / 2, at = back(x, wide()); setRange(at - half, at + half); };
+        pointer(board.canvas, { pan: (dx) => { const by = (dx / (wide() - gutter() - 8)) * extent * 1.02; setRange(view.from + by, view.to + by); }, zoom: () => {}, click: centre });
+      }
       for (const run of drawn) {
         const tall = run.lanes.length > 40 ? 7 : run.lanes.length > 16 ? 14 : run.lanes.length > 8 ? 22 : 28, pad = 6, most = run.flights.running.reduce((a, b) => Math.max(a, b), 0), strip = most > 1 ? 26 : 0, top = pad + strip;
         const order = run.lanes.map(() => []), ends = run.lanes.map(() => []);
         run.start.forEach((start, span) => { const lane = run.lane[span], reach = ends[lane]; order[lane].push(span); reach.push(Math.max(reach.length ? reach[reach.length - 1] : 0, start + run.length[span])); });
         const owner = plans.find((entry) => entry.policy === run.run);
         const streamLane = (lane) => run.lanes[lane].kind === "stream" || run.lanes[lane].kind === "worker";
-        const section = el("section", { class: "nv-section" }, el("h3", null, run.label,
+        const section = el("section", { class: "nv-section" }, el("h3", null, run.label, (run.rest = el("button", { class: "nv-link nv-rest", type: "button", title: "Show all of it", hidden: true, onclick: () => whole() })),
           el("span", null, `${run.source} (${run.clock}) · `, !run.profiled_ns ? `${clock(run.length_ns)} from first start to last end, profiled length unknown` : Math.abs(run.profiled_ns - run.length_ns) < 50 ? `${clock(run.profiled_ns)} profiled, from first start to last end` : `${clock(run.length_ns)} from first start to last end · ${clock(run.profiled_ns)} profiled`, " · ", run.unprofiled_ns ? `${clock(run.unprofiled_ns, 1)} unprofiled${run.run === "eager" ? "" : ", the bare replay"}` : "unprofiled length unknown", ` · device idle ${percent(run.idle)}`),
           run.distorted && el("span", { class: "nv-tag nv-warn" }, `▲ ${run.distortion}`), !run.reliable && el("span", { class: "nv-tag nv-warn" }, "▲ unreliable: self-check failed"), run.source === "simulated" && el("span", { class: "nv-tag" }, "simulated"), run.note && el("span", null, run.note)));
         const gapsOf = run.lanes.map(() => []);
@@ -1304,14 +1426,17 @@ const NimbleViewer = (() => {
       };
       const tool = (text, label, act) => el("button", { class: "nv-plain", type: "button", "aria-label": label, title: label, onclick: act }, text);
       const middle = () => axis.canvas.clientWidth / 2 + gutter() / 2;
+      const fit = (text, label, to) => { const button = tool(text, label, () => setRange(0, to)); fits.push([button, () => view.from === 0 && Math.abs(view.to - to) < 1e-6 * to]); return button; };
+      const fitTools = [near > 0 && fit("Fit replays", "Show the replays in full; eager goes on to the right", near), fit(near ? "Fit all" : "Fit", "Show all runs in full", extent * 1.02)];
       const syncs = el("input", { type: "checkbox", onchange: () => { view.syncs = syncs.checked; refresh(); } }); syncs.checked = true;
       node.append(
         el("div", { class: "nv-tools" }, search("Search the timeline", (call) => { select(call, "search"); goTo(); }),
           drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
-          el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), tool("Fit", "Show everything", whole), replays.length > 0 && replays.length < drawn.length && tool("Replays", "Zoom to the replays", () => setRange(0, 1.02 * Math.max(...replays.map((run) => run.length_ns)))), tool("To selection", "Zoom to the selected call in the last run", goTo),
+          el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), ...fitTools,  tool("To selection", "Zoom to the selected call in the last run", goTo),
           el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
         el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.gaps.call.length) && [["launch", "launch gap"], ["line-strong", "nothing ready"], ["sync", "wait while others were ready"]].map(([colour, name]) => el("span", null, el("i", { class: "nv-edge", style: `border-top:2.5px solid var(--${colour})` }), name)), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : "", data.axis && el("span", { style: "white-space:normal" }, data.axis)),
         axisBox, body);
+      refresh();
       onSelect.push((from) => reveal(from !== "timeline"));
       panes.timeline.onshow = () => reveal(true);
       gantt = { point: (name, call) => { const run = drawn.find((entry) => entry.run === name), span = spansOf(run).get(call)[0], frame = run.box.board.canvas.getBoundingClientRect(); return { x: frame.left + run.box.toX(run.start[span] + run.length[span] / 2, frame.width), y: frame.top + run.box.top + (run.lane[span] + 0.5) * run.box.tall }; }, zoom: setRange, range: () => [view.from, view.to] };
@@ -1379,7 +1504,7 @@ const NimbleViewer = (() => {
     function buildSource(node) {
       const source = data.source;
       if (!source) { node.append(el("div", { class: "nv-empty" }, "No call of this report knows its source line, so there is no code to show.")); return; }
-      const { functions, sides, figures } = source, both = sides.length > 1, rows = unpackAll(source.lines, strings), known = figures.map(([key]) => key), timed = known.length > 0;
+      const { functions, sides, figures } = source, both = sides.length > 1, rows = unpackAll(source.lines, data), known = figures.map(([key]) => key), timed = known.length > 0;
       const view = { heat: source.heat, sort: source.heat, text: "", limit: 10 };
       const of = (key, at) => rows[key][at] + (both ? rows[`${key}_backward`][at] : 0);
       const sumIn = (row, key) => row[key] + (both ? row[`${key}_backward`] : 0), all = (key) => sumIn(source.totals, key);
@@ -1503,7 +1628,7 @@ const NimbleViewer = (() => {
       const memory = data.live, known = facts.memory;
       const held = known ? el("section", { class: "nv-card", style: "margin-bottom:16px" }, el("h2", null, "Measured and planned"), known.facts.length > 0 && definitions(known.facts), known.engines.length > 0 && el("div", { style: "margin-top:12px" }, engineTable(known.engines))) : "";
       if (!memory) { node.append(el("div", { class: "nv-lanes", style: "padding:16px 24px 32px" }, el("p", { class: "nv-sub" }, "What the results of each call hold is not known: this report does not say which memory its calls touch."), held)); return; }
-      const shownRuns = memory.runs.slice(0, memory.alike ? 1 : 2).map((run) => ({ ...run, ...unpackAll(run.columns, strings) }));
+      const shownRuns = memory.runs.slice(0, memory.alike ? 1 : 2).map((run) => ({ ...run, ...unpackAll(run.columns, data) }));
       if (memory.alike) {
         const [first, second] = memory.runs;
         Object.assign(shownRuns[0], { label: `${first.label} and ${second.label}, which issue calls in the same order`, marks: [...first.marks.map(([text, value]) => [`eager: ${text}`, value]), ...second.marks.map(([text, value]) => [`replay: ${text}`, value])], facts: second.facts });
@@ -1595,7 +1720,7 @@ const NimbleViewer = (() => {
           if (act) { event.preventDefault(); act(); }
         });
         const list = el("div"), largest = run.holders.length ? run.holders[0].bytes : 1;
-        const side = (call) => [el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => pick(run, call) }, `${call} ${own.label[call]}`), el("span", { class: "nv-small", style: "white-space:normal" }, phased && phaseChip(own.phase[call]), phased && " ", own.module[call] || "the model itself")];
+        const side = (call) => [el("button", { class: "nv-link", type: "button", "data-call": call, onclick: () => pick(run, call) }, `${call} ${own.label[call]}`), el("span", { class: "nv-small", style: "white-space:normal" }, phased && phaseChip(own.phase[call]), phased && " ", dotted(own.module[call] || "the model itself"))];
         const fillList = () => list.replaceChildren(
           table([["#", 1], ["Size", 1], [""], ["Made by"], ["Last used by"], ["Held for", 1]], run.holders.map((row, at) => el("tr", { class: marksFor(run).has(row.call) ? "nv-on" : null },
             el("td", { class: "nv-num" }, at + 1), el("td", { class: "nv-num" }, row.size, el("span", { class: "nv-small" }, row.share)), el("td", { style: "width:20%;min-width:60px" }, el("div", { class: "nv-bar", style: `width:${(100 * row.bytes) / largest}%;margin-top:7px;background:var(--work)` })),
@@ -1649,7 +1774,7 @@ const NimbleViewer = (() => {
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();
     show(panes[root.dataset.pane] ? root.dataset.pane : "summary");
-    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), dagColours: () => dag.colours(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), setTheme: (name) => { around = name; applyTheme(); }, mountedMs: performance.now() - began };
+    return { select, selectEager, selectLine, memoryPoint: (run, call) => curves.point(run, call), memoryRange: () => curves.range(), show, selected: () => state.call, selectedEager: () => state.eager, marked: () => ({ calls: [...marked], eager: [...markedEager] }), dagPoint: (call) => dag.point(call), dagBoxes: () => dag.visible(), dagDrawn: () => dag.drawn(), dagColours: () => dag.colours(), timelinePoint: (run, call) => gantt.point(run, call), timelineRange: () => gantt.range(), zoomTimeline: (from, to) => gantt.zoom(from, to), derived: (name) => { const run = runs.find((one) => one.run === name); return { flights: run.flights, gaps: run.gaps }; }, setTheme: (name) => { around = name; applyTheme(); }, mountedMs: performance.now() - began };
   }
   return { mount };
 })();

@@ -50,7 +50,7 @@ class Boxes:
         parent: box that holds each box, -1 for the outermost.
         first: first call of each group, and
         last: its last call, both included.
-        name: module path of each group, relative to the group around it.
+        name: module path of each group, relative to the group around it; steps that lead to all of it included.
     """
 
     calls: int
@@ -87,13 +87,19 @@ class Layout:
 
 
 def dag(report: Report) -> dict[str, Any]:
-    """Boxes with their rows and positions, edges, critical path and plans, as columns."""
+    """Boxes with their rows and positions, edges, critical path and plans, as columns.
+
+    A group is number ``like`` (from 1) of ``alike`` that make the same calls, and number ``part`` of ``parts`` that its
+    module is in: what other modules' calls come between is apart.
+    """
     graph, calls = report.graph, report.program.calls
     boxes = nest(nesting_modules(report), [call.phase for call in calls] if trains(report) else None)
     layout = lay_out(boxes, graph.meg)
     labels = [label_call(call) for call in calls]
     shapes = [tuple(labels[first : last + 1]) for first, last in zip(boxes.first, boxes.last, strict=True)]
     alike = Counter(shapes)
+    paths = _paths(boxes)
+    parts = Counter(paths)
     minimum = frozenset(graph.meg)
     return {
         "columns": {
@@ -109,6 +115,9 @@ def dag(report: Report) -> dict[str, Any]:
             "last": boxes.last,
             "name": boxes.name,
             "alike": [alike[shape] for shape in shapes],
+            "like": _ranks(shapes),
+            "parts": [parts[path] for path in paths],
+            "part": _ranks(paths),
             "from": [u for u, _ in graph.edges],
             "reach": [v - u for u, v in graph.edges],
             "minimum": [int(edge in minimum) for edge in graph.edges],
@@ -131,6 +140,28 @@ def dag(report: Report) -> dict[str, Any]:
     }
 
 
+def _paths(boxes: Boxes) -> list[str]:
+    """Name of each group after those of the groups around it."""
+    paths: list[str] = []
+    for name, around in zip(boxes.name, boxes.parent[boxes.calls :], strict=True):
+        paths.append(f"{paths[around - boxes.calls]}.{name}" if around >= 0 else name)
+    return paths
+
+
+def _ranks(values: Sequence[Any]) -> list[int]:
+    """Which of its equals each value is, from 1.
+
+    >>> _ranks(["a", "b", "a"])
+    [1, 1, 2]
+    """
+    seen: Counter[Any] = Counter()
+    ranks = []
+    for value in values:
+        seen[value] += 1
+        ranks.append(seen[value])
+    return ranks
+
+
 def opening_schedule(report: Report) -> Schedule | None:
     """Which schedule to show first: that of the fastest run if it has several streams, else the last; None of none."""
     best = best_run(report)
@@ -139,14 +170,14 @@ def opening_schedule(report: Report) -> Schedule | None:
 
 
 def components(module: str) -> tuple[str, ...]:
-    """Steps of a module path; an index stays with the list it indexes.
+    """Steps of a module path; an index, or several, stays with the list it indexes.
 
-    >>> components("encoder.layer.0.output")
-    ('encoder', 'layer.0', 'output')
+    >>> components("encoder.layer.0.output"), components("cells.3–5")
+    (('encoder', 'layer.0', 'output'), ('cells.3–5',))
     """
     steps: list[str] = []
     for part in module.split(".") if module else ():
-        if part.isdecimal() and steps:
+        if part[0:1].isdecimal() and steps:
             steps[-1] += f".{part}"
         else:
             steps.append(part)
@@ -154,7 +185,10 @@ def components(module: str) -> tuple[str, ...]:
 
 
 def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
-    """Group neighbouring calls by module path, step by step; groups of one call, or of all of their parent, vanish.
+    """Group neighbouring calls by module path, step by step; no groups of one call, or of all calls of their parent.
+
+    A step that holds all calls of the group around it is said in that group's name, unless that is a phase; one that
+    holds all calls vanishes.
 
     Args:
         modules: module path of each call, in program order.
@@ -165,6 +199,10 @@ def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
 
     >>> nest(["a.x", "a.x", "a.y", "b"]).name
     ('a', 'x')
+    >>> nest(["a.0.x", "a.0.y", "b"]).name
+    ('a.0',)
+    >>> nest(["a.list.0.x", "a.list.0.y", "b"]).name
+    ('a.list.0',)
     """
     paths = [components(module) for module in modules]
     if phases is not None:
@@ -193,6 +231,9 @@ def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
                 parent[start] = around
             elif (start, stop) == (begin, end):
                 deeper.append((start, stop, depth + 1, around))
+                of_phase = phases is not None and around >= 0 and parent[around] < 0
+                if around >= 0 and len(paths[start]) > depth and not of_phase:
+                    name[around - size] += f".{paths[start][depth]}"
             else:
                 parent.append(around)
                 first.append(start)

@@ -25,6 +25,7 @@ __all__ = [
     "plural",
     "ratio_cell",
     "ratio_words",
+    "spanned_modules",
     "split_plan",
     "trains",
     "visible",
@@ -36,6 +37,7 @@ SAME_BAND = 0.02
 _FUSED = ("library", "inductor")
 _UNNAMED = ("an unnamed CPU", "an unnamed GPU")
 _MOST_OPERATORS = 4
+_MOST_MEMBERS = 3
 _SHORT = (
     ("batch_norm", "bn"),
     ("scaled_dot_product", "attention"),
@@ -161,6 +163,25 @@ def common_module(modules: Sequence[str]) -> str:
             break
         shared.append(steps[0])
     return ".".join(shared)
+
+
+def spanned_modules(modules: Sequence[str]) -> str:
+    """``common_module``, and where that is a list, which of its members hold ``modules``.
+
+    >>> spanned_modules(["cells.3.lefts.0", "cells.5.before", "cells.4"])
+    'cells.3–5'
+    >>> spanned_modules(["cells.3", "cells.5"]), spanned_modules(["cells.3.lefts", "cells.3.rights"])
+    ('cells.3, 5', 'cells.3')
+    """
+    shared = common_module(modules)
+    start = len(shared) + 1 if shared else 0
+    steps = {module[start:].partition(".")[0] for module in modules}
+    if len(steps) < 2 or not all(step.isdecimal() for step in steps):
+        return shared
+    members = sorted(map(int, steps))
+    runs = members[-1] - members[0] == len(members) - 1 or len(members) > _MOST_MEMBERS
+    said = f"{members[0]}–{members[-1]}" if runs else ", ".join(map(str, members))
+    return f"{shared}.{said}" if shared else said
 
 
 def _short(operator: str) -> str:

@@ -15,7 +15,7 @@ from nimble_core.program import Program, Storage
 from nimble_core.units import format_bytes, format_percent
 from nimble_viz.report import Report
 from nimble_viz.views.labels import label_call, label_run, plural, trains, visible
-from nimble_viz.views.provenance import module_of
+from nimble_viz.views.provenance import modules_of
 
 __all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text"]
 
@@ -151,7 +151,7 @@ def _run(
         first, last = spans[storage]
         nbytes = program.storages[storage].nbytes
         maker, user = program.calls[order[first]], program.calls[order[last]]
-        module = module_of(maker)
+        module = modules_of(maker)
         place = f"{label_call(maker)}{f' in {module}' if module else ''}"
         output = any(ref.storage == storage for ref in program.outputs)
         until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
@@ -177,7 +177,7 @@ def _run(
         outside = total - planned.unshared
         if outside > 0:
             facts.append(("Of that not in the arena (outputs, what the device placed)", format_bytes(outside)))
-        facts.append(("Workspaces of libraries, apart", format_bytes(planned.workspaces)))
+        facts.append(("Largest workspace of a library", format_bytes(planned.workspaces)))
     where = f"call {order[at]} {label_call(program.calls[order[at]])}" if live else "no call"
     return {
         "run": name,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nimble_core.program import Call
 from nimble_core.units import format_ns, format_percent, format_ratio
 from nimble_viz.report import OverheadProfile, Report
+from nimble_viz.views.dag import components
 
-__all__ = ["IDLE", "PARTS", "grouped", "idle_causes", "overhead"]
+__all__ = ["IDLE", "PARTS", "ModuleRow", "grouped", "idle_causes", "module_tree", "overhead"]
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")
 """Kinds of overhead, in the order they are stacked."""
@@ -22,6 +26,36 @@ IDLE = (
 
 _SUMS = ("overhead", "exposed", "hidden", "work")
 _HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
+_OWN = "(calls of its own)"
+
+
+@dataclass(slots=True)
+class ModuleRow:
+    """A module of ``module_tree`` with everything in it.
+
+    Args:
+        path: of the module; ``"(the model itself)"`` and ``"(the optimizer)"`` hold calls of no module.
+        name: of the module in the one around it.
+        depth: modules around it.
+        eager: the eager calls in it.
+        sums: ns of these, by name: those of ``grouped``.
+        inside: the modules in it; where there are any, its own calls are the last of them.
+        own: whether these are the calls of ``path`` itself, without the modules in it.
+    """
+
+    path: str
+    name: str
+    depth: int = 0
+    eager: list[int] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*_SUMS, *PARTS), 0.0))
+    inside: list[ModuleRow] = field(default_factory=list)
+    own: bool = False
+
+    def __iter__(self) -> Iterator[ModuleRow]:
+        """This row and all below it, the outer ones first."""
+        yield self
+        for row in self.inside:
+            yield from row
 
 
 def overhead(report: Report) -> dict[str, Any] | None:
@@ -80,13 +114,59 @@ def grouped(report: Report, by: Literal["operator", "module", "phase"]) -> list[
     rows: dict[str, dict[str, Any]] = {}
     for row in report.overhead.calls:
         call = calls[row.call]
-        where = call.module or (_OPTIMIZER if call.phase == "optimizer" else _HOMELESS)
-        name = call.label if by == "operator" else call.phase if by == "phase" else where
+        name = call.label if by == "operator" else call.phase if by == "phase" else _home(call)
         sums = rows.setdefault(name, {"name": name, "calls": 0} | dict.fromkeys((*_SUMS, *PARTS), 0.0))
         sums["calls"] += 1
         for part in (*_SUMS, *PARTS):
             sums[part] += getattr(row, f"{part}_ns")
     return sorted(rows.values(), key=lambda row: (-row["overhead"], row["name"]))
+
+
+def module_tree(report: Report, order: str = "overhead") -> list[ModuleRow]:
+    """The outermost modules, each with the sums of everything in it; a row's sums are those of the rows inside it.
+
+    A module that holds nothing but another one is named together with that. O(calls × depth).
+
+    Args:
+        report: empty where its eager run was not profiled.
+        order: of the modules in each: by this sum, most first, or ``"program"``: as their first calls were issued.
+    """
+    if report.overhead is None:
+        return []
+    calls, known, roots = report.eager_calls, dict[tuple[str, ...], ModuleRow](), list[ModuleRow]()
+    for row in report.overhead.calls:
+        steps = components(_home(calls[row.call]))
+        for depth in range(len(steps) + 1):
+            key = (*steps[: depth + 1], *("",) * (depth == len(steps)))
+            one = known.get(key)
+            if one is None:
+                own = depth == len(steps)
+                one = known[key] = ModuleRow(".".join(steps[: depth + 1]), _OWN if own else steps[depth], own=own)
+                (known[steps[:depth]].inside if depth else roots).append(one)
+            one.eager.append(row.call)
+            for part in one.sums:
+                one.sums[part] += getattr(row, f"{part}_ns")
+
+    def settled(row: ModuleRow, depth: int) -> ModuleRow:
+        while len(row.inside) == 1 and not row.inside[0].own:
+            (only,) = row.inside
+            only.name = f"{row.name}.{only.name}"
+            row = only
+        row.depth = depth
+        row.inside = [] if all(one.own for one in row.inside) else ranked(row.inside, depth + 1)
+        return row
+
+    def ranked(rows: list[ModuleRow], depth: int) -> list[ModuleRow]:
+        def place(row: ModuleRow) -> tuple[bool, float, int]:
+            return row.own, 0.0 if order == "program" else -row.sums[order], row.eager[0]
+
+        return [settled(row, depth) for row in sorted(rows, key=place)]
+
+    return ranked(roots, 0)
+
+
+def _home(call: Call) -> str:
+    return call.module or (_OPTIMIZER if call.phase == "optimizer" else _HOMELESS)
 
 
 def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:

@@ -1,13 +1,16 @@
 """All views of one report as one compact JSON value: columns instead of rows, each string once.
 
-A column is packed as one of: ``[...]`` (numbers as they are), ``{"s": [...]}`` (indices into ``strings``),
-``{"d": [...]}`` (differences between neighbours, the first from 0), ``{"c": [value, count]}`` (one value throughout).
+A column is packed as one of: ``[...]`` (numbers as they are), ``{"s": [...], "n": index}`` (indices into
+``strings``; -1: the next of those that begin at ``n`` and are met here first),
+``{"d": [...]}`` (differences between neighbours, the first from 0), ``{"c": [value, count]}`` (one value throughout),
+``{"r": index}`` (that of ``columns``: what several tables hold is written once).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nimble_core.program import Call, Program, TensorRef
@@ -18,17 +21,33 @@ from nimble_viz.views.labels import label_call
 from nimble_viz.views.live import live_memory
 from nimble_viz.views.overhead import overhead
 from nimble_viz.views.phases import PHASES
-from nimble_viz.views.provenance import module_of
+from nimble_viz.views.provenance import modules_of
 from nimble_viz.views.source import source
 from nimble_viz.views.summary import summary
 from nimble_viz.views.syncs import COUNTS, ENDS, host_syncs
 from nimble_viz.views.timeline import axis_note, timelines
 from nimble_viz.views.work import work
 
-__all__ = ["PAYLOAD_VERSION", "pack", "unpack", "view_data"]
+__all__ = ["PAYLOAD_VERSION", "Kept", "pack", "unpack", "view_data"]
 
-PAYLOAD_VERSION = 1
+PAYLOAD_VERSION = 2
 _LONGEST_ARGUMENTS = 240
+_SHORT_COLUMN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What packed columns share: each text and each long column once.
+
+    Args:
+        strings: texts, and their places in the list of them.
+        places: long columns, and their places in ``columns``.
+        columns: these columns, packed.
+    """
+
+    strings: dict[str, int] = field(default_factory=dict)
+    places: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    columns: list[Any] = field(default_factory=list)
 
 
 def view_data(report: Report) -> dict[str, Any]:
@@ -37,17 +56,17 @@ def view_data(report: Report) -> dict[str, Any]:
     ``calls`` are those of the program; ``stands`` counts the eager calls that each stands for, ``for`` lists these.
     Overhead and the eager timeline count in ``eager`` calls, null where the program itself holds the eager calls.
     """
-    strings: dict[str, int] = {}
+    kept = Kept()
 
     def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        return {name: pack(column, strings) for name, column in columns.items()}
+        return {name: pack(column, kept) for name, column in columns.items()}
 
     profile = overhead(report)
     if profile:
         profile["columns"] = table(profile["columns"])
     lines = timelines(report)
     for line in lines:
-        for columns in ("columns", "gaps", "flights"):
+        for columns in ("columns", "gaps"):
             line[columns] = table(line[columns])
     code, live = source(report), live_memory(report)
     if code:
@@ -76,16 +95,32 @@ def view_data(report: Report) -> dict[str, Any]:
         "host_syncs": host_syncs(report),
         "source": code,
         "live": live,
-        "strings": list(strings),
+        "strings": list(kept.strings),
+        "columns": kept.columns,
     }
 
 
-def pack(column: Sequence[Any], strings: dict[str, int]) -> Any:
-    """One column in its shortest form; texts are added to ``strings`` (text to index)."""
+def pack(column: Sequence[Any], kept: Kept) -> Any:
+    """One column in its shortest form; texts, and what is long, are added to what is kept."""
+    if len(column) < _SHORT_COLUMN:
+        return _shortest(column, kept)
+    place = kept.places.setdefault(tuple(column), len(kept.columns))
+    if place == len(kept.columns):
+        kept.columns.append(_shortest(column, kept))
+    return {"r": place}
+
+
+def _shortest(column: Sequence[Any], kept: Kept) -> Any:
     if not column:
         return []
     if isinstance(column[0], str):
-        return {"s": pack([strings.setdefault(text, len(strings)) for text in column], strings)}
+        new, indices = len(kept.strings), []
+        for text in column:
+            seen = kept.strings.get(text, -1)
+            indices.append(seen)
+            if seen < 0:
+                kept.strings[text] = len(kept.strings)
+        return {"s": _shortest(indices, kept), "n": new}
     if len(column) > 2 and all(value == column[0] for value in column):
         return {"c": [column[0], len(column)]}
     if all(b >= a for a, b in itertools.pairwise(column)):
@@ -93,12 +128,20 @@ def pack(column: Sequence[Any], strings: dict[str, int]) -> Any:
     return list(column)
 
 
-def unpack(packed: Any, strings: Sequence[str]) -> list[Any]:
-    """What ``pack`` was given; the viewer does the same in its own language."""
+def unpack(packed: Any, data: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """What ``pack`` was given; the viewer does the same in its own language.
+
+    Args:
+        packed: a packed column.
+        data: ``strings`` and ``columns`` of what it was packed with, as ``view_data`` holds them.
+    """
     if isinstance(packed, list):
         return packed
+    if "r" in packed:
+        return unpack(data["columns"][packed["r"]], data)
     if "s" in packed:
-        return [strings[index] for index in unpack(packed["s"], strings)]
+        new = itertools.count(packed["n"])
+        return [data["strings"][next(new) if index < 0 else index] for index in unpack(packed["s"], data)]
     if "c" in packed:
         value, count = packed["c"]
         return [value] * count
@@ -115,7 +158,7 @@ def _calls(report: Report) -> dict[str, list[Any]]:
     return {
         "operator": [call.operator for call in calls],
         "label": [label_call(call) for call in calls],
-        "module": [module_of(call) for call in calls],
+        "module": [modules_of(call) for call in calls],
         "origins": [len(call.origins) for call in calls],
         "stands": [len(call.eager) for call in calls],
         "for": [index for call in calls for index in call.eager],

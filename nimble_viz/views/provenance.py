@@ -9,9 +9,9 @@ from typing import Any
 from nimble_core.program import Call
 from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import Report
-from nimble_viz.views.labels import common_module, label_call, plural
+from nimble_viz.views.labels import common_module, label_call, plural, spanned_modules
 
-__all__ = ["became", "fused_calls", "is_layout_copy", "module_of", "nesting_modules", "provenance"]
+__all__ = ["became", "fused_calls", "is_layout_copy", "module_of", "modules_of", "nesting_modules", "provenance"]
 
 _MOST_INDICES = 3
 _POINTWISE = re.compile(r"(?:triton_poi|cpp)_fused_+(?P<names>\w+?)_\d+")
@@ -33,6 +33,11 @@ def became(report: Report) -> tuple[tuple[int, ...], ...]:
 def module_of(call: Call) -> str:
     """The innermost module that holds everything the call stands for; empty for the model itself, or if unknown."""
     return common_module([origin.module for origin in call.origins])
+
+
+def modules_of(call: Call) -> str:
+    """``module_of`` for people: of a call that stands for several members of a list, e.g. blocks, it says which."""
+    return spanned_modules([origin.module for origin in call.origins])
 
 
 def is_layout_copy(call: Call) -> bool:
@@ -57,12 +62,12 @@ def nesting_modules(report: Report) -> list[str]:
     """A module path for each call to group by.
 
     A fused call that no eager call explains goes with its neighbours, to the module that holds both, so that it does
-    not tear their module apart.
+    not tear their module apart. One that stands for several members of a list is in a group of these members.
     """
     calls = report.program.calls
     if report.eager is None:
-        return [module_of(call) for call in calls]
-    known = [module_of(call) if call.origins else None for call in calls]
+        return [modules_of(call) for call in calls]
+    known = [modules_of(call) if call.origins else None for call in calls]
 
     def nearest(paths: list[str | None]) -> list[str | None]:
         return list(accumulate(paths, lambda last, path: last if path is None else path))
@@ -130,7 +135,7 @@ def fused_calls(report: Report, most: int) -> list[dict[str, str]]:
             "kernel": call.operator,
             "cost": format_ns(report.costs.ns[call.index]) if measured else "",
             "eager": "layout copy" if is_layout_copy(call) else _indices(call.eager),
-            "module": module_of(call),
+            "module": modules_of(call),
             "source": _sources(call),
         }
         for call in ranked[:most]

@@ -26,8 +26,10 @@ ENDS = (
 )
 """What else the captured graph holds, counted apart: key, name, definition."""
 
+_READS = ("item", "local_scalar", "is_nonzero")
 _HINTS = (
-    (("item", "local_scalar", "_is_nonzero"), "keep the value on the device, or read it once after the loop"),
+    (("print(",), "printing a tensor waits and reads it value by value: print less often, or after the loop"),
+    (_READS, "keep the value on the device, or read it once after the loop"),
     (("memcpy", "copy", "to(", ".cpu"), "use pinned memory and non_blocking=True, or move the copy out of the model"),
     (("devicesynchronize",), "waits for every stream: wait on an event of the stream that matters instead"),
     (("streamsynchronize", "eventsynchronize"), "a value was needed on the host: see what reads it on this line"),
@@ -59,7 +61,7 @@ def promise(plan: Schedule) -> dict[str, Any] | None:
 def hint(kind: str, phase: str = "") -> str:
     """What to do about a host synchronisation of this kind, in this phase of a training step."""
     lowered = kind.lower()
-    if phase == "optimizer" and any(word in lowered for word in _HINTS[0][0]):
+    if phase == "optimizer" and any(word in lowered for word in _READS):
         return "the optimizer reads its own state: fused=True, where it has that, or capturable=True"
     for words, advice in _HINTS:
         if any(word in lowered for word in words):

@@ -36,9 +36,9 @@ def timelines(report: Report) -> list[dict[str, Any]]:
 
     ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
     ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
-    and observed streams. ``marks`` are what to doubt, in words. ``gaps`` and ``flights`` are columns: every stretch in
-    which a stream stood still before a call, and how many calls were running from each time on. A replay that failed
-    its self-check has neither: where kernels are missing, nothing can be said about the time between them.
+    and observed streams. ``marks`` are what to doubt, in words. ``gaps`` are columns, too: every stretch in which a
+    stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
+    kernels are missing, nothing can be said about the time between them.
     """
     ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
     shown = []
@@ -52,7 +52,6 @@ def timelines(report: Report) -> list[dict[str, Any]]:
         spans = [line.spans[at] for at in order]
         length = _drawn(line)
         found = replay_gaps(report, line)
-        steps = flights(line) if line.reliable else []
         own: list[list[Span]] = [[] for _ in line.lanes]
         for span in spans:
             own[span.lane].append(span)
@@ -81,12 +80,11 @@ def timelines(report: Report) -> list[dict[str, Any]]:
                 "lost": _lost(report, line, found),
                 "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
                 "lanes": lanes,
-                "gaps": _gap_columns(found, zero),
-                "flights": {"at": [round(at - zero) for at, _ in steps], "running": [count for _, count in steps]},
+                "gaps": _gap_columns(found, spans),
                 "columns": {
                     "lane": [span.lane for span in spans],
                     "start": [round(span.start_ns - zero) for span in spans],
-                    "length": [round(span.end_ns - span.start_ns) for span in spans],
+                    "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
                     "call": [-1 if span.call is None else span.call for span in spans],
                     "name": [span.name for span in spans],
                     "phase": [phase_of[at] for at in order],
@@ -289,14 +287,15 @@ def _streams(line: Timeline) -> str:
     return text
 
 
-def _gap_columns(found: list[Gap], zero: float) -> dict[str, list[int]]:
-    """Of gaps before calls; ``end - start`` is launch + wait + what is left: nothing was ready."""
+def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
+    """Of gaps before calls. One lasts from the end of what ran before ``span`` on its lane, or the replay's start.
+
+    Of that, ``launch`` and ``wait`` are known by themselves; what is left: nothing was ready.
+    """
+    place = {(span.lane, span.start_ns, span.call): at for at, span in reversed(list(enumerate(spans)))}
     shown = [gap for gap in found if gap.call is not None]
     return {
-        "lane": [gap.lane for gap in shown],
-        "start": [round(gap.start_ns - zero) for gap in shown],
-        "length": [round(gap.end_ns - gap.start_ns) for gap in shown],
-        "call": [-1 if gap.call is None else gap.call for gap in shown],
+        "span": [place[gap.lane, gap.end_ns, gap.call] for gap in shown],
         "awaited": [-1 if gap.awaited is None else gap.awaited for gap in shown],
         "launch": [round(gap.launch_ns) for gap in shown],
         "wait": [round(gap.wait_ns) for gap in shown],
