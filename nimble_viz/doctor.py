@@ -291,14 +291,14 @@ def _profiler(on: _Machine) -> Answer:
     if tool:
         return "fallback", f"{tool} is attached: eager runs on the GPU are not profiled", "run this without the tool"
     from nimble_core.errors import DeviceError
-    from nimble_viz.measure.profile import claim_profiler, release_profiler
+    from nimble_viz.measure.profile import claim_profiler, quiet_kineto, release_profiler
 
     try:
         claim_profiler(torch, cuda=False)
     except DeviceError as error:
         return "fallback", f"{error.what}: overhead per call is not measured beside it", error.fix
     try:
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as taken:
+        with quiet_kineto(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as taken:
             torch.ones(2).sum()
     finally:
         release_profiler()

@@ -40,6 +40,7 @@ def states(*arguments: str, **more: Any) -> tuple[int, dict[str, str]]:
     """Exit code, and the state of each feature."""
     done = doctor("--json", *arguments, **more)
     assert "Traceback" not in done.stderr, done.stderr
+    assert "profiler_start" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
     assert found["exit_code"] == done.returncode
     assert [one["feature"] for one in found["findings"]] == [feature for _, feature, *_ in _CHECKS]
