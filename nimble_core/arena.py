@@ -60,7 +60,7 @@ class Lent:
 
     def end(self, alignment: int) -> int:
         """Offset of the arena itself: nothing lies across what separates the two."""
-        return -(-self.nbytes // alignment) * alignment + alignment if self.nbytes else 0
+        return self.nbytes // alignment * alignment + alignment if self.nbytes else 0
 
 
 NOTHING_LENT = Lent()
@@ -271,7 +271,7 @@ def check_memory(program: Program, schedule: Schedule, plan: MemoryPlan) -> Memo
         end, below = offset + tenant_nbytes(program, plan.needs, tenant), offset < plan.start
         if offset < 0:
             continue
-        if end > (plan.start - plan.alignment if below else plan.start + plan.nbytes):
+        if end > (plan.needs.lent.nbytes if below else plan.start + plan.nbytes):
             where = "lent memory" if below else f"the arena of {plan.nbytes} bytes"
             raise ScheduleError(
                 f"{_name(program, plan.needs, tenant)} at byte {offset} ends outside {where}",

@@ -53,6 +53,7 @@ from nimble_core.tuning import Tuned, eager_peak, tune
 
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
 
+_PATIENCE_S = 60.0
 _KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
 _version = attrgetter("_version")
@@ -351,8 +352,10 @@ class Backward:
     def close(self) -> None:
         """Free what replays."""
         self.executable.close()
+        self.sparing = None
         if self._spare is not None:
             self._spare.close()
+            self._spare = None
 
     def _replaying(self, keep: bool) -> Executable:
         """What replays, and leaves what was saved as it is if that is to be kept: made when it is first asked for."""
@@ -378,6 +381,8 @@ class Backward:
             held = list(map(_gradient, self.parameters))
             used = [at for at, one in enumerate(held) if one is not None and one is mine[at]] if mine else []
             before = [mine[at].clone() for at in used]
+            if executable is not self._spare and self.sparing is not None:
+                self._round += 1  # what was saved is gone: no other try of this backward may follow
             found = list(executable.run([*inputs, *saved], static=True))
             # What follows is the host's, while the device is busy.
             for at in self.borrowed:
@@ -447,7 +452,7 @@ class Backward:
         """The backward of a forward comes. Raises InputError if another forward has overwritten what it needs."""
         if self.fixed and number != self._round:
             raise InputError(
-                "the backward of an earlier forward: a later one has overwritten what it needs",
+                "the backward of an earlier forward: a later one has overwritten what it needs, or a first try of it",
                 fix="call backward() before the next forward, or run one of the two on the model itself",
             )
         pending.done = True
@@ -614,7 +619,8 @@ def make_trainable(
         saved = made[outputs:]
         lender: Lender | None = None
         if isinstance(forward.best, _Fixed):
-            saved, lender = _lent(forward.best.arena, saved)
+            leading = _leading(halves.backward, len(saved) + len(halves.saved_inputs))
+            saved, lender = _lent(forward.best.arena, saved, leading)
             saved += [forward.best.buffers[at] for at in halves.saved_inputs]
             # With the forward before it: eager and captures keep seeds in different places.
             whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
@@ -653,7 +659,7 @@ def make_trainable(
         fixed=fixed,
         borrowed=_borrowed(halves.backward),
         casts=_casts(signature.device.type),
-        sparing=partial(_sparing, device, behind) if lender is not None else None,
+        sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
     )
     try:
         with step("check equality"):
@@ -722,11 +728,13 @@ def _turnable(program: Program) -> frozenset[str]:
     )
 
 
-def _lent(memory: torch.Tensor | None, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Lender | None]:
+def _lent(
+    memory: torch.Tensor | None, saved: Sequence[torch.Tensor], leading: Collection[int] = ()
+) -> tuple[list[torch.Tensor], Lender | None]:
     """What the forward saved, and its memory for the backward to use up: each part once it has been read.
 
     Eager's backward frees what it has read as well. Each saved tensor of numbers gets a storage of its own, by which it
-    is known there; others, and those that share bytes, stay as they are.
+    is known there; others, those at positions in ``leading``, and those that share bytes, stay as they are.
     """
     if memory is None or not _KNOWN_WHETHER_KEPT:
         return list(saved), None
@@ -734,7 +742,8 @@ def _lent(memory: torch.Tensor | None, saved: Sequence[torch.Tensor]) -> tuple[l
     spans = [(one.data_ptr() - start, _extent(one)) for one in saved]
     inside = [offset >= 0 and offset + nbytes <= memory.nbytes for offset, nbytes in spans]
     order = sorted((at for at in range(len(saved)) if inside[at] and spans[at][1]), key=spans.__getitem__)
-    kept = {at for at in order if not may_be_spoilt(saved[at]) or saved[at].is_conj() or saved[at].is_neg()}
+    stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved]
+    kept = {at for at in order if stays[at] or at in leading}
     reach, last = 0, -1
     for at in order:
         offset, nbytes = spans[at]
@@ -752,6 +761,22 @@ def _lent(memory: torch.Tensor | None, saved: Sequence[torch.Tensor]) -> tuple[l
     return found, Lender(memory, tuple(sorted(spans[at] for at in kept)))
 
 
+def _leading(backward: Recording, count: int) -> frozenset[int]:
+    """Which of the last ``count`` inputs lead to positions in memory: backwards are measured on whatever is there.
+
+    From them come integers, or what operators read that are not torch's own and may take a number for a position
+    (``torchvision.ops.roi_align`` does).
+    """
+    program = backward.program
+    leads: set[int] = set()
+    for call in reversed(program.calls):
+        foreign = not call.operator.startswith("aten.")
+        if foreign or any(ref.storage in leads or ref.dtype.startswith(("int", "uint")) for ref in call.writes):
+            leads.update(ref.storage for ref in call.reads)
+    slots = backward.inputs[len(backward.inputs) - count :]
+    return frozenset(at for at, slot in enumerate(slots) if backward.storage_of[slot] in leads)
+
+
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of ``tensor``."""
     if not tensor.numel():
@@ -760,10 +785,30 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _sparing(device: Device, behind: Tuned) -> Executable:
-    """The backward that was chosen, in memory of its own."""
-    with preparing():
-        return capture(device, replace(behind.recorded, lender=None), behind.best.schedule)
+def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
+    """The backward that was chosen, in memory of its own.
+
+    Its calls run once before they are captured: autograd's own thread is another one, and what libraries know of a
+    routine they may know by thread.
+
+    Raises:
+        DeviceError: no memory for it, or another thread prepares a model.
+        CaptureError: as ``capture``.
+    """
+    recorded = replace(behind.recorded, lender=None)
+    last: dict[int, int] = {}
+    for call in recorded.recording.program.calls:
+        last |= dict.fromkeys((access.ref.storage for access in call.accesses), call.index)
+    tuned = device.libraries_tuned() if recorded.recording.program.fuse != "none" else nullcontext()
+    with preparing(_PATIENCE_S), state_kept(recorded):
+        with issuing(recorded.signature.device.type), tuned:
+            issuer = Issuer(recorded.recording, recorded.signature.tensors)
+            for call in recorded.recording.program.calls:
+                issuer.issue(call.index)
+                for storage in {one.ref.storage for one in call.accesses if last[one.ref.storage] == call.index}:
+                    issuer.release(storage)
+            del issuer
+        return capture(device, recorded, behind.best.schedule, memory_limit=memory_limit, costs=behind.costs)
 
 
 def _borrowed(backward: Recording) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ class _Eager:
     def __init__(self, recorded: Recorded) -> None:
         self.state = _state_of(recorded) if recorded.trained else []
         self.structure: Structure | None = None
-        self._recorded = recorded
+        self._recorded = replace(recorded, lender=None)  # which eager leaves alone
         self._build = builder(recorded.signature.structure)
 
     def run(

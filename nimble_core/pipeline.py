@@ -155,18 +155,28 @@ class Recorded:
 
 
 @contextmanager
-def preparing() -> Iterator[None]:
+def preparing(timeout_s: float = -1.0) -> Iterator[None]:
     """One preparation at a time: random state is put back for the whole process, and captures exclude each other.
 
     cuBLAS's workspaces go at the end: replays have their own, and eager, which may not run again, would hold 32 MiB for
     each stream on a large GPU.
+
+    Args:
+        timeout_s: how long to wait for others; below 0: until they are done.
+
+    Raises:
+        DeviceError: others took longer.
     """
-    with _PREPARING:
-        try:
-            yield
-        finally:
-            if torch.cuda.is_initialized():
-                torch._C._cuda_clearCublasWorkspaces()
+    if not _PREPARING.acquire(timeout=timeout_s):
+        raise DeviceError(
+            f"another thread was preparing or comparing a model for over {timeout_s:g} s", fix="try again after it"
+        )
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()
+        _PREPARING.release()
 
 
 _MATERIALISE = "tensors on meta hold no values: model.to_empty(device='cpu'), load its weights, and make inputs there"

@@ -43,6 +43,7 @@ from nimble_core import Nimble, differentiable
 from nimble_core.devices.host import HostDevice
 from nimble_core.differentiable import ForwardBackward
 from nimble_core.errors import InputError, NimbleError, NimbleWarning
+from nimble_core.halves import halve
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, record_static
 from nimble_core.signature import Signature
@@ -1405,6 +1406,53 @@ def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
     assert sorted(offset for _, offset in lent.homes) == [1024, 2048, 2560]
     assert lent.kept == ((3072, 80), (3584, 256), (3712, 128), (4100, 32)), "what does not begin where blocks do stays"
     assert lent.nbytes == 8192
+
+
+def test_a_backward_can_be_made_once_more() -> None:
+    _, net, _ = prepared("resnet")
+    half = net.engines[0].backward
+    assert half is not None
+    spare = differentiable._sparing(HostDevice(), half.tuned, None)
+    tensors = half.recorded.signature.tensors
+    inputs = [torch.randn_like(one) if one.is_floating_point() else one for one in tensors]
+    assert_values(spare.run(inputs), half.executable.run(inputs))
+    spare.close()
+    net.close()
+
+
+class Looks(torch.autograd.Function):
+    """Keeps positions as numbers, and its backward goes where they say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.exp(), positions + 0.5)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        scales, positions = ctx.saved_tensors
+        return gradient * scales[(positions * 1).long()], None
+
+
+def test_what_leads_to_positions_stays() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return Looks.apply(torch.relu(self.layer(x)), positions)  # type: ignore[no-untyped-call]  # torch's has no types
+
+    args = (torch.randn(4, 4), torch.tensor([3.0, 1.0, 0.0, 2.0]))
+    whole = ForwardBackward(Model(), ())
+    example = (args, {}, [torch.ones(4, 4)])
+    joint = record_static(HostDevice(), whole, Signature(example, {}), example, {}, strict=True, step=Stopwatch())
+    halves = halve(joint.recording, 2, 1)
+    backward = halves.backward
+    leading = differentiable._leading(backward, halves.saved_outputs + len(halves.saved_inputs))
+    sizes = [backward.program.storages[backward.storage_of[slot]].nbytes for slot in backward.inputs[1:]]
+    assert [sizes[at] for at in leading] == [16], "the positions alone: what they choose from may be anything"
+    assert len(sizes) > 2
 
 
 def test_nothing_is_lent_where_there_is_no_memory() -> None:

@@ -593,6 +593,23 @@ def test_a_backward_uses_up_what_its_forward_saved(fuse: Any, policy: str) -> No
     net.close()
 
 
+def test_a_backward_that_failed_is_not_tried_again_on_what_it_used_up() -> None:
+    model, x, _ = images_net()
+    net = Nimble(model, STREAMS).prepare(x, training=True)
+    out = net(x)
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no")
+
+    handle = out.grad_fn.register_hook(fails)
+    with pytest.raises(ValueError, match="no"):
+        out.backward(torch.ones_like(out))
+    handle.remove()
+    with pytest.raises(InputError, match="a first try of it"):
+        out.backward(torch.ones_like(out))
+    net.close()
+
+
 def test_what_was_measured_in_lent_memory_is_right() -> None:
     model, x, y = images_net()
     eager = copy.deepcopy(model)
