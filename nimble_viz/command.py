@@ -146,9 +146,7 @@ def _compare(given: argparse.Namespace) -> int:
     from nimble_viz.progress import Progress
 
     options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
-    for path in (given.save, given.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
+    _require_places(given.save, given.html)
     model, args, kwargs, more = _call(given.factory, given.training)
     more |= {"training": True} if given.training else {}
     from nimble_viz.comparison import compare
@@ -163,8 +161,7 @@ def _compare(given: argparse.Namespace) -> int:
     if not given.quiet:
         _print(report)
     if not report.complete:
-        kept = f"; what was measured is in {given.save}" if given.save is not None else ""
-        print(f"interrupted{kept}", file=sys.stderr)
+        print(f"interrupted{_kept(given.save)}", file=sys.stderr)
         return 130
     wrong = [check for check in report.checks if check.differs]
     for check in wrong:
@@ -174,9 +171,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 def _profile(given: argparse.Namespace) -> int:
     """A script run under the profiler, or a trace that it exported; exit code and errors are the script's."""
-    for path in (given.save, given.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
+    _require_places(given.save, given.html)
     # Where the command was given, with its output: a script may go elsewhere, and leave another in sys.stdout.
     save, html = (path and path.absolute() for path in (given.save, given.html))
     stdout = sys.stdout
@@ -203,9 +198,24 @@ def _profile(given: argparse.Namespace) -> int:
             report.to_html(html)
     if not given.quiet:
         _print(report)
+    if not report.complete:
+        print(f"interrupted{_kept(save)}", file=sys.stderr)
     if isinstance(ended, Exception):
         raise ended
     return ended
+
+
+def _kept(save: Path | None) -> str:
+    return f"; what was measured is in {save}" if save is not None else ""
+
+
+def _require_places(*paths: Path | None) -> None:
+    """Raise InputError for files that could not be written, before anything is measured for them."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"there is no folder {path.parent} to write {path.name} in", fix="make it first")
+        if path is not None and path.is_dir():
+            raise InputError(f"{path} is a folder", fix=f"name a file in it: {path / 'report.nimble'}")
 
 
 def _show(given: argparse.Namespace) -> int:

@@ -103,7 +103,7 @@ class _Magic:
                 report = self._compare(parsed, local_ns or self.shell.user_ns)
             else:
                 report = self._profile(parsed, cell)
-            if parsed.out:
+            if parsed.out and report is not None:
                 self.shell.push({parsed.out: report})
         return None if silent else report
 
@@ -137,7 +137,8 @@ class _Magic:
         args, named = self._inputs(given.inputs, namespace)
         return compare(model, *args, kwargs=named, **self._keywords(given, compare, namespace))
 
-    def _profile(self, given: argparse.Namespace, cell: str) -> Report:
+    def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
+        """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
         from nimble_viz.cell import Calls, compile_body, why_not_captured
         from nimble_viz.comparison import compare
         from nimble_viz.profiling import Profiling, profile
@@ -155,7 +156,13 @@ class _Magic:
                 with _presented(shell, whole=given.traceback, by_user=True):
                     shown = body.run(shell.user_global_ns, shell.user_ns, calls)
                 with default_progress() as told, told.step("read the profile"):
-                    profiled.close()
+                    try:
+                        profiled.close()
+                    except InputError as nothing:
+                        if run.found:
+                            raise
+                        print(nothing)
+                        return None
         finally:
             for value in shown:
                 sys.displayhook(value)

@@ -726,6 +726,7 @@ def profile_script(
 
     Raises:
         InputError: no such script, no Python, or it ran no operator. Errors of a script that ran none propagate.
+        SystemExit: it ran no operator, and ended with an exit code of its own.
     """
     import runpy
 
@@ -734,7 +735,7 @@ def profile_script(
     with path.open("rb") as file:
         if b"\0" in file.read(4096):
             raise InputError(f"{path} is no Python script", fix=f"if it is a report: python -m nimble_viz show {path}")
-    code = 0
+    code, complete = 0, True
     run = Profiling(subject=path.name, warmup=warmup, timed=timed, profiled=profiled, stop=stop)
     try:
         with script_arguments(path, arguments), run:
@@ -745,9 +746,12 @@ def profile_script(
                 if isinstance(ended.code, str):
                     print(ended.code, file=sys.stderr)
             except KeyboardInterrupt:
-                code = 130
+                code, complete = 130, False
     except Exception as error:
         if run.found:
             return run.report, error
+        if code:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(code) from error
         raise
-    return run.report, code
+    return replace(run.report, complete=complete), code

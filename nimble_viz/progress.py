@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NotebookProgress", "Progress", "Step", "TerminalProgress", "default_progress"]
 
+_REST_S, _SENDING_S = 1.0, 0.05
+"""Between two lines of a notebook's progress while something is timed, and for one to be sent."""
+
 
 @dataclass(slots=True)
 class Step:
@@ -138,11 +141,18 @@ class NotebookProgress(Progress):
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock)
         self._handle: Any = None
+        self._shown = 0.0
 
     def advance(self, done: int, total: int) -> None:
-        """Write ``done`` of ``total`` behind the step's name."""
+        """Write ``done`` of ``total`` behind the step's name: once a second, and only when that is done go on.
+
+        The kernel sends it on a thread of its own, beside which nothing can be timed.
+        """
+        if self._clock() - self._shown < _REST_S:
+            return
         name = self._open[-1].name if self._open else ""
         self._show(f"{name} {done}/{total}")
+        time.sleep(_SENDING_S)
 
     def finish(self) -> None:
         """Leave an empty text, which takes no room: the protocol knows no way to take an output away.
@@ -158,6 +168,7 @@ class NotebookProgress(Progress):
 
         from IPython.display import HTML, display
 
+        self._shown = self._clock()
         line = HTML(f'<span style="opacity:.7">{escape(name)}</span>')
         if self._handle is None:
             self._handle = display(line, display_id=True)

@@ -144,6 +144,12 @@ def test_a_folder_that_is_missing_is_said_before_measuring(
     assert not called
 
 
+def test_a_folder_is_no_file(called: Called, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{factory}:two", "--save", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert not called
+
+
 def test_an_interruption_keeps_what_there_is(
     called: Called, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,24 @@ def labels(report: nimble_viz.Report) -> list[str]:
     return [call.label for call in report.program.calls]
 
 
+def test_an_interrupted_script_is_not_complete(tmp_path: Path) -> None:
+    path = tmp_path / "stops.py"
+    path.write_text(
+        "import torch\nx = torch.ones(9, 9)\nfor _ in range(99):\n    x = x @ x / 9\nraise KeyboardInterrupt\n"
+    )
+    report, code = profile_script(path, [])
+    assert (report.complete, code) == (False, 130)
+
+
+def test_an_exit_code_of_a_script_without_operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ends.py"
+    path.write_text("import sys\nsys.exit(5)\n")
+    with pytest.raises(SystemExit) as ended:
+        profile_script(path, [])
+    assert ended.value.code == 5
+    assert "nothing was profiled" in capsys.readouterr().err
+
+
 def test_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, code = profile_script(script, ["30", "0", "0"])
     assert (code, capsys.readouterr().out) == (0, "trained 4\n")

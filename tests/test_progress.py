@@ -117,8 +117,12 @@ import time
 from nimble_viz.progress import NotebookProgress, default_progress
 print("before")
 with default_progress() as progress, progress.step("record <now>"):
-    progress.advance(3, 30)
     assert type(progress) is NotebookProgress
+    progress.advance(2, 30)
+    assert "record &lt;now&gt;</span>" in shown[-1], "nothing is sent beside what is timed, but once a second"
+    time.sleep(1.05)
+    progress.advance(3, 30)
+    progress.advance(4, 30)
     assert "record &lt;now&gt; 3/30" in shown[-1]
 print("after")
 """
