@@ -184,10 +184,14 @@ def plan_memory(
 def tenants(program: Program, schedule: Schedule, needs: Needs, place: Collection[int] | None) -> list[Lifetime]:
     """Who shares the arena, in the order they are made: storages, and calls' large workspaces, numbered after them."""
     homes = [storage for storage, _ in needs.lent.homes]
-    lives = lifetimes(program, schedule, [*placeable(program, place), *homes, *needs.inputs])
+    return _lives(program, schedule, needs, [*placeable(program, place), *homes, *needs.inputs])
+
+
+def _lives(program: Program, schedule: Schedule, needs: Needs, storages: Iterable[int]) -> list[Lifetime]:
+    """Lifetimes of these storages and of calls' large workspaces, in the order they are made."""
     size = len(program.storages)
-    lives += [replace(life, storage=size + life.storage) for life in _running(schedule, needs.workspaces)]
-    return sorted(lives, key=made)
+    running = [replace(life, storage=size + life.storage) for life in _running(schedule, needs.workspaces)]
+    return sorted([*lifetimes(program, schedule, storages), *running], key=made)
 
 
 def packed(
@@ -351,10 +355,7 @@ def _successions(
 ) -> Iterator[tuple[str, list[Lifetime], list[tuple[int, int]]]]:
     """For both arenas: its name, the lifetimes in it, and who directly takes over bytes from whom."""
     needs, where = plan.needs, (*plan.offsets, *plan.workspace_offsets)
-    lives = lifetimes(program, schedule, [storage for storage, offset in enumerate(plan.offsets) if offset >= 0])
-    size = len(program.storages)
-    lives += [replace(life, storage=size + life.storage) for life in _running(schedule, needs.workspaces)]
-    lives.sort(key=made)
+    lives = _lives(program, schedule, needs, [storage for storage, offset in enumerate(plan.offsets) if offset >= 0])
     stay = [Lifetime(-1, (), ()) for _ in needs.lent.kept]
     blocks = [(where[life.storage], tenant_nbytes(program, needs, life.storage)) for life in lives]
     yield "storage", [*stay, *lives], _takeovers([*needs.lent.kept, *blocks])

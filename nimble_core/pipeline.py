@@ -39,6 +39,7 @@ from nimble_core.units import format_bytes
 
 if TYPE_CHECKING:
     from nimble_core.folded import Folded
+    from nimble_core.program import Program
     from nimble_core.recording import Recording
 
 __all__ = [
@@ -100,9 +101,7 @@ class Lender:
     def to(self, recording: Recording) -> Lent:
         """What ``recording`` reads of it, and may overwrite then: numbers, which cannot lead anywhere, wrong or not."""
         program, start = recording.program, self.memory.data_ptr()
-        stays = {ref.storage for call in program.calls for ref in call.writes} | {
-            ref.storage for ref in program.outputs
-        }
+        stays = _written_or_returned(program)
         spans: set[tuple[int, tuple[int, int]]] = set()
         for slot, tensor in recording.given.items():
             home, memory = recording.storage_of[slot], tensor.untyped_storage()
@@ -117,6 +116,12 @@ class Lender:
             kept=tuple(sorted({*self.kept, *(span for home, span in spans if home in stays)})),
             least_nbytes=SMALL_NBYTES + 1,
         )
+
+
+def _written_or_returned(program: Program) -> set[int]:
+    """Storages that calls write, or that are given out: they are not the program's alone to use up."""
+    written = {ref.storage for call in program.calls for ref in call.writes}
+    return written | {ref.storage for ref in program.outputs}
 
 
 def may_be_spoilt(tensor: torch.Tensor) -> bool:
@@ -496,7 +501,7 @@ def _with_memory(
 def _borrowing(layout: Layout, recorded: Recorded, lender: Lender) -> Layout:
     """The layout with lent memory, in which buffers for inputs may lie as well."""
     program = recorded.recording.program
-    stays = {ref.storage for call in program.calls for ref in call.writes} | {ref.storage for ref in program.outputs}
+    stays = _written_or_returned(program)
     uses = Counter(ref.storage for ref in program.inputs)
     inputs = {
         ref.storage: ref.nbytes
