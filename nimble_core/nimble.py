@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ from nimble_core.candidates import Candidate
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
 from nimble_core.differentiable import Backward, make_trainable
-from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleWarning
+from nimble_core.errors import CaptureError, DeviceError, InputError
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce
 from nimble_core.fusing import follow
 from nimble_core.judging import eager_cases
 from nimble_core.options import Options, require_options
+from nimble_core.origins import warn
 from nimble_core.pipeline import (
     Recorded,
     Stopwatch,
@@ -269,11 +269,7 @@ class Nimble(torch.nn.Module):
             raise InputError(f"prepared for something else: {unlike}", fix="prepare(..., training=True) again")
         pending = backward.fixed and backward.pending
         if pending:
-            warnings.warn(
-                "a forward before the backward of the last one runs in eager: the replay's memory is still needed",
-                NimbleWarning,
-                stacklevel=4,
-            )
+            warn("a forward before the backward of the last one runs in eager: the replay's memory is still needed")
         if unlike or pending:
             return self._model(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -316,11 +312,7 @@ class Nimble(torch.nn.Module):
                 )
         if any(engine.backward is not None for engine in self._engines):
             # Training evaluates in between.
-            warnings.warn(
-                f"not prepared in {'training' if mode else 'evaluation'} mode: runs in eager",
-                NimbleWarning,
-                stacklevel=4,
-            )
+            warn(f"not prepared in {'training' if mode else 'evaluation'} mode: runs in eager")
             return self._model(*args, **kwargs)
         words = ("training", "evaluation") if mode else ("evaluation", "training")
         raise InputError(
@@ -394,10 +386,9 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
     return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
 
 
-def _warn_of_attributes(recording: Recording, *, stacklevel: int) -> None:
+def _warn_of_attributes(recording: Recording) -> None:
     if recording.changed:
-        what = "the forward changes attributes, which a replay does not repeat: " + ", ".join(recording.changed)
-        warnings.warn(what, NimbleWarning, stacklevel=stacklevel)
+        warn(f"the forward changes attributes, which a replay does not repeat: {', '.join(recording.changed)}")
 
 
 def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
@@ -424,7 +415,7 @@ def _prepare(
         device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
-    _warn_of_attributes(recorded.recording, stacklevel=4)
+    _warn_of_attributes(recorded.recording)
     program, graph = recorded.recording.program, recorded.graph
     build = builder(recorded.recording.output_structure)
     candidates: tuple[Candidate, ...] = ()
@@ -439,7 +430,7 @@ def _prepare(
         with watch("capture"):
             executable = device.capture_whole(model, recorded.recording, signature)
         notes = (*notes, whole_note(device, recorded))
-        warnings.warn(notes[-1], NimbleWarning, stacklevel=3)
+        warn(notes[-1])
     elif given is not None:
         recorded = follow(device, recorded, given, thorough=options.tune == "full", step=watch)
         program, graph = recorded.recording.program, recorded.graph
@@ -458,7 +449,7 @@ def _prepare(
         notes = (*notes, *tuned.notes)
     try:
         if wrong:
-            warnings.warn(wrong, NimbleWarning, stacklevel=3)
+            warn(wrong)
         if not recorded.whole:
             plan = make_plan(
                 program,
@@ -507,11 +498,11 @@ def _prepare_training(
     device = device_for(signature.device)
     made = make_trainable(device, model, signature, args, kwargs, options, step=watch)
     forward = made.forward
-    _warn_of_attributes(made.joint.recording, stacklevel=4)
+    _warn_of_attributes(made.joint.recording)
     if made.wrong:
         if options.strict:
             raise CaptureError(made.wrong, fix="report this model")
-        warnings.warn(made.wrong, NimbleWarning, stacklevel=3)
+        warn(made.wrong)
     return Engine(
         signature=signature,
         executable=forward.best,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import FrameType
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["label_of", "line_inside", "module_paths", "pass_over", "place_of"]
+from nimble_core.errors import NimbleWarning
+
+__all__ = ["label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
 
 # With the slash: torchvision's code is not torch's.
 _TORCH_ROOT = f"{torch.__path__[0]}/"
@@ -60,6 +63,18 @@ def line_inside(frame: FrameType | None) -> tuple[str, int]:
             return label_of(frame.f_code.co_filename), frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def warn(what: str) -> None:
+    """Give a ``NimbleWarning`` at the innermost running line outside torch and what is passed over: the user's.
+
+    However many frames are between, such as those of ``Module.__call__``, its hooks or a container.
+    """
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_passed):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(what, NimbleWarning, stacklevel=level)
 
 
 def label_of(file: str) -> str:

@@ -1,9 +1,9 @@
 """The command line: ``compare`` a model, ``profile`` a script; ``show``, ``export``, ``annotate``, ``diff``, ``gate``;
 ``doctor``.
 
-Exit codes: 0 done, 1 the model could not be compared, a replay is wrong or the report file is damaged, 2 bad usage or
-input, 130 interrupted. ``gate``: 0 pass, 1 fail, 3 not decided, 2 all else. ``doctor``: 1 something needed is broken.
-``profile``: that of the script. ``annotate``: 1 if not everything matched.
+Exit codes: 0 done, 1 the model could not be compared or a replay is wrong, 2 bad usage or input (files that are missing
+or damaged included), 130 interrupted. ``gate``: 1 fail, 3 not decided. ``annotate``: 1 if not everything matched.
+``doctor``: 1 something needed is broken. ``profile``: that of the script.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (``sys.argv`` if None) and return its exit code.
 
     Errors that this project raises on purpose are printed as their message, with ``--traceback`` in full; errors of
-    the user's own code are not caught.
+    the user's own code are not caught. A file that says nothing, missing or damaged, is never a 1: that is an answer.
     """
     given = _parser().parse_args(argv)
     try:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.traceback:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        return 2 if isinstance(error, InputError | ReportFileError) else 1
     except KeyboardInterrupt:
         print("interrupted before anything was measured", file=sys.stderr)
         return 130
@@ -278,11 +278,8 @@ def _gate(given: argparse.Namespace) -> int:
 
     rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
     with _files(given.markdown, given.junit):
-        try:
-            report = load(given.file)
-            baseline = load(given.baseline) if given.baseline else None
-        except ReportFileError as error:  # exit code 1 is left to rules that fail
-            raise InputError(error.what, where=error.where, fix=error.fix) from error
+        report = load(given.file)
+        baseline = load(given.baseline) if given.baseline else None
         found = gate(report, rules, baseline=baseline, any_environment=given.any_environment)
         if given.markdown is not None:
             given.markdown.write_text(found.to_markdown(), encoding="utf-8")

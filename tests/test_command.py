@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import os
 import subprocess
@@ -258,8 +259,42 @@ def test_show_what_is_missing_or_damaged(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["show", str(tmp_path / "nothing.nimble")]) == 2
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "bad.nimble").write_bytes(b"bad")
-    assert main(["show", str(tmp_path / "bad.nimble")]) == 1
+    assert main(["show", str(tmp_path / "bad.nimble")]) == 2
     assert "not a gzip file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "show BAD",
+        "export BAD out.json",
+        "annotate BAD --report GOOD",
+        "annotate GOOD --report BAD",
+        "diff BAD GOOD",
+        "diff GOOD BAD",
+        "gate BAD",
+        "gate GOOD --baseline BAD",
+        "profile BAD.json",
+        "profile BAD.json.gz",
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "cut short", "not ours", "newer"])
+def test_a_file_that_says_nothing_is_bad_input_to_every_command(
+    line: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = sample_report(12).save(tmp_path / "good.nimble")
+    whole = good.read_bytes()
+    content = {
+        "cut short": whole[: len(whole) // 2],
+        "not ours": b"bad",
+        "newer": gzip.compress(gzip.decompress(whole).replace(b'"nimble_report":', b'"nimble_report":9', 1)),
+    }
+    for name in ("bad", "bad.json", "bad.json.gz"):
+        if damage in content:
+            (tmp_path / name).write_bytes(content[damage])
+    places = line.replace("GOOD", str(good)).replace("BAD", str(tmp_path / "bad")).replace("out.", f"{tmp_path}/out.")
+    assert main(places.split()) == 2
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_as_a_program(tmp_path: Path) -> None:

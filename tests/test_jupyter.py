@@ -40,6 +40,7 @@ COMPARE = "%nimble model x -o report --policy nimble --tune off"
 CELLS = {
     "setup": SETUP,
     "compare": COMPARE,
+    "verdict": "from nimble_viz.views import verdict\nprint(verdict(report))",
     "board": "board = report.dashboard()\nboard",
     "profile": "%%nimble --no-capture\nfor _ in range(3):\n    y = model(x)",
     "stop": "%nimble slow x -o partial --policy nimble --tune off",
@@ -132,9 +133,12 @@ def click_a_node_see_its_bar(area: Any) -> None:
 
 
 def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -> None:
-    assert "nimble replay" in compared.frame_locator("iframe").locator(".nv-verdict").inner_text()
-    assert not compared.locator("pre:visible", has_text="nimble replay").count()
+    """Whatever was measured: on a busy machine one stream may be as fast as several, and be chosen."""
+    shown = compared.frame_locator("iframe").locator(".nv-verdict").inner_text()
+    assert not compared.locator("pre:visible", has_text="Sum of isolated calls").count()
     click_a_node_see_its_bar(compared)
+    assert "eager" in shown
+    assert shown == lab.run(NAMES.index("verdict")).inner_text().strip()
     assert lab.troubles == []
 
 
@@ -186,17 +190,21 @@ class Board:
         figure.first.wait_for(timeout=20_000)
         return figure.first
 
-    def click(self, figure: Any, mark: str, at: int) -> str:
-        """Click a mark of a plotly figure, below a layer that takes the mouse; what was said when it lay there."""
+    def click(self, figure: Any, mark: str, at: int, across: float = 0.5) -> str:
+        """Click a mark of a plotly figure, so far across it, below a layer that takes the mouse; what was said when it
+        lay there.
+        """
         drawn = figure.locator(mark).nth(at)
         drawn.scroll_into_view_if_needed()
+        self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
         box, before = drawn.bounding_box(), None
         while box != before:  # a figure that has just come into view takes its pane's size
             self.page.wait_for_timeout(250)
             box, before = drawn.bounding_box(), box
-        self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        place = box["x"] + box["width"] * across, box["y"] + box["height"] / 2
+        self.page.mouse.move(*place)
         said: str = figure.locator(".hoverlayer .hovertext").first.text_content()
-        self.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        self.page.mouse.click(*place)
         return said
 
     @property
@@ -289,11 +297,7 @@ def test_the_hottest_lines_are_sorted_by_a_head(lab: Notebook, shown: Board) -> 
 
 
 def test_a_clicked_step_of_memory_marks_its_node_and_what_holds_the_peak(lab: Notebook, shown: Board) -> None:
-    figure = shown.tab("Memory")
-    plot = figure.locator(".nsewdrag").first.bounding_box()
-    shown.page.mouse.move(plot["x"] + plot["width"] * 0.45, plot["y"] + plot["height"] / 2)
-    call = int(re.match(r"\d+", figure.locator(".hoverlayer .hovertext").first.text_content())[0])
-    shown.page.mouse.click(plot["x"] + plot["width"] * 0.45, plot["y"] + plot["height"] / 2)
+    call = int(re.match(r"\d+", shown.click(shown.tab("Memory"), ".nsewdrag", 0, across=0.45))[0])
     shown.wait_for_call(call)
     for name in ("DAG", "Memory"):
         shown.wait_for_marks(name, 1)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import linecache
 import pickle
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -608,6 +611,87 @@ def test_a_compiled_submodule() -> None:
     x = torch.randn(2, 8)
     net = Nimble(lambda x: compiled(x) * 2, QUICK).prepare(x)
     close(net(x + 1), inner(x + 1) * 2)
+    net.close()
+
+
+# -- warnings ------------------------------------------------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    """A model of which a part is prepared."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)  # inside
+
+
+def hooked(net: nn.Module) -> nn.Module:
+    net.register_forward_pre_hook(lambda module, args: None)
+    return net
+
+
+def decorated(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    @functools.wraps(net.forward)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return net(x)  # inside
+
+    return call
+
+
+HELD: dict[str, tuple[Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], str]] = {
+    "called": (lambda net: net, "outside"),
+    "forward": (lambda net: net.forward, "outside"),
+    "with a hook": (hooked, "outside"),
+    "in torch's containers": (lambda net: nn.Sequential(nn.Identity(), nn.Sequential(net)), "outside"),
+    "under torch's decorators": (lambda net: torch.no_grad()(torch.inference_mode()(net)), "outside"),
+    "in a module": (lambda net: nn.Sequential(Holding(net)), "inside"),
+    "in functools.wraps": (decorated, "inside"),
+}
+
+
+def lines_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    """The lines that warnings name, of this file."""
+    assert {one.filename for one in caught} <= {__file__}
+    return [linecache.getline(one.filename, one.lineno).strip() for one in caught]
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_a_warning_of_a_call_names_the_users_line(how: str) -> None:
+    hold, where = HELD[how]
+    x = torch.randn(2, 4)
+    net = Nimble(nn.Linear(4, 2).train(), QUICK).prepare(x, training=True)
+    held = hold(net)
+    net.eval()
+    with pytest.warns(NimbleWarning, match="not prepared in evaluation mode") as caught:
+        held(x)  # outside
+    assert [line.rpartition("# ")[2] for line in lines_of(list(caught))] == [where]
+    net.close()
+
+
+def test_a_forward_that_comes_too_early_names_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 4)
+    net = Nimble(nn.Linear(4, 2).train(), QUICK).prepare(x, training=True)
+    monkeypatch.setattr(net.engines[0].backward, "fixed", True)  # as on CUDA
+    waiting = net(x)
+    with pytest.warns(NimbleWarning, match="before the backward of the last one") as caught:
+        nn.Sequential(net)(x)
+    assert lines_of(list(caught)) == ["nn.Sequential(net)(x)"]
+    assert waiting.requires_grad
+    net.close()
+
+
+def test_a_warning_of_a_preparation_names_the_users_line() -> None:
+    x = torch.randn(4, 3)
+    net = Nimble(Busy().train(), Options(tune="off", on_new_shape="prepare"))
+    with pytest.warns(NimbleWarning, match="history") as caught:
+        net.prepare(x)
+    assert lines_of(list(caught)) == ["net.prepare(x)"]
+    with pytest.warns(NimbleWarning, match="history") as caught:
+        nn.Sequential(net)(x[:2])  # prepares
+    assert lines_of(list(caught)) == ["nn.Sequential(net)(x[:2])  # prepares"]
     net.close()
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from nimble_core.origins import label_of, line_inside, pass_over, place_of
+from nimble_core import origins
+from nimble_core.errors import NimbleWarning
+from nimble_core.origins import label_of, line_inside, pass_over, place_of, warn
 
 
 def frame_at(file: str) -> FrameType:
@@ -43,6 +45,17 @@ def test_what_is_passed_over_is_a_directory_and_not_its_neighbours(monkeypatch: 
     pass_over("/some/tool")
     assert place_of(frame_at("/some/tools/mine.py"), {})[1] == "mine.py"
     assert Path(place_of(frame_at("/some/tool/its.py"), {})[1]).name == "test_origins.py"
+
+
+def test_a_warning_is_given_where_the_user_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.origins._passed", (f"{Path(origins.__file__).parent}/",))
+    pass_over("/some/tool")
+    for file, named in (("/some/tool/its.py", __file__), ("/some/tools/mine.py", "/some/tools/mine.py")):
+        found: dict[str, Any] = {}
+        exec(compile("def here(warn):\n    warn('told')", file, "exec"), found)
+        with pytest.warns(NimbleWarning, match="told") as caught:
+            found["here"](warn)
+        assert [one.filename for one in caught] == [named]
 
 
 def test_files_are_called_by_their_place_on_the_import_path_and_others_by_their_name() -> None:

@@ -302,7 +302,7 @@ def test_the_command_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "timed=-1" in capsys.readouterr().err
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    assert main(["profile", str(broken)]) == 1
+    assert main(["profile", str(broken)]) == 2
     assert "cut short" in capsys.readouterr().err
 
 

@@ -728,8 +728,9 @@ def test_a_model_that_computes_out_of_sight_equals_eager() -> None:
     given = Problem(Numpy(), F.cross_entropy, vectors)
     eager = Eager(given, OPTIMIZERS["momentum"])
     optimizer = OPTIMIZERS["momentum"](given.model.parameters())
-    with pytest.warns(NimbleWarning, match="called as it is"):
+    with pytest.warns(NimbleWarning, match="called as it is") as caught:
         step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK).prepare(*given.draw())
+    assert [one.filename for one in caught] == [__file__]
     train_both(given, step, eager)
     step.close()
 
