@@ -278,6 +278,8 @@ def _counted(
     """Tensors whose version counters tell of changed sources: of the model's, those on a source's memory, with the
     buffers beside such a buffer; and the sources themselves, where they are not the model's.
     """
+    if not sources:
+        return []
     found: dict[int, torch.Tensor] = {}
     owned: set[int] = set()
     for module in modules:

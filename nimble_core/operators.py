@@ -61,6 +61,7 @@ class Traits:
         seeded: whether it may draw random numbers.
         changes_view: whether it changes the shape of its argument, not the memory.
         looks: whether it gives the host a value computed on the device.
+        memory_only: whether it makes memory without content.
         doubtful: whether a call of it may make the host wait. Only then, or with a ``device`` among its arguments, are
             the arguments worth a look.
     """
@@ -71,6 +72,7 @@ class Traits:
     seeded: bool
     changes_view: bool
     looks: bool
+    memory_only: bool
     doubtful: bool
 
 
@@ -86,20 +88,40 @@ def traits_of(func: Any) -> Traits:
         seeded=torch.Tag.nondeterministic_seeded in tags,
         changes_view=torch.Tag.inplace_view in tags,
         looks=looks,
+        memory_only=makes_memory_only(func),
         doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*_INDEXED, *_COPIES, _CHECKS),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Which arguments an operator writes: ``(position, name)`` each.
+
+    Args:
+        marked: by its schema.
+        silent: by the table of operators whose schema is silent, where
+        condition: this argument is true; always where there is none.
+    """
+
+    marked: tuple[tuple[int, str], ...]
+    silent: tuple[tuple[int, str], ...]
+    condition: tuple[int, str]
+
+
 @cache
-def _write_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the arguments that the schema, or the table of silent operators, marks as written."""
-    schema = func._schema
-    positions, names = [], []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            positions.append(position)
-            names.append(argument.name)
-    return tuple(positions), tuple(names)
+def _written_by(func: Any) -> _Written:
+    arguments = func._schema.arguments
+    order = [argument.name for argument in arguments]
+    silent, condition = _SILENT_WRITES.get(func._schema.name, ((), ""))
+    return _Written(
+        marked=tuple(
+            (position, argument.name)
+            for position, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        silent=tuple((order.index(name), name) for name in silent if name in order),
+        condition=(order.index(condition) if condition in order else len(order), condition),
+    )
 
 
 @cache
@@ -122,18 +144,6 @@ _FILLS = {
 }
 
 
-@cache
-def _silent_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], int, str]:
-    written, condition = _SILENT_WRITES.get(func._schema.name, ((), ""))
-    order = [argument.name for argument in func._schema.arguments]
-    return (
-        tuple(order.index(name) for name in written if name in order),
-        written,
-        order.index(condition) if condition in order else -1,
-        condition,
-    )
-
-
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors that this call of ``func`` writes, by its schema or by the table of operators whose schema is silent."""
     written = written_arguments(func, args, kwargs)
@@ -142,17 +152,16 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments, lists among them, whose tensors this call of ``func`` writes."""
-    positions, names = _write_arguments(func)
-    silent, silent_names, condition, condition_name = _silent_arguments(func)
-    if silent:
-        on = args[condition] if 0 <= condition < len(args) else kwargs.get(condition_name, True)
-        if on:
-            positions, names = (*positions, *silent), (*names, *silent_names)
-    found: list[Any] = []
-    for position, name in zip(positions, names, strict=True):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        found.append(value)
-    return found
+    written = _written_by(func)
+    places = written.marked
+    if written.silent and _argument(written.condition, args, kwargs, True):
+        places += written.silent
+    return [_argument(place, args, kwargs, None) for place in places]
+
+
+def _argument(place: tuple[int, str], args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any) -> Any:
+    position, name = place
+    return args[position] if position < len(args) else kwargs.get(name, default)
 
 
 def makes_memory_only(func: Any) -> bool:

@@ -31,6 +31,7 @@ from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
 from nimble_core.record import announced
+from nimble_core.recording import collector_paused
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.static import changed_constant, check_static, other_values
@@ -239,6 +240,7 @@ def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return signature
 
 
+@collector_paused()
 def record_static(
     device: Device,
     model: Callable[..., Any],

@@ -42,7 +42,6 @@ from nimble_core.operators import (
     copies_to_host,
     draws_numbers,
     has_memory,
-    makes_memory_only,
     owned_tensors,
     shape_depends_on_data,
     shown_by,
@@ -381,7 +380,7 @@ class _Recorder(TorchDispatchMode):
         made = range(known, len(self._storages))
         self._made.update(made)
         fresh = [slot >= 0 and self._storage_of[slot] in made for slot in outputs]
-        reached = self._reaches_device(func, written, list(compress(returned, fresh)))
+        reached = self._reaches_device(traits, written, list(compress(returned, fresh)))
         allocated = self._allocated
         if self.counter and (reached or made):  # views allocate nothing, and to ask takes longer than to record them
             self._allocated = self.counter.allocations()
@@ -820,13 +819,13 @@ class _Recorder(TorchDispatchMode):
         ref = TensorRef(self._generator, 0, (1,), (1,), "uint8", 1)
         return [Access(ref, write=False), Access(ref, write=True)]
 
-    def _reaches_device(self, func: Any, written: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+    def _reaches_device(self, traits: Traits, written: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
         if self.counter:
             before, self._nodes = self._nodes, self.counter.nodes()
             return self._nodes > before
         if written:
             return any(tensor.numel() for tensor in written)
-        return not makes_memory_only(func) and any(tensor.numel() for tensor in fresh)
+        return not traits.memory_only and any(tensor.numel() for tensor in fresh)
 
     def _inplace_view(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], template: tuple[Any, ...], frame: FrameType

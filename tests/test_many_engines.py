@@ -345,14 +345,17 @@ def test_a_thousand_rounds_on_a_gpu_leave_nothing_behind() -> None:
         }
 
     come_and_go("cuda", 50)
-    before = held()
-    come_and_go("cuda", 1000)
-    after = held()
-    used = after.pop("used") - before.pop("used")
+    seen = [held()]
+    for _ in range(4):
+        come_and_go("cuda", 250)
+        seen.append(held())
+    used = [one.pop("used") for one in seen]
+    before, after = seen[0], seen[-1]
     assert {name: after[name] - before[name] for name in before if after[name] > before[name]} == {}
-    # Whatever leaked in each round (an event, a graph, a pool) takes more than 16 KiB by now. The driver's own heaps
-    # grow by 2 MiB at a time.
-    assert used <= 16 << 20, f"{used} bytes of the GPU are gone after 1,000 rounds"
+    # Whatever leaks in each round (an event, a graph, a pool) takes more than 16 KiB. What counts is that it goes on:
+    # the driver's own heaps grow by 2 MiB at a time, and other processes on the GPU take and give as they like.
+    growth = min(later - earlier for earlier, later in itertools.pairwise(used))
+    assert growth <= 4 << 20, f"{growth} bytes of the GPU are gone in every 250 rounds: {used}"
 
 
 # -- more branches than torch has streams -----------------------------------------------------------------------------

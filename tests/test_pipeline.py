@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +58,23 @@ def test_inputs_are_checked() -> None:
         check_inputs(Wide, (x,), {})
     with pytest.raises(InputError, match=r"parameter branches.0.weight is on meta, args\[0\] on cpu"):
         check_inputs(Wide().to("meta"), (x,), {})
+
+
+def test_nothing_is_collected_from_the_first_recording_to_the_hazards() -> None:
+    collecting: dict[str, bool] = {}
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        collecting[name] = gc.isenabled()
+        yield
+        collecting[f"after {name}"] = gc.isenabled()
+
+    model, x = Wide(), torch.randn(2, 16)
+    signature = check_inputs(model, (x,), {})
+    record_static(FakeDevice(), model, signature, (x,), {}, strict=False, step=step)
+    steps = ("record", "record again", "hazards")
+    assert collecting == dict.fromkeys([*steps, *(f"after {name}" for name in steps)], False)
+    assert gc.isenabled()
 
 
 def test_allocations_are_traced_in_the_second_recording_alone() -> None:

@@ -779,6 +779,19 @@ def test_other_values_are_of_the_same_kind(shape: list[int], dtype: torch.dtype,
     assert torch.equal(other_values([tensor], seed)[0], other)
 
 
+@pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 1, 200_003])
+def test_every_element_of_a_large_tensor_has_another_place(count: int) -> None:
+    numbers = torch.arange(count).flip(0)
+    (other,) = other_values([numbers])
+    assert torch.equal(other.sort().values, torch.arange(count))
+    assert (other == numbers).sum() < 10
+    assert len((other.diff() + 1).nonzero()) > 30_000  # and few of its neighbours
+    scaled = other_values([torch.ones(count)])[0]
+    assert 0.5 <= scaled.min() < 0.51
+    assert 1.49 < scaled.max() <= 1.5
+    assert len(scaled.unique()) > 30_000
+
+
 def test_other_values_share_memory_where_the_inputs_do() -> None:
     base = torch.randn(10)
     a, b, c, again = base[:6], base[4:], torch.randn(3), base[:6]

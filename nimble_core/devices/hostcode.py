@@ -208,12 +208,18 @@ def _same_call(func: OpOverload, one: Sequence[Any], other: Sequence[Any]) -> bo
 
 
 def _bound(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    arguments = func._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return [
-        given.get(argument.name, argument.default_value if argument.has_default_value() else None)
-        for argument in arguments
-    ]
+    defaults = _defaults(func)
+    given = dict(zip(defaults, args, strict=False)) | kwargs
+    return [given.get(name, default) for name, default in defaults.items()]
+
+
+@cache
+def _defaults(func: OpOverload) -> dict[str, Any]:
+    """What each argument is where it is not given, in their order; None where it has to be."""
+    return {
+        argument.name: argument.default_value if argument.has_default_value() else None
+        for argument in func._schema.arguments
+    }
 
 
 def _same_value(a: Any, b: Any) -> bool:
