@@ -39,6 +39,7 @@ from nimble_core.rewrites.layout import (
 )
 from nimble_core.rewrites.library import choose_forms, contiguous_is_faster
 from nimble_core.rewrites.merge import merge_siblings
+from nimble_core.rewrites.padding import pad_products
 from nimble_core.rewrites.pooling import choose_pools
 from nimble_core.rewrites.seeds import bring_seeds
 from nimble_core.rewrites.simplify import share_equal
@@ -149,13 +150,18 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
         bring_seeds(module)
         split_backward(module)
         keep_strides(module, exactly=True)
-        return _in_better_layout(module, device, recorded, decisions)
+        module = _in_better_layout(module, device, recorded, decisions)
+        if device.kind == "cuda":
+            pad_products(module, where, decisions, compiled=compiled, constant=False)
+        return module
     affine_norms(module)
     share_equal(module)
     channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
     channels_last = channels_last and to_channels_last(module) > 0
     if not speaks_of_strides(module):  # siblings become slices of one result
         merge_siblings(module, where, decisions, convolutions=compiled)
+    if device.kind == "cuda":
+        pad_products(module, where, decisions, compiled=compiled, constant=True)
     if compiled:
         row_products_as_sums(module)
     elif channels_last:

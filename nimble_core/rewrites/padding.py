@@ -1,0 +1,230 @@
+"""Products of odd sizes, in rows and columns that libraries' fast routines can load.
+
+A vocabulary of 30,522 words is no multiple of what a matrix unit takes at a time, and products with it, three for each
+training step, run two to three times as long as with six words more. Those words are zeros here: operands are padded,
+and of the result the rest is not looked at. A gradient that compiled kernels make anyway is made with its padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.lift import drop_unused, is_view, pinned, reference_of, use_calls
+from nimble_core.rewrites.decisions import Decisions, Timer
+
+__all__ = ["pad_products"]
+
+_aten = torch.ops.aten
+_ALIGNED_BYTES = 16
+_LEAST_SIZE, _LEAST_WORK = 128, 1 << 30
+"""Below so many rows, and so many multiplications, a product takes no time worth padding for."""
+_WORTH = 1.05
+_LIBRARY_CALLS = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
+)
+"""What a compiler leaves to libraries: their results are padded by a copy, all others as they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """A matrix as it lies in memory, and whether it is read transposed."""
+
+    base: fx.Node
+    turned: bool
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of ``base``."""
+        recorded = reference_of(self.base)
+        assert recorded is not None
+        return recorded.sizes[0], recorded.sizes[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """``left @ right``."""
+
+    node: fx.Node
+    left: _Operand
+    right: _Operand
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, terms of each sum, columns."""
+        rows, terms = self.left.sizes[:: -1 if self.left.turned else 1]
+        return rows, terms, self.right.sizes[0 if self.right.turned else 1]
+
+
+def pad_products(
+    module: fx.GraphModule, device: torch.device, decisions: Decisions, *, compiled: bool, constant: bool
+) -> int:
+    """Pad the odd size of large products where that is faster; how many are.
+
+    Args:
+        module: changed in place.
+        device: where it runs.
+        decisions: where nothing is measured, nothing is padded.
+        compiled: whether a compiler makes kernels of the rest, and so pads what it computes for nothing.
+        constant: whether weights are, so that they are padded once.
+    """
+    groups: dict[int, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        product = _product(node)
+        if product is not None:
+            groups.setdefault(_odd_size(product), []).append(node)
+    groups.pop(0, None)
+    count = 0
+    for size, nodes in groups.items():
+        products = [one for node in nodes if (one := _product(node)) is not None]
+        more = -size % _multiple(products[0].node)
+        copied = [one for one in _bases(products, size) if not _padded_for_nothing(one, compiled, constant)]
+        wanted = False
+        if decisions.timer is not None:
+            with suppress(torch.OutOfMemoryError):
+                wanted = _pays(products, copied, size, more, device, decisions.timer)
+        if decisions.take(products[0].node, f"padded to {size + more}", wanted=wanted):
+            _pad(module.graph, nodes, size, more)
+            count += len(nodes)
+    drop_unused(module)
+    return count
+
+
+def _product(node: fx.Node) -> _Product | None:
+    if node.target is not _aten.mm.default or pinned(node) or reference_of(node) is None:
+        return None
+    left, right = (_operand(one) for one in node.args[:2])
+    return _Product(node, left, right) if left is not None and right is not None else None
+
+
+def _operand(node: Any) -> _Operand | None:
+    turned = False
+    while node.target is _aten.t.default:
+        node, turned = node.args[0], not turned
+    recorded = reference_of(node)
+    if recorded is None or len(recorded.sizes) != 2 or (pinned(node) and node.op != "get_attr"):
+        return None
+    return _Operand(node, turned)
+
+
+def _multiple(node: fx.Node) -> int:
+    recorded = reference_of(node)
+    assert recorded is not None
+    return max(1, _ALIGNED_BYTES * recorded.numel // max(recorded.nbytes, 1))
+
+
+def _odd_size(product: _Product) -> int:
+    """The largest size of a large product that is no multiple of what is loaded at a time; 0 if there is none."""
+    rows, terms, columns = product.sizes
+    if rows * terms * columns < _LEAST_WORK:
+        return 0
+    multiple = _multiple(product.node)
+    return max((size for size in (rows, terms, columns) if size >= _LEAST_SIZE and size % multiple), default=0)
+
+
+def _bases(products: Sequence[_Product], size: int) -> list[fx.Node]:
+    """Matrices that are to be padded, once each."""
+    operands = (one for product in products for one in (product.left, product.right))
+    return list(dict.fromkeys(one.base for one in operands if size in one.sizes))
+
+
+def _padded_for_nothing(base: fx.Node, compiled: bool, constant: bool) -> bool:
+    while base.op == "call_function" and (is_view(base.target) or base.target is _aten.reshape.default):
+        base = base.all_input_nodes[0]
+    if base.op == "get_attr":
+        return constant
+    return compiled and base.op == "call_function" and base.target not in _LIBRARY_CALLS
+
+
+def _pays(
+    products: Sequence[_Product],
+    copied: Sequence[fx.Node],
+    size: int,
+    more: int,
+    device: torch.device,
+    timer: Timer,
+) -> bool:
+    recorded = reference_of(products[0].node)
+    assert recorded is not None
+    dtype = getattr(torch, recorded.dtype)
+
+    @cache
+    def made(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=device).uniform_(-0.1, 0.1)
+
+    def example(operand: _Operand, more: int) -> torch.Tensor:
+        one = made(*(length + more * (length == size) for length in operand.sizes))
+        return one.t() if operand.turned else one
+
+    def narrowed(left: torch.Tensor, right: torch.Tensor, columns: int) -> torch.Tensor:
+        return torch.mm(left, right)[:, :columns].contiguous()
+
+    before: list[Callable[[], object]] = []
+    after: list[Callable[[], object]] = []
+    for product in products:
+        before.append(partial(torch.mm, example(product.left, 0), example(product.right, 0)))
+        after.append(partial(narrowed, example(product.left, more), example(product.right, more), product.sizes[2]))
+    for base in copied:
+        sizes = _Operand(base, turned=False).sizes
+        after.append(partial(_aten.constant_pad_nd.default, made(*sizes), _amounts(sizes, size, more)))
+    times = timer([*before, *after])
+    now, then = times[: len(before)], times[len(before) :]
+    return None not in times and sum(filter(None, now)) > _WORTH * sum(filter(None, then))
+
+
+def _amounts(sizes: Sequence[int], size: int, more: int) -> list[int]:
+    """Zeros before and after, the last dimension first."""
+    return [amount for length in reversed(sizes) for amount in (0, more * (length == size))]
+
+
+def _pad(graph: fx.Graph, nodes: Sequence[fx.Node], size: int, more: int) -> None:
+    padded: dict[fx.Node, fx.Node] = {}
+
+    def of(operand: _Operand, node: fx.Node) -> fx.Node:
+        found = operand.base
+        if size in operand.sizes:
+            if operand.base not in padded:
+                found, part = _padded(graph, operand, node, size, more)
+                if operand.base.op != "get_attr":  # an optimizer may write it: read when the product reads it
+                    padded[operand.base] = padded[part] = found
+            else:
+                found = padded[operand.base]
+        return graph.call_function(_aten.t.default, (found,)) if operand.turned else found
+
+    for node in nodes:
+        product = _product(node)
+        assert product is not None
+        with graph.inserting_before(node):
+            result = graph.call_function(_aten.mm.default, (of(product.left, node), of(product.right, node)))
+            use_calls(result, node)
+            for dim, length in ((0, product.sizes[0]), (1, product.sizes[2])):
+                if length == size:
+                    result = graph.call_function(_aten.slice.Tensor, (result, dim, 0, size))
+        result.meta["ref"] = node.meta["ref"]
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, size: int, more: int) -> tuple[fx.Node, fx.Node]:
+    """The matrix with zeros around it, and what others read now: of a computed matrix, a part of that."""
+    base, sizes = operand.base, operand.sizes
+    computed = base.op == "call_function" and not any(user.op == "output" for user in base.users)
+    with graph.inserting_after(base) if computed else graph.inserting_before(product):
+        made = graph.call_function(_aten.constant_pad_nd.default, (base, _amounts(sizes, size, more)))
+    use_calls(made, product)
+    part = base
+    if computed:
+        part = made
+        for dim, length in enumerate(sizes):
+            if length == size:
+                with graph.inserting_after(part):
+                    part = graph.call_function(_aten.slice.Tensor, (part, dim, 0, size))
+        part.meta["ref"] = base.meta["ref"]
+        base.replace_all_uses_with(part, delete_user_cb=lambda user: user is not made)
+    return made, part

@@ -1,0 +1,166 @@
+"""Products of odd sizes, padded: the same numbers, from fewer and larger loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewrite_models import Drawn, claimed, drawn_models, fake_timer, recorded, targets, unchanged_by
+from torch import fx
+
+from nimble_core.inductor import compile_graph
+from nimble_core.lift import lift
+from nimble_core.program import KernelChoice
+from nimble_core.rewrites import padding
+from nimble_core.rewrites.decisions import Decisions
+from nimble_core.rewrites.padding import pad_products
+
+CPU = torch.device("cpu")
+_aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _every_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "_LEAST_SIZE", 1)
+    monkeypatch.setattr(padding, "_LEAST_WORK", 1)
+    monkeypatch.setattr(padding, "_WORTH", 0.0)
+
+
+def pad(module: fx.GraphModule, *, compiled: bool = True, constant: bool = False) -> int:
+    return pad_products(module, CPU, Decisions(fake_timer([1.0])), compiled=compiled, constant=constant)
+
+
+def training(*tensors: torch.Tensor) -> Callable[..., Any]:
+    """Forward, loss and backward of a layer without bias, and the new weight, as a step does them."""
+    weight = tensors[0]
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = x @ weight.t()
+        made = logits.softmax(1) - labels
+        down, up = made @ weight, made.t() @ x
+        return (logits * labels).sum(), down, up, made.sum(0)
+
+    return step
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 9), terms=st.integers(1, 9), columns=st.integers(1, 9), compiled=st.booleans(),
+    turned=st.tuples(st.booleans(), st.booleans()), dtype=st.sampled_from([torch.float64, torch.float32]),
+)  # fmt: skip
+def test_a_product_of_any_size(
+    rows: int, terms: int, columns: int, compiled: bool, turned: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    a = torch.randn(*((terms, rows) if turned[0] else (rows, terms)), dtype=dtype)
+    b = torch.randn(*((columns, terms) if turned[1] else (terms, columns)), dtype=dtype)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return (x.t() if turned[0] else x) @ (b.t() if turned[1] else b)
+
+    count = []
+    unchanged_by(lambda module: count.append(pad(module, compiled=compiled)), recorded(forward, a), 1e-5)
+    multiple = 16 // dtype.itemsize
+    assert count == [int(any(size % multiple for size in (rows, terms, columns)))]
+
+
+@settings(max_examples=40)
+@given(drawn_models(("siblings", "mean", "conv", "add", "relu_", "input_", "transposed", "flat_view")))
+def test_any_model_computes_the_same(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    before = claimed(lift(one.recording))
+    assert claimed(unchanged_by(pad, one)) == before
+
+
+def test_a_gradient_is_padded_once_and_its_other_readers_look_at_a_part() -> None:
+    weight = torch.randn(7, 4, dtype=torch.float64)
+    x, labels = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 7, dtype=torch.float64)
+    module = unchanged_by(pad, recorded(training(weight), x, labels))
+    padded = [node for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
+    assert sorted(node.args[0].op for node in padded) == ["call_function", "get_attr", "get_attr"]
+    (made,) = [node for node in padded if node.args[0].op == "call_function"]
+    assert list(made.args[0].users) == [made]
+    products = [node for node in module.graph.nodes if node.target is _aten.mm.default]
+    assert len(products) == 3
+    assert sum(made in {one, *one.all_input_nodes} for node in products for one in node.all_input_nodes) == 2
+
+
+def test_compiled_kernels_compute_the_same() -> None:
+    weight = torch.randn(103, 16)
+    x, labels = torch.randn(32, 16), torch.rand(32, 103)
+    one = recorded(training(weight), x, labels)
+    module = lift(one.recording)
+    assert pad(module) == 3
+    with torch.no_grad():
+        expected = module(x, labels)
+        run = compile_graph(module, [x, labels])
+        found = run(x, labels)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_weight_is_read_when_its_product_is() -> None:
+    weight = torch.randn(7, 4, dtype=torch.float64)
+
+    def step(x: torch.Tensor) -> Any:
+        before = x.cos() @ weight.t()
+        weight.mul_(0.5)
+        return before, x.sin() @ weight.t()
+
+    unchanged_by(pad, recorded(step, torch.randn(6, 4, dtype=torch.float64)))
+
+
+def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: x.sin() @ weight.t(), torch.randn(6, 4))
+    unmeasured = Decisions()
+    assert pad_products(lift(one.recording), CPU, unmeasured, compiled=True, constant=False) == 0
+    monkeypatch.setattr(padding, "_WORTH", 1.05)
+    times = iter([[10.0, 9.0, 1.0], [10.0, 8.0, 1.0], [10.0, None, 1.0]])
+    found = [
+        pad_products(lift(one.recording), CPU, Decisions(lambda calls: next(times)), compiled=True, constant=False)
+        for _ in range(3)
+    ]
+    assert found == [0, 1, 0]
+    monkeypatch.setattr(padding, "_LEAST_WORK", 1 << 30)
+    assert pad(lift(one.recording)) == 0
+
+
+def test_a_choice_is_made_again_without_measuring() -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: x.sin() @ weight.t(), torch.randn(6, 4))
+    first = Decisions(fake_timer([1.0]))
+    assert pad_products(lift(one.recording), CPU, first, compiled=True, constant=False) == 1
+    assert [choice.kernel for choice in first.made] == ["padded to 8"]
+    again = Decisions(given=frozenset(first.made))
+    module = unchanged_by(lambda module: pad_products(module, CPU, again, compiled=True, constant=False), one, 1e-5)
+    assert again.made == first.made
+    assert "aten.constant_pad_nd.default" in targets(module)
+    other = Decisions(given=frozenset({KernelChoice(0, "padded to 16")}))
+    assert pad_products(lift(one.recording), CPU, other, compiled=True, constant=False) == 0
+
+
+@pytest.mark.parametrize(("compiled", "constant", "copies"), [(True, True, 0), (True, False, 1), (False, False, 2)])
+def test_what_is_computed_anyway_and_what_is_constant_costs_no_copy(
+    compiled: bool, constant: bool, copies: int
+) -> None:
+    weight = torch.randn(7, 5)
+    one = recorded(lambda x: x.sin() @ weight, torch.randn(6, 7))
+    asked: list[int] = []
+
+    def timer(calls: Any) -> list[float | None]:
+        asked.append(len(calls))
+        return [1.0] * len(calls)
+
+    pad_products(lift(one.recording), CPU, Decisions(timer), compiled=compiled, constant=constant)
+    assert asked == [2 + copies]
+
+
+def test_a_linear_layer_with_a_bias_stays() -> None:
+    weight, bias = torch.randn(7, 4), torch.randn(7)
+    assert pad(lift(recorded(lambda x: F.linear(x, weight, bias), torch.randn(6, 4)).recording)) == 0
