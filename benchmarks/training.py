@@ -377,9 +377,9 @@ def _ours(task: Task, settings: Settings, options: Options | None = None) -> Pre
 
 
 def _drop_in(task: Task, settings: Settings, options: Options | None = None) -> Prepared:
-    """Forward and backward as engines, in the user's own loop."""
+    """Forward and backward as engines, in the user's own loop; outputs are theirs, as reduce-overhead's are."""
     optimizer = task.make_optimizer(fused=True)
-    net = Nimble(task.model, options or _options(settings))
+    net = Nimble(task.model, options or replace(_options(settings), outputs="static"))
     with task.casting(cache=False):
         net.prepare(*task.batches[0][0], training=True)
 

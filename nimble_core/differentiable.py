@@ -251,6 +251,8 @@ class Backward:
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
         casts: type that autocast computed in, None if it was off.
         sparing: makes what replays without overwriting what was saved; None if ``tuned`` does not overwrite it either.
+        shown: whether outputs are the forward's own memory, where that is fixed; else they are copies.
+        guarded: positions of outputs whose memory the backward reads.
     """
 
     tuned: Tuned
@@ -267,6 +269,8 @@ class Backward:
     borrowed: tuple[int, ...]
     casts: torch.dtype | None
     sparing: Callable[[], Executable] | None = None
+    shown: bool = False
+    guarded: tuple[int, ...] = ()
     _spare: Executable | None = None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -347,7 +351,9 @@ class Backward:
     def own(self, made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The model's outputs among what the forward makes, as the caller's."""
         outputs = made[: self.outputs]
-        return tuple(one.clone() for one in outputs) if self.fixed else tuple(outputs)
+        if not self.fixed:
+            return tuple(outputs)
+        return tuple(one.detach() if self.shown else one.clone() for one in outputs)
 
     def close(self) -> None:
         """Free what replays."""
@@ -503,6 +509,7 @@ class _Replay(torch.autograd.Function):
         ctx.behind = half.behind(linked)
         ctx.pending, ctx.round = half.begin()
         ctx.versions = half.versions()
+        ctx.guards = [(made[at], made[at]._version) for at in half.guarded] if half.shown else ()
         ctx.set_materialize_grads(False)
         outputs = half.own(made)
         # Autograd looks after what it saves: freed by the backward, refused if written meanwhile.
@@ -527,6 +534,11 @@ class _Replay(torch.autograd.Function):
             raise InputError(
                 "a parameter was written between the forward and its backward, which reads it",
                 fix="call backward() before optimizer.step()",
+            )
+        if any(one._version != version for one, version in ctx.guards):
+            raise InputError(
+                "an output was written between the forward and its backward, which reads it",
+                fix='write a copy of it, or prepare with Options(outputs="copy")',
             )
         late = half.hooked().difference(ctx.linked)
         if late:
@@ -620,7 +632,8 @@ def make_trainable(
         lender: Lender | None = None
         if isinstance(forward.best, _Fixed):
             leading = _leading(halves.backward, len(saved) + len(halves.saved_inputs))
-            saved, lender = _lent(forward.best.arena, saved, leading)
+            shown = made[:outputs] if options.outputs == "static" else ()
+            saved, lender = _lent(forward.best.arena, saved, leading, shown)
             saved += [forward.best.buffers[at] for at in halves.saved_inputs]
             # With the forward before it: eager and captures keep seeds in different places.
             whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
@@ -660,6 +673,8 @@ def make_trainable(
         borrowed=_borrowed(halves.backward),
         casts=_casts(signature.device.type),
         sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
+        shown=options.outputs == "static" and fixed,
+        guarded=tuple(at for at in range(outputs) if any(_share_bytes(made[at], one) for one in made[outputs:])),
     )
     try:
         with step("check equality"):
@@ -729,20 +744,24 @@ def _turnable(program: Program) -> frozenset[str]:
 
 
 def _lent(
-    memory: torch.Tensor | None, saved: Sequence[torch.Tensor], leading: Collection[int] = ()
+    memory: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    leading: Collection[int] = (),
+    shown: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], Lender | None]:
     """What the forward saved, and its memory for the backward to use up: each part once it has been read.
 
     Eager's backward frees what it has read as well. Each saved tensor of numbers gets a storage of its own, by which it
-    is known there; others, those at positions in ``leading``, and those that share bytes, stay as they are.
+    is known there; others, those at positions in ``leading``, and those that share bytes, stay as they are, and so does
+    what is ``shown`` to the caller.
     """
     if memory is None or not _KNOWN_WHETHER_KEPT:
         return list(saved), None
-    start = memory.data_ptr()
-    spans = [(one.data_ptr() - start, _extent(one)) for one in saved]
+    start, count = memory.data_ptr(), len(saved)
+    spans = [(one.data_ptr() - start, _extent(one)) for one in (*saved, *shown)]
     inside = [offset >= 0 and offset + nbytes <= memory.nbytes for offset, nbytes in spans]
-    order = sorted((at for at in range(len(saved)) if inside[at] and spans[at][1]), key=spans.__getitem__)
-    stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved]
+    order = sorted((at for at in range(len(spans)) if inside[at] and spans[at][1]), key=spans.__getitem__)
+    stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved] + [True] * len(shown)
     kept = {at for at in order if stays[at] or at in leading}
     reach, last = 0, -1
     for at in order:
@@ -753,7 +772,7 @@ def _lent(
             reach, last = offset + nbytes, at
     found = list(saved)
     for at in order:
-        if at not in kept:
+        if at < count and at not in kept:
             one = saved[at]
             storage = torch._C._construct_storage_from_data_pointer(one.data_ptr(), one.device, spans[at][1])
             found[at] = torch.empty(0, dtype=one.dtype, device=one.device)
@@ -783,6 +802,11 @@ def _extent(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory that two tensors reach over overlaps."""
+    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
 
 
 def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:

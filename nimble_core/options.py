@@ -39,7 +39,7 @@ class Options:
         memory_limit: bytes the engine may hold, None for no limit: where a plan needs more, order is added, and what
             does not fit even then is refused.
         outputs: ``"copy"`` gives each call its own outputs; ``"static"`` the engine's buffers on CUDA, overwritten by
-            the next call (on the host every call makes its own).
+            the next call, in training by the next forward (on the host every call makes its own).
         strict: refuse what would otherwise be captured as it is (launches that were not seen; on the host values made
             or changed outside of torch).
         on_new_shape: what a call with an unprepared signature does: ``"error"``, ``"eager"`` or ``"prepare"``.

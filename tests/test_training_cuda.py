@@ -593,6 +593,55 @@ def test_a_backward_uses_up_what_its_forward_saved(fuse: Any, policy: str) -> No
     net.close()
 
 
+@pytest.mark.parametrize("fuse", ["none", "inductor"])
+def test_static_outputs_are_the_engines_own_and_stay_until_the_next_forward(fuse: Any) -> None:
+    model, x, y = images_net()
+    eager = copy.deepcopy(model)
+    net = Nimble(model, Options(fuse=fuse, policy="nimble", tune="off", outputs="static")).prepare(x, training=True)
+    copies = Nimble(model, Options(fuse=fuse, policy="nimble", tune="off")).prepare(x, training=True)
+    places = set()
+    for _ in range(3):
+        x = torch.randn_like(x)
+        eager.load_state_dict(model.state_dict())
+        out = net(x)
+        kept = out.clone()
+        places.add(out.data_ptr())
+        for one, found in ((net, out), (eager, eager(x))):
+            one.zero_grad()
+            F.cross_entropy(found, y).backward()
+        assert torch.equal(out, kept), "the backward uses up what was saved, not what is shown"
+        assert_same_gradients(net, eager, rtol=1e-2)
+    assert len(places) == 1
+    with torch.no_grad():
+        assert net(x).data_ptr() in places
+    assert copies(x).data_ptr() not in places
+    copies.close()
+    net.close()
+
+
+def test_a_static_output_that_its_backward_reads_may_not_be_written() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Sigmoid()).to(DEVICE)
+    x = on(torch.randn(6, 8))
+    net = Nimble(model, replace(STREAMS, outputs="static")).prepare(x, training=True)
+    out = net(x)
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(InputError, match="an output was written between"):
+        out.sum().backward()
+    assert all(one.grad is None for one in model.parameters())
+    net.close()
+    plain = nn.Linear(8, 4).to(DEVICE)
+    eager = copy.deepcopy(plain)
+    net = Nimble(plain, replace(STREAMS, outputs="static")).prepare(x, training=True)
+    for one in (net, eager):
+        (one(x) * 1).mul_(2).sum().backward()
+        out = one(x)
+        out.mul_(2)
+        out.sum().backward()
+    assert_same_gradients(net, eager, rtol=CLOSE)
+    net.close()
+
+
 def test_a_backward_that_failed_is_not_tried_again_on_what_it_used_up() -> None:
     model, x, _ = images_net()
     net = Nimble(model, STREAMS).prepare(x, training=True)
