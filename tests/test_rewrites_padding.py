@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewrite_models import Drawn, claimed, drawn_models, fake_timer, recorded, targets, unchanged_by
-from torch import fx
+from torch import fx, nn
 
+from nimble_core import Nimble, Options, TrainStep, fusing
 from nimble_core.inductor import compile_graph
 from nimble_core.lift import lift
 from nimble_core.program import KernelChoice
@@ -113,6 +115,59 @@ def test_a_weight_is_read_when_its_product_is() -> None:
         return before, x.sin() @ weight.t()
 
     unchanged_by(pad, recorded(step, torch.randn(6, 4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(("rows", "columns", "count"), [(7, 4, 1), (7, 6, 1), (6, 7, 0), (9, 7, 1)])
+def test_a_gradient_that_is_written_in_place_stays_row_after_row(rows: int, columns: int, count: int) -> None:
+    x = torch.randn(16, columns, dtype=torch.float64)
+
+    def step(made: torch.Tensor) -> torch.Tensor:
+        gradient = made.cos().t() @ x
+        gradient.view(-1).mul_(0.5)
+        return gradient
+
+    counted = []
+    one = recorded(step, torch.randn(16, rows, dtype=torch.float64))
+    unchanged_by(lambda module: counted.append(pad(module)), one)
+    assert counted == [count]
+
+
+@pytest.mark.parametrize("fuse", ["library", "inductor"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_language_model_trains_as_in_eager(fuse: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten, counts = fusing._rewritten, []
+
+    def padded(device: Any, one: Any, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
+        module = rewritten(device, one, decisions, compiled=compiled)
+        counts.append(pad(module, compiled=compiled))
+        return module
+
+    monkeypatch.setattr(fusing, "_rewritten", padded)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203, bias=bias)).train()
+    eager = copy.deepcopy(model)
+    x, labels = torch.randn(16, 32), torch.randint(203, (16,))
+    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01, fused=True) for one in (model, eager))
+    options = Options(fuse=fuse, policy="nimble")
+    step = TrainStep(model, F.cross_entropy, mine, options=options).prepare(x, labels)
+    for _ in range(5):
+        theirs.zero_grad()
+        loss = F.cross_entropy(eager(x), labels)
+        loss.backward()
+        theirs.step()
+        assert torch.allclose(step(x, labels), loss.detach(), rtol=1e-4)
+    step.close()
+    net = Nimble(model, options).prepare(x, training=True)
+    assert {engine.recorded.recording.program.fuse for engine in net.engines} == {fuse}
+    eager.load_state_dict(model.state_dict())
+    for one in (net, eager):
+        one.zero_grad()
+        F.cross_entropy(one(x), labels).backward()
+    for ours, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.allclose(ours.grad, expected.grad, atol=1e-5)
+        assert ours.grad.stride() == expected.grad.stride()
+    net.close()
+    assert counts == [2 if bias else 3, 0 if bias else 1, 2], "products of the step, of a forward, of its backward"
 
 
 def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def pad_products(
 
 
 def _product(node: fx.Node) -> _Product | None:
-    if node.target is not _aten.mm.default or pinned(node) or reference_of(node) is None:
+    if node.target is not _aten.mm.default or reference_of(node) is None:
         return None
     left, right = (_operand(one) for one in node.args[:2])
     return _Product(node, left, right) if left is not None and right is not None else None
@@ -125,7 +125,9 @@ def _odd_size(product: _Product) -> int:
     if rows * terms * columns < _LEAST_WORK:
         return 0
     multiple = _multiple(product.node)
-    return max((size for size in (rows, terms, columns) if size >= _LEAST_SIZE and size % multiple), default=0)
+    found = max((size for size in (rows, terms, columns) if size >= _LEAST_SIZE and size % multiple), default=0)
+    # What is written in place, as optimizers may write gradients, stays row after row in memory: a part of it is not.
+    return 0 if pinned(product.node) and found == columns else found
 
 
 def _bases(products: Sequence[_Product], size: int) -> list[fx.Node]:
@@ -203,10 +205,11 @@ def _pad(graph: fx.Graph, nodes: Sequence[fx.Node], size: int, more: int) -> Non
         with graph.inserting_before(node):
             result = graph.call_function(_aten.mm.default, (of(product.left, node), of(product.right, node)))
             use_calls(result, node)
+            result.meta["pinned"] = pinned(node)
             for dim, length in ((0, product.sizes[0]), (1, product.sizes[2])):
                 if length == size:
                     result = graph.call_function(_aten.slice.Tensor, (result, dim, 0, size))
-        result.meta["ref"] = node.meta["ref"]
+        result.meta |= {"ref": node.meta["ref"], "pinned": pinned(node)}
         node.replace_all_uses_with(result)
         graph.erase_node(node)
 
