@@ -13,6 +13,7 @@ import torch
 
 from nimble_core.around import require_training_mode
 from nimble_core.candidates import Candidate
+from nimble_core.collector import collector_paused
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
 from nimble_core.differentiable import Backward, make_trainable
@@ -36,7 +37,7 @@ from nimble_core.pipeline import (
     whole_note,
 )
 from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
-from nimble_core.recording import Recording, collector_paused
+from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder

@@ -21,6 +21,7 @@ import torch
 from nimble_core.arena import ALIGNMENT, Lent, MemoryPlan, Needs, check_memory, plan_memory, reuse_hazards
 from nimble_core.around import Around
 from nimble_core.check import check_schedule
+from nimble_core.collector import collector_paused
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.devices.base import Device, Executable, Observation, PlacementError
 from nimble_core.emitted import check_emitted
@@ -31,7 +32,6 @@ from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
 from nimble_core.record import announced
-from nimble_core.recording import collector_paused
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.static import changed_constant, check_static, other_values
@@ -240,7 +240,6 @@ def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return signature
 
 
-@collector_paused()
 def record_static(
     device: Device,
     model: Callable[..., Any],
@@ -257,6 +256,20 @@ def record_static(
         NotStaticError: the recordings differ.
         CaptureError: a call that cannot be captured; under ``strict`` also launches that were not seen.
     """
+    with collector_paused():  # no decorator, whose frame would be taken for the user's
+        return _recorded_twice(device, model, signature, args, kwargs, strict=strict, step=step)
+
+
+def _recorded_twice(
+    device: Device,
+    model: Callable[..., Any],
+    signature: Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    strict: bool,
+    step: Step,
+) -> Recorded:
     with step("record"):
         recording, capturing = _record_as_eager(device, model, signature, args, kwargs)
     with step("record again"):

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from nimble_core.allocations import Ask, Window
+from nimble_core.collector import collector_paused
 from nimble_core.errors import CaptureError
 from nimble_core.exports import exports_seen, host_copies_seen
 from nimble_core.launchers import Launch, launches_seen, relative_window
@@ -54,7 +55,7 @@ from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
 from nimble_core.preserve import preserved
 from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
-from nimble_core.recording import Recording, Slot, Step, collector_paused, flat_tensors, places_of
+from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten

@@ -7,8 +7,6 @@ device has made current.
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ __all__ = [
     "Recording",
     "Slot",
     "Step",
-    "collector_paused",
     "fill",
     "flat_tensors",
     "issuing",
@@ -221,46 +218,6 @@ def places_of(result: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(result, (list, tuple)):
         return tuple((at, *place) for at, item in enumerate(result) for place in places_of(item))
     return ()
-
-
-class _Pauses:
-    """Who wants no garbage collection now: the collector is one for all threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._collecting = False
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._collecting = gc.isenabled()
-            self._inside += 1
-            gc.disable()
-
-    def end(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and self._collecting:
-                gc.enable()
-
-
-_pauses = _Pauses()
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it walks all that was just recorded, and all that torch and its friends have
-    loaded, again and again; and a graph collected in the middle of a capture would end it.
-
-    Other threads' garbage waits, too. Where several of these overlap, nested or in threads, the last to end lets the
-    collector run again if it did before the first. What piled up is then walked once, as young objects are.
-    """
-    _pauses.begin()
-    try:
-        yield
-    finally:
-        _pauses.end()
 
 
 @contextmanager

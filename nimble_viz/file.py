@@ -5,13 +5,12 @@ The format is described in ``docs/report-format.md``.
 
 from __future__ import annotations
 
-import gc
 import io
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from gzip import GzipFile, compress
 from itertools import pairwise
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 
+from nimble_core.collector import collector_paused
 from nimble_core.errors import ReportFileError
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement
@@ -111,7 +111,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     try:
         data = _encode(check_report(report))
-        with _collector_paused():
+        with collector_paused():  # a report is a great many new values without a cycle
             _decode(data)
     except ReportFileError as error:
         raise ReportFileError(f"this report cannot be saved: {error.what}", where=error.where, fix=error.fix) from error
@@ -144,25 +144,13 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:
         packed += file.read(max_bytes) if packed == _GZIP else b""
     try:
         data = _unpack(packed, max_bytes)
-        with _collector_paused():
+        with collector_paused():  # a report is a great many new values without a cycle
             return check_report(_decode(data))
     except ReportFileError as error:
         name = os.fspath(path)
         trace = name.endswith((".json", ".json.gz"))
         place = f"{name}, {error.where}" if error.where else name
         raise ReportFileError(error.what, where=place, fix=_A_TRACE if trace else error.fix or _TAKE_AGAIN) from error
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A report is a great many new values without a cycle: the garbage collector would walk them again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _unpack(packed: bytes, max_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ import torch
 from nimble_core import cupti, kineto
 from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
+from nimble_core.collector import collector_paused
 from nimble_core.devices.base import Executable, Observation, PlacementError
 from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts, emitted_launches
@@ -34,7 +35,7 @@ from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
 from nimble_core.rawgraph import CaptureProbe, GraphPart, keep_nodes, read_graph, read_launches
 from nimble_core.record import record
-from nimble_core.recording import Issuer, Recording, collector_paused, issuing
+from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature

@@ -1,0 +1,50 @@
+"""Python's garbage collector, which is one for all threads, paused while much is made that stays."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+
+class _Pauses:
+    """Who wants no garbage collection now: the collector is one for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._collecting = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._collecting = gc.isenabled()
+            self._inside += 1
+            gc.disable()
+
+    def end(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._collecting:
+                gc.enable()
+
+
+_pauses = _Pauses()
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: it walks all that was just made, and all that was ever imported, again and again;
+    and a graph collected in the middle of a capture would end it.
+
+    Other threads' garbage waits, too. Where several of these overlap, nested or in threads, the last to end lets the
+    collector run again if it did before the first. What piled up is then walked once, as young objects are.
+    """
+    _pauses.begin()
+    try:
+        yield
+    finally:
+        _pauses.end()
