@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,14 +26,22 @@ class _Pauses:
             self._inside += 1
             gc.disable()
 
+    def forget(self) -> None:
+        """In a process that was forked: who paused here did not come along."""
+        inside, self._inside, self._lock = self._inside, 0, threading.Lock()
+        if inside and self._collecting:
+            gc.enable()
+
     def end(self) -> None:
         with self._lock:
-            self._inside -= 1
+            self._inside = max(self._inside - 1, 0)  # 0 in a process that was forked inside
             if not self._inside and self._collecting:
                 gc.enable()
 
 
 _pauses = _Pauses()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pauses.forget)
 
 
 @contextmanager

@@ -251,8 +251,8 @@ class Backward:
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
         casts: type that autocast computed in, None if it was off.
         sparing: makes what replays without overwriting what was saved; None if ``tuned`` does not overwrite it either.
-        shown: whether outputs are the forward's own memory, where that is fixed; else they are copies.
-        guarded: positions of outputs whose memory the backward reads.
+        shown: the outputs, by position, that are given out as they lie in the forward's memory; others are copied.
+        guarded: positions of those whose memory the backward reads.
     """
 
     tuned: Tuned
@@ -269,7 +269,7 @@ class Backward:
     borrowed: tuple[int, ...]
     casts: torch.dtype | None
     sparing: Callable[[], Executable] | None = None
-    shown: bool = False
+    shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
     guarded: tuple[int, ...] = ()
     _spare: Executable | None = None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -323,6 +323,7 @@ class Backward:
 
     def attach(self, run: Run, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward on ``tensors``; its outputs carry the backward."""
+        self.renew()
         # torch's own ``apply`` looks through all arguments for those of a transform that is over.
         transformed = torch._C._are_functorch_transforms_active()
         apply = _Replay.apply if transformed else super(torch.autograd.Function, _Replay).apply
@@ -353,7 +354,12 @@ class Backward:
         outputs = made[: self.outputs]
         if not self.fixed:
             return tuple(outputs)
-        return tuple(one.detach() if self.shown else one.clone() for one in outputs)
+        return tuple(one.detach() if at in self.shown else one.clone() for at, one in enumerate(outputs))
+
+    def renew(self) -> None:
+        """The forward is about to write what it has shown: who kept that for a backward is told so by autograd."""
+        if self.shown:
+            torch.autograd.graph.increment_version(list(self.shown.values()))
 
     def close(self) -> None:
         """Free what replays."""
@@ -446,6 +452,7 @@ class Backward:
     def overwrite(self) -> None:
         """The forward's memory is about to be used for something else: no earlier backward may follow."""
         self._round += 1
+        self.renew()
 
     def begin(self) -> tuple[_Pending, int]:
         """A forward was run: its backward may come, until the next forward."""
@@ -509,7 +516,7 @@ class _Replay(torch.autograd.Function):
         ctx.behind = half.behind(linked)
         ctx.pending, ctx.round = half.begin()
         ctx.versions = half.versions()
-        ctx.guards = [(made[at], made[at]._version) for at in half.guarded] if half.shown else ()
+        ctx.guards = [(half.shown[at], half.shown[at]._version) for at in half.guarded]
         ctx.set_materialize_grads(False)
         outputs = half.own(made)
         # Autograd looks after what it saves: freed by the backward, refused if written meanwhile.
@@ -629,11 +636,15 @@ def make_trainable(
         with state_kept(first):
             made = [one.detach() for one in forward.best.run(inputs, static=True)]
         saved = made[outputs:]
+        shown: dict[int, torch.Tensor] = {}
+        guarded: tuple[int, ...] = ()
         lender: Lender | None = None
         if isinstance(forward.best, _Fixed):
             leading = _leading(halves.backward, len(saved) + len(halves.saved_inputs))
-            shown = made[:outputs] if options.outputs == "static" else ()
-            saved, lender = _lent(forward.best.arena, saved, leading, shown)
+            if options.outputs == "static":
+                shown = _of_their_own(made[:outputs], [*forward.best.buffers, *first.recording.given.values()])
+                guarded = tuple(at for at, one in shown.items() if any(_share_bytes(one, other) for other in saved))
+            saved, lender = _lent(forward.best.arena, saved, leading, list(shown.values()))
             saved += [forward.best.buffers[at] for at in halves.saved_inputs]
             # With the forward before it: eager and captures keep seeds in different places.
             whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
@@ -673,8 +684,8 @@ def make_trainable(
         borrowed=_borrowed(halves.backward),
         casts=_casts(signature.device.type),
         sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
-        shown=options.outputs == "static" and fixed,
-        guarded=tuple(at for at in range(outputs) if any(_share_bytes(made[at], one) for one in made[outputs:])),
+        shown=shown,
+        guarded=guarded,
     )
     try:
         with step("check equality"):
@@ -802,6 +813,18 @@ def _extent(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Outputs, by position, that share memory with no other one and with nothing that was given: writing to one of them
+    in place is nobody else's business.
+    """
+    found = {}
+    for at, one in enumerate(outputs):
+        rest = (*outputs[:at], *outputs[at + 1 :], *others)
+        if not any(_share_bytes(one, other) for other in rest):
+            found[at] = one
+    return found
 
 
 def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from nimble_core.strides import elements_once
 
 __all__ = ["changed_constant", "check_static", "other_values"]
 
-_MOVED = 1 << 16
-"""Elements, or runs of them, to be shuffled at most: with 5 million that would take 0.2 s."""
+_SHUFFLED = 1 << 16
+"""Elements to be shuffled at most: with 5 million that would take 0.2 s. More are dealt out in a fixed stride."""
 
 
 def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
@@ -24,7 +25,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.T
 
     Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
     (offsets, positions) stay as they are where another input changes. Strides stay, and tensors that share memory do
-    so again. Of a large tensor short runs of elements move, and are scaled, as one.
+    so again.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     kept = [_ascending(tensor) for tensor in tensors]
@@ -50,18 +51,25 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.T
 def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torch.Tensor:
     core = elements_once(tensor)  # an expanded dimension stays one
     other = core.reshape(-1)
-    count = other.numel()
-    run = max(-(-count // _MOVED), 1)
-    host = torch.device("cpu")  # whatever the default device is
     if not keep:
-        order = torch.randperm(count // run, generator=generator, device=host).to(core.device)
-        whole = len(order) * run
-        other = torch.cat([other[whole:], other[:whole].reshape(-1, run)[order].reshape(-1)])
+        other = other[_order(other.numel(), generator, core.device)]
+    other = other.reshape(core.shape)
     if core.is_floating_point() or core.is_complex():
-        scale = torch.rand(-(-count // run), generator=generator, device=host).to(core.device) + 0.5
-        other = (other * scale.repeat_interleave(run)[:count]).to(core.dtype)
-    made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device)
-    return made.copy_(other.reshape(core.shape)).expand(tensor.shape)
+        scale = torch.rand(core.shape, generator=generator, device="cpu").to(core.device) + 0.5
+        other = (other * scale).to(core.dtype)
+    made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
+    return made.expand(tensor.shape)
+
+
+def _order(count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Positions below ``count``, each once, in an order in which neighbours do not stay neighbours."""
+    host = torch.device("cpu")  # whatever the default device is
+    if count <= _SHUFFLED:
+        return torch.randperm(count, generator=generator, device=host).to(device)
+    first, wanted = torch.randint(count // 2, (2,), generator=generator, device=host).tolist()
+    step = next(one for one in range(count // 3 + wanted, 2 * count) if gcd(one, count) == 1)
+    order: torch.Tensor = (torch.arange(count, device=device) * step + first) % count
+    return order
 
 
 def _ascending(tensor: torch.Tensor) -> bool:

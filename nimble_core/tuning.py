@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -318,23 +318,12 @@ class _Tuning:
         """The best again, launched in parts, if that is faster: the first part then runs while the rest is launched."""
         executable = self.executables[best]
         kind, schedule = self.candidates[best].fuse, executable.schedule
-        if not isinstance(executable, _Dividable):
+        ways = ways_to_launch(self.variants[kind].graph, schedule) if isinstance(executable, _Dividable) else ()
+        launches = self._fastest_launches(executable, ways) if ways else ()
+        if not launches:
             return ()
-        runs: dict[tuple[int, ...], Callable[[], None]] = {(): executable.replay}
-        with self.step("choose launches"), state_kept(self.recorded), ExitStack() as stack:
-            for launches in ways_to_launch(self.variants[kind].graph, schedule):
-                try:
-                    runs[launches] = stack.enter_context(executable.launched_in(launches))
-                except NimbleError:
-                    continue
-            if len(runs) == 1:
-                return ()
-            taken = self._timed({str(launches): run for launches, run in runs.items()})
-        fastest = min(runs, key=lambda launches: taken[str(launches)].median_ns)
-        if not fastest or taken[str(fastest)].median_ns * _WORTH_LAUNCHES > taken[str(())].median_ns:
-            return ()
-        name = f"{best}, {len(fastest) + 1} launches"
-        plan = replace(schedule, policy=name, launches=fastest, maximum_concurrency=False)
+        name = f"{best}, {len(launches) + 1} launches"
+        plan = replace(schedule, policy=name, launches=launches, maximum_concurrency=False)
         start = time.perf_counter()
         self._note(name, kind, plan, self.candidates[best].simulated_ns)
         try:
@@ -342,16 +331,34 @@ class _Tuning:
                 # As much as the plan needs at once: parts of it need no more.
                 limit, costs = executable.nbytes, _known_costs(self.observed.get(kind))
                 divided = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
+            self._add(name, kind, divided, start)
+            if divided.schedule.launches != launches:
+                raise DeviceError("in no more memory than one launch takes, another order was found")
+            with self.step("check equality"):
+                checks = self._check()
         except NimbleError as error:
+            if name in self.executables:
+                self.executables.pop(name).close()
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
             return ()
-        self._add(name, kind, divided, start)
-        with self.step("check equality"):
-            checks = self._check()
         if name in self.executables:
             with self.step("choose"), state_kept(self.recorded):
                 self._time({one: self.executables[one] for one in (best, name)})
         return checks
+
+    def _fastest_launches(self, executable: Executable, ways: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The way of several launches that is worth it; none if one launch is as fast, or they cannot be tried."""
+        runs: dict[tuple[int, ...], Callable[[], None]] = {(): executable.replay}
+        try:
+            with self.step("choose launches"), state_kept(self.recorded), ExitStack() as stack:
+                for launches in ways:
+                    runs[launches] = stack.enter_context(cast(_Dividable, executable).launched_in(launches))
+                taken = self._timed({str(launches): run for launches, run in runs.items()})
+        except NimbleError:
+            return ()
+        fastest = min(runs, key=lambda launches: taken[str(launches)].median_ns)
+        worth = taken[str(fastest)].median_ns * _WORTH_LAUNCHES <= taken[str(())].median_ns
+        return fastest if worth else ()
 
     def _with_less_memory(self, best: str) -> tuple[EqualityCheck, ...]:
         """Memory has to be worth it: where the best takes much more than eager, the same with less of it."""

@@ -792,6 +792,21 @@ def test_every_element_of_a_large_tensor_has_another_place(count: int) -> None:
     assert len(scaled.unique()) > 30_000
 
 
+@pytest.mark.parametrize(
+    ("tensor", "looks"),
+    [
+        (torch.randn(65_536, 8), lambda x: (x.argmax(1) == 0).sum()),
+        (torch.randn(60_000, 8), lambda x: (x.argmax(1) == 0).sum()),
+        (torch.randn(131_072, 16), lambda x: (x > 0).all(1).sum()),
+        (torch.randint(0, 20, (65_536, 4)), lambda x: (x == 0).any(1).sum()),
+        (torch.arange(262_144.0), lambda x: (x.diff() > 0).sum()),
+    ],
+)
+def test_what_is_seen_within_rows_of_large_tensors_is_another(tensor: torch.Tensor, looks: Callable[..., Any]) -> None:
+    found = [int(looks(other_values([tensor, torch.ones(1)], seed)[0])) for seed in range(8)]
+    assert found.count(int(looks(tensor))) < 3
+
+
 def test_other_values_share_memory_where_the_inputs_do() -> None:
     base = torch.randn(10)
     a, b, c, again = base[:6], base[4:], torch.randn(3), base[:6]

@@ -170,6 +170,38 @@ def test_a_language_model_trains_as_in_eager(fuse: Any, bias: bool, monkeypatch:
     assert counts == [2 if bias else 3, 0 if bias else 1, 2], "products of the step, of a forward, of its backward"
 
 
+def test_outputs_keep_their_strides() -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: (F.linear(x.sin(), weight), x.t() @ x), torch.randn(3, 7 * 4).view(3 * 7, 4))
+    module = unchanged_by(lambda module: pad(module, constant=True), one, 1e-5, strides=True)
+    assert "aten.constant_pad_nd.default" in targets(module)
+
+
+def test_where_strides_are_spoken_of_nothing_is_padded() -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: (x.sin() @ weight, torch.as_strided(x.sin(), (6,), (8,))), torch.randn(8, 7))
+    assert pad(lift(one.recording)) == 0
+
+
+@torch.library.custom_op("nimble_padding::rows", mutates_args=())
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """Asks for memory row after row, as kernels of one's own do."""
+    assert x.is_contiguous()
+    return x.sum(1)
+
+
+def test_foreign_operators_get_what_they_got() -> None:
+    weight = torch.randn(7, 4)
+    for forward, count in (
+        (lambda x: (rows(h := x.sin()), h @ weight, h * 2), 1),  # the operand is there twice
+        (lambda x: rows(x.sin() @ weight.t()), 0),  # a part of the result would not do
+    ):
+        one = recorded(forward, torch.randn(6, 7 if count else 4))
+        counted: list[int] = []
+        unchanged_by(lambda module, counted=counted: counted.append(pad(module)), one, 1e-5)
+        assert counted == [count]
+
+
 def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(7, 4)
     one = recorded(lambda x: x.sin() @ weight.t(), torch.randn(6, 4))

@@ -584,3 +584,107 @@ def test_no_budget_at_all() -> None:
         assert tuned.recorded.recording.program.fuse == "none"
     with tuning(LikeCuda(), Options(fuse="library", budget_s=0.0), measure_single=True) as tuned:
         assert tuned.recorded.recording.program.fuse == "library", "what is asked for by name is made whatever it takes"
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+class Launched(Watched):
+    """Every replay begins with a launch, which takes longer the more calls it launches; later launches are hidden.
+
+    Args:
+        launch_ns: for each call of the first launch.
+        fails: ``"making"``, ``"timing"``, ``"capturing"`` or ``"order"``: what goes wrong with several launches.
+    """
+
+    def __init__(self, *args: Any, launch_ns: float = 500.0, fails: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.launch_ns, self.fails = launch_ns, fails
+
+    def capture(self, recording: Any, schedule: Schedule, *args: Any) -> Any:
+        if schedule.launches and self.fails == "capturing":
+            raise DeviceError("no memory for parts")
+        made = super().capture(recording, schedule, *args)
+        if schedule.launches and self.fails == "order":
+            made.schedule = replace(schedule, launches=())
+        run, first = made.run, (*schedule.launches, len(schedule.order))[0]
+
+        def launched(inputs: Any, static: bool = False) -> list[torch.Tensor]:
+            self.advance(self.launch_ns * first)
+            return run(inputs, static=static)
+
+        @contextmanager
+        def launched_in(launches: tuple[int, ...]) -> Iterator[Any]:
+            if self.fails == "making":
+                raise DeviceError("cuGraphInstantiate failed")
+
+            def replay() -> None:
+                if self.fails == "timing":
+                    raise DeviceError("cuGraphLaunch failed")
+                self.advance(self.launch_ns * (launches[0] - first))
+                made.replay()
+
+            yield replay
+
+        made.run, made.launched_in = launched, launched_in  # type: ignore[method-assign]
+        return made
+
+
+class Forks(nn.Module):
+    """Many calls on several streams, which come together again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(36))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in range(0, len(self.layers), 3):
+            x = sum(layer(x).relu() for layer in self.layers[at : at + 3])  # type: ignore[assignment]
+        return x
+
+
+@contextmanager
+def launching(device: Launched) -> Iterator[Tuned]:
+    found = recorded(device, Forks().eval())
+    with state_kept(found):
+        tuned = tune(device, found, Options(), step=Stopwatch())
+    yield tuned
+    tuned.close()
+    assert not device.open
+
+
+def test_a_graph_is_launched_in_parts_where_that_is_faster() -> None:
+    with launching(Launched(1000.0)) as tuned:
+        chosen = next(one for one in tuned.candidates if one.chosen)
+        assert chosen.name == tuned.best.schedule.policy
+        assert chosen.name.endswith(f", {len(tuned.best.schedule.launches) + 1} launches")
+        assert tuned.best.schedule.launches
+        assert not tuned.best.schedule.maximum_concurrency
+        assert chosen.check
+        assert chosen.check.passed
+
+
+def test_it_is_launched_at_once_where_that_is_as_fast() -> None:
+    with launching(Launched(1000.0, launch_ns=1.0)) as tuned:
+        assert tuned.best.schedule.streams > 1
+        assert tuned.best.schedule.launches == ()
+        assert not any("launches" in one.name for one in tuned.candidates)
+
+
+@pytest.mark.parametrize("fails", ["making", "timing", "capturing", "order"])
+def test_launches_that_fail_end_nothing(fails: str) -> None:
+    with launching(Launched(1000.0, fails=fails)) as tuned:
+        assert tuned.best.schedule.streams > 1
+        assert tuned.best.schedule.launches == ()
+        left_out = [one.note for one in tuned.candidates if "launches" in one.name]
+        assert len(left_out) == (fails in ("capturing", "order"))
+        assert all(note.startswith("left out: ") for note in left_out)
+
+
+def test_launches_that_are_wrong_win_nothing() -> None:
+    device = Launched(1000.0)
+    with launching(device) as tuned:
+        name = tuned.best.schedule.policy
+    with launching(Launched(1000.0, wrong=name)) as tuned:
+        assert tuned.best.schedule.launches == ()
+        assert any(one.name == name and one.note for one in tuned.candidates)

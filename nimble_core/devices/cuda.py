@@ -214,7 +214,7 @@ class CudaDevice:
             arena.close()
             raise
         try:
-            with _errors_explained():
+            with torch.cuda.device(self.device), _errors_explained():
                 raw = _owned(read_graph(graph.raw_cuda_graph()), bounds)
                 raw, rest = _parted(graph, raw, schedule)
                 graph.instantiate()
@@ -439,8 +439,13 @@ class CudaExecutable:
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()  # also sets the seeds that all parts read
         if self._rest:
+            self._launch_parts(self._rest)
+
+    def _launch_parts(self, parts: Sequence[GraphPart]) -> None:
+        # The driver launches on the current device, and its default stream has no handle of its own.
+        with torch.cuda.device(self.device):
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            for part in self._rest:
+            for part in parts:
                 part.launch(stream)
 
     @contextmanager
@@ -455,21 +460,23 @@ class CudaExecutable:
         if graph is None:
             raise _closed()
         launch = emitted_launches(replace(self.schedule, launches=launches), self.raw)
-        parts = [GraphPart(graph.raw_cuda_graph(), self.raw, kept) for kept in _by_launch(launch)]
+        with torch.cuda.device(self.device):
+            parts = [GraphPart(graph.raw_cuda_graph(), self.raw, kept) for kept in _by_launch(launch)]
 
         def replay() -> None:
             with self._lock:
+                if self.graph is None:
+                    raise _closed()
                 self._follow_last_run()
-                stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-                for part in parts:
-                    part.launch(stream)
+                self._launch_parts(parts)
 
         try:
             yield replay
         finally:
-            torch.cuda.synchronize(self.device)
-            for part in parts:
-                part.close()
+            with _CAPTURE_LOCK:
+                torch.cuda.synchronize(self.device)
+                for part in parts:
+                    part.close()
 
     @property
     def arena(self) -> torch.Tensor | None:

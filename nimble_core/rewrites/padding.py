@@ -7,6 +7,7 @@ and of the result the rest is not looked at. A gradient that compiled kernels ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from nimble_core.lift import drop_unused, is_view, pinned, reference_of, use_calls
 from nimble_core.rewrites.decisions import Decisions, Timer
+from nimble_core.rewrites.layout import keep_strides, speaks_of_strides
+from nimble_core.strides import laid_out, restrided
 
 __all__ = ["pad_products"]
 
@@ -74,24 +78,28 @@ def pad_products(
         compiled: whether a compiler makes kernels of the rest, and so pads what it computes for nothing.
         constant: whether weights are, so that they are padded once.
     """
-    groups: dict[int, list[fx.Node]] = {}
+    if speaks_of_strides(module):
+        return 0
+    groups: dict[tuple[int, str], list[fx.Node]] = {}
     for node in module.graph.nodes:
         product = _product(node)
-        if product is not None:
-            groups.setdefault(_odd_size(product), []).append(node)
-    groups.pop(0, None)
+        recorded = reference_of(node)
+        if product is not None and recorded is not None and (size := _odd_size(product)):
+            groups.setdefault((size, recorded.dtype), []).append(node)
     count = 0
-    for size, nodes in groups.items():
+    for (size, _), nodes in groups.items():
         products = [one for node in nodes if (one := _product(node)) is not None]
         more = -size % _multiple(products[0].node)
         copied = [one for one in _bases(products, size) if not _padded_for_nothing(one, compiled, constant)]
         wanted = False
         if decisions.timer is not None:
-            with suppress(torch.OutOfMemoryError):
+            with suppress(RuntimeError):  # out of memory, most likely: examples are as large as what is padded
                 wanted = _pays(products, copied, size, more, device, decisions.timer)
         if decisions.take(products[0].node, f"padded to {size + more}", wanted=wanted):
             _pad(module.graph, nodes, size, more)
             count += len(nodes)
+    if count:
+        keep_strides(module, exactly=not constant)
     drop_unused(module)
     return count
 
@@ -126,8 +134,16 @@ def _odd_size(product: _Product) -> int:
         return 0
     multiple = _multiple(product.node)
     found = max((size for size in (rows, terms, columns) if size >= _LEAST_SIZE and size % multiple), default=0)
-    # What is written in place, as optimizers may write gradients, stays row after row in memory: a part of it is not.
-    return 0 if pinned(product.node) and found == columns else found
+    # A part of the columns is not row after row in memory, as who writes it in place may ask, and foreign operators.
+    rigid = pinned(product.node) or not all(map(_takes_any_strides, product.node.users))
+    return 0 if rigid and found == columns else found
+
+
+def _takes_any_strides(reader: fx.Node) -> bool:
+    """Whether an operator computes the same of a tensor that is not row after row in memory."""
+    if reader.op == "output" or reader.target in (restrided, laid_out):
+        return True
+    return isinstance(reader.target, OpOverload) and reader.target.namespace == "aten" and not pinned(reader)
 
 
 def _bases(products: Sequence[_Product], size: int) -> list[fx.Node]:
@@ -137,11 +153,17 @@ def _bases(products: Sequence[_Product], size: int) -> list[fx.Node]:
 
 
 def _padded_for_nothing(base: fx.Node, compiled: bool, constant: bool) -> bool:
-    while base.op == "call_function" and (is_view(base.target) or base.target is _aten.reshape.default):
-        base = base.all_input_nodes[0]
-    if base.op == "get_attr":
+    source = _source(base)
+    if source.op == "get_attr":
         return constant
-    return compiled and base.op == "call_function" and base.target not in _LIBRARY_CALLS
+    return compiled and source.op == "call_function" and source.target not in _LIBRARY_CALLS
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view looks at; the node itself if it is none."""
+    while node.op == "call_function" and (is_view(node.target) or node.target is _aten.reshape.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _pays(
@@ -160,24 +182,28 @@ def _pays(
     def made(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=device).uniform_(-0.1, 0.1)
 
-    def example(operand: _Operand, more: int) -> torch.Tensor:
-        one = made(*(length + more * (length == size) for length in operand.sizes))
-        return one.t() if operand.turned else one
+    def example(sizes: tuple[int, int], turned: bool, more: int) -> torch.Tensor:
+        one = made(*(length + more * (length == size) for length in sizes))
+        return one.t() if turned else one
 
     def narrowed(left: torch.Tensor, right: torch.Tensor, columns: int) -> torch.Tensor:
         return torch.mm(left, right)[:, :columns].contiguous()
 
     before: list[Callable[[], object]] = []
     after: list[Callable[[], object]] = []
-    for product in products:
-        before.append(partial(torch.mm, example(product.left, 0), example(product.right, 0)))
-        after.append(partial(narrowed, example(product.left, more), example(product.right, more), product.sizes[2]))
-    for base in copied:
-        sizes = _Operand(base, turned=False).sizes
-        after.append(partial(_aten.constant_pad_nd.default, made(*sizes), _amounts(sizes, size, more)))
+    alike = Counter(((one.left.sizes, one.left.turned), (one.right.sizes, one.right.turned)) for one in products)
+    for left, right in alike:
+        columns = right[0][0 if right[1] else 1]
+        before.append(partial(torch.mm, example(*left, 0), example(*right, 0)))
+        after.append(partial(narrowed, example(*left, more), example(*right, more), columns))
+    copies = Counter(_Operand(base, turned=False).sizes for base in copied)
+    after += [partial(_aten.constant_pad_nd.default, made(*sizes), _amounts(sizes, size, more)) for sizes in copies]
     times = timer([*before, *after])
-    now, then = times[: len(before)], times[len(before) :]
-    return None not in times and sum(filter(None, now)) > _WORTH * sum(filter(None, then))
+    if None in times:
+        return False
+    often = [*alike.values(), *alike.values(), *copies.values()]
+    taken = [count * (ns or 0.0) for count, ns in zip(often, times, strict=True)]
+    return sum(taken[: len(before)]) > _WORTH * sum(taken[len(before) :])
 
 
 def _amounts(sizes: Sequence[int], size: int, more: int) -> list[int]:
@@ -220,7 +246,7 @@ def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, size: int, mor
     computed = base.op == "call_function" and not any(user.op == "output" for user in base.users)
     with graph.inserting_after(base) if computed else graph.inserting_before(product):
         made = graph.call_function(_aten.constant_pad_nd.default, (base, _amounts(sizes, size, more)))
-    use_calls(made, product)
+    use_calls(made, _source(base) if computed else product)
     part = base
     if computed:
         part = made
@@ -229,5 +255,5 @@ def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, size: int, mor
                 with graph.inserting_after(part):
                     part = graph.call_function(_aten.slice.Tensor, (part, dim, 0, size))
         part.meta["ref"] = base.meta["ref"]
-        base.replace_all_uses_with(part, delete_user_cb=lambda user: user is not made)
+        base.replace_all_uses_with(part, delete_user_cb=lambda user: user is not made and _takes_any_strides(user))
     return made, part
