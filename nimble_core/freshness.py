@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -23,12 +24,14 @@ from torch.utils.hooks import RemovableHandle
 from nimble_core.around import Around
 from nimble_core.preserve import installed_by_runs
 
-__all__ = ["Watch", "announce", "same_objects"]
+__all__ = ["Watch", "announce", "hooks_of_users", "same_objects"]
 
 _version = attrgetter("_version")
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
+_LIBRARIES = frozenset({"torch", "transformers", "accelerate", "nimble_core", "nimble_viz"})
+"""Their forward hooks are part of the forward, or only watch it."""
 _BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
 
 
@@ -250,6 +253,28 @@ def _hook_tables(
             for path, module in modules.items()
             if isinstance(vars(module).get(attribute), dict)
         )
+
+
+def hooks_of_users(model: Callable[..., Any]) -> list[str]:
+    """Forward hooks and pre-hooks that no known library has registered: ``"the forward hook keep of layer1.0"``."""
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    return [
+        f"the {kind} {_called(hook)} of {'all modules' if path is None else path or 'the model'}"
+        for owner, attribute, path, kind in _hook_tables(model, modules)
+        if attribute.removeprefix("_global") in _FORWARD_HOOKS
+        for hook in _held(owner, attribute).values()
+        if not installed_by_runs(hook) and str(_inner(hook).__module__).partition(".")[0] not in _LIBRARIES
+    ]
+
+
+def _called(hook: Any) -> str:
+    return getattr(_inner(hook), "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
+
+
+def _inner(hook: Any) -> Any:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook
 
 
 def _held(module: Any, attribute: str) -> Any:

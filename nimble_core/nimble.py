@@ -19,7 +19,7 @@ from nimble_core.devices.base import Executable
 from nimble_core.differentiable import Backward, make_trainable
 from nimble_core.errors import CaptureError, DeviceError, InputError
 from nimble_core.folded import Folded
-from nimble_core.freshness import Watch, announce
+from nimble_core.freshness import Watch, announce, hooks_of_users
 from nimble_core.fusing import follow
 from nimble_core.judging import eager_cases
 from nimble_core.options import Options, require_options
@@ -387,7 +387,15 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
     return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
 
 
-def _warn_of_attributes(recording: Recording) -> None:
+def _warn_of_python(model: Callable[..., Any], recording: Recording) -> None:
+    """Of what the forward does in Python for others to see, once at preparation."""
+    hooks = hooks_of_users(model)
+    if hooks:
+        more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
+        warn(
+            f"{hooks[0]}{more}: what hooks compute is replayed, what they keep or print in Python is not; "
+            "remove the hook, or return what it keeps as an output"
+        )
     if recording.changed:
         warn(f"the forward changes attributes, which a replay does not repeat: {', '.join(recording.changed)}")
 
@@ -416,7 +424,7 @@ def _prepare(
         device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
-    _warn_of_attributes(recorded.recording)
+    _warn_of_python(model, recorded.recording)
     program, graph = recorded.recording.program, recorded.graph
     build = builder(recorded.recording.output_structure)
     candidates: tuple[Candidate, ...] = ()
@@ -499,7 +507,7 @@ def _prepare_training(
     device = device_for(signature.device)
     made = make_trainable(device, model, signature, args, kwargs, options, step=watch)
     forward = made.forward
-    _warn_of_attributes(made.joint.recording)
+    _warn_of_python(model, made.joint.recording)
     if made.wrong:
         if options.strict:
             raise CaptureError(made.wrong, fix="report this model")

@@ -19,7 +19,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
@@ -31,6 +31,7 @@ __all__ = ["CapturedOptimizer"]
 
 _FORMS = ("foreach", "fused", "capturable")
 """Flags that choose among an optimizer's implementations of the same step."""
+_FORM_NAMES = {"fused": "fused", "foreach": "for-each", "": "parameter-by-parameter"}
 _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PREPARE = "prepare again, with a new TrainStep"
 _CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
@@ -158,6 +159,25 @@ class CapturedOptimizer:
     def scales(self) -> bool:
         """Whether ``update`` can be told of a loss scale: all groups have fused forms."""
         return all(group.fused for group in self._groups)
+
+    @property
+    def other_form(self) -> str:
+        """How ``update`` differs from what the optimizer's own ``step`` runs, in words; empty where it does not.
+
+        Both make the same step, by other kernels: a difference in time that no capture or schedule has made.
+        """
+        name = _name(self.optimizer)
+        for group, given in zip(self._groups, self.optimizer.param_groups, strict=True):
+            if not group.positions or "foreach" not in given:
+                continue
+            ours, eager = "fused" if group.fused else "foreach", _eager_form(given, self.device)
+            if ours != eager:
+                return (
+                    f"updates are made by torch's {_FORM_NAMES[ours]} {name}, while its step() runs the "
+                    f"{_FORM_NAMES[eager]} form: part of the difference in time is that ({name}(..., {ours}=True) to "
+                    "compare without)"
+                )
+        return ""
 
     def require_scaling(self) -> None:
         """Raises InputError if a step of this optimizer cannot be left out by the device: see ``scales``."""
@@ -438,6 +458,17 @@ def _described(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterat
         start += len(trained)
         members = tuple(group["params"])
         yield _Group(members, tuple(map(_requires_grad, members)), positions, options, settings, fused)
+
+
+def _eager_form(group: Mapping[str, Any], device: torch.device) -> str:
+    """The flag of the form that ``step`` takes for a group; empty: a loop over its parameters."""
+    if group.get("fused"):
+        return "fused"
+    foreach = group["foreach"]
+    if foreach is None and group.get("fused") is None:
+        rate_read = isinstance(group["lr"], torch.Tensor) and group.get("capturable") is False
+        foreach = device.type in _get_foreach_kernels_supported_devices() and not rate_read
+    return "foreach" if foreach else ""
 
 
 def _fused_types(optimizer: torch.optim.Optimizer, device: torch.device) -> Set[torch.dtype]:

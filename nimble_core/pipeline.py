@@ -34,7 +34,7 @@ from nimble_core.preserve import Saved, random_state_kept
 from nimble_core.record import announced
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
-from nimble_core.static import changed_constant, check_static, other_values
+from nimble_core.static import changed_constant, check_outputs, check_static, other_values
 from nimble_core.structure import builder
 from nimble_core.units import format_bytes
 
@@ -227,6 +227,13 @@ def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """Signature of the inputs. Raises InputError for what is no model, no input, or mixed devices."""
     require_callable(model)
     signature = Signature(args, kwargs, model.input_names if isinstance(model, Around) else ())
+    for tensor, path in zip(signature.tensors, signature.paths, strict=True):
+        for kind, lazy in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())):
+            if lazy:
+                raise InputError(
+                    f"{path} is a lazy view of another tensor (.is_{kind}() is True)",
+                    fix=f"pass .resolve_{kind}() of it",
+                )
     for name, parameter in getattr(model, "named_parameters", lambda: ())():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
@@ -283,6 +290,7 @@ def _recorded_twice(
                 sys.modules["numpy"].random.seed(_OTHER_SEED)
             second = device.record(model, again, again_args, again_kwargs)
         check_static(recording.program, second.program)
+        check_outputs(recording.output_structure, second.output_structure)
         recording = _hold_to_seen(device, recording, second)
         # Of the second alone: the first run may have asked for what libraries keep from then on.
         recording = replace(recording, asks=second.asks)

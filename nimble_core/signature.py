@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from nimble_core.errors import InputError
-from nimble_core.structure import Constant, Leaf, Node, Structure, flatten, leaf_paths, reader, same_structure
+from nimble_core.structure import (
+    Leaf,
+    Node,
+    Structure,
+    flatten,
+    leaf_paths,
+    reader,
+    same_structure,
+    structure_difference,
+)
 
 __all__ = ["Signature"]
 
@@ -39,12 +48,13 @@ class Signature:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
         self.device = _one_device(self.tensors, self.paths)
         for tensor, path in zip(self.tensors, self.paths, strict=True):
-            if tensor.layout is not torch.strided or tensor.is_quantized:
-                raise InputError(f"{path} is {tensor.layout}, not a dense tensor", fix="convert it with .to_dense()")
+            _require_dense(tensor, path)
         # A tensor given twice was recorded as one: calls have to do the same.
         first = {id(tensor): position for position, tensor in reversed(list(enumerate(self.tensors)))}
         self.twins = tuple((first[id(t)], i) for i, t in enumerate(self.tensors) if first[id(t)] != i)
         self.metas = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
+        # Calls that read the memory of a complex tensor do not see that it is to be conjugated.
+        self.conjugate = tuple((i, t.is_conj()) for i, t in enumerate(self.tensors) if t.is_complex())
         self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
 
     def _compile(self) -> Callable[[Args, Kwargs], list[torch.Tensor] | None]:
@@ -52,7 +62,7 @@ class Signature:
         positional, keyword = self.structure.children
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
-        metas, names, twins = self.metas, self.names, self.twins
+        metas, names, twins, conjugate = self.metas, self.names, self.twins, self.conjugate
         read = reader(self.structure)
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
         count, named = len(positional.children), len(names)
@@ -66,6 +76,8 @@ class Signature:
                     and tensor.device == device
                 ):
                     return False
+            if conjugate and any(tensors[i].is_conj() != bit for i, bit in conjugate):
+                return False
             return all(tensors[a] is tensors[b] for a, b in twins) if twins else True
 
         def bind_flat(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
@@ -105,14 +117,18 @@ class Signature:
             return "; ".join(words)
         tensors, given = self._flat(args, {name: kwargs[name] for name in self.names})
         if not same_structure(self.structure, given):
-            path, difference = _structure_difference(self.structure, given)
-            return f"{self._path(path)}: {difference}"
+            found = structure_difference(self.structure, given)
+            return f"{self._path(found.path)}: expected {found.was}, given {found.now}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
                 return (
                     f"{path}: expected {_describe(shape, dtype, device)}, "
                     f"given {_describe(tensor.shape, tensor.dtype, tensor.device)}"
                 )
+        for i, conjugate in self.conjugate:
+            if tensors[i].is_conj() != conjugate:
+                view = "a conjugate view" if conjugate else "no conjugate view: pass .resolve_conj() of it"
+                return f"{self.paths[i]}: expected {view}"
         for a, b in self.twins:
             if tensors[a] is not tensors[b]:
                 return f"{self.paths[b]}: expected the same tensor as {self.paths[a]}, given another"
@@ -139,6 +155,18 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
+def _require_dense(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_nested:
+        raise InputError(f"{path} is a nested tensor", fix="pad it: torch.nested.to_padded_tensor(x, 0.0)")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{path} is {tensor.layout}, not a dense tensor", fix="convert it with .to_dense()")
+    if tensor.is_quantized:
+        raise InputError(
+            f"{path} is quantized ({tensor.dtype}), not a dense tensor of numbers",
+            fix="convert it with .dequantize(), and quantize inside of the model",
+        )
+
+
 def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.device:
     device = tensors[0].device
     for tensor, path in zip(tensors, paths, strict=True):
@@ -148,24 +176,3 @@ def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.
                 fix=f"move every input to {device}",
             )
     return device
-
-
-def _structure_difference(expected: Structure, given: Structure, path: str = "") -> tuple[str, str]:
-    """Where they first differ, and how."""
-    if isinstance(expected, Node) and isinstance(given, Node):
-        if expected.type is not given.type:
-            return path, f"expected {expected.type.__name__}, given {given.type.__name__}"
-        if expected.keys != given.keys:
-            return path, f"expected keys {list(expected.keys)}, given {list(given.keys)}"
-        for key, a, b in zip(expected.keys, expected.children, given.children, strict=True):
-            if not same_structure(a, b):
-                return _structure_difference(a, b, f"{path}[{key!r}]")
-    return path, f"expected {_name(expected)}, given {_name(given)}"
-
-
-def _name(structure: Structure) -> str:
-    if isinstance(structure, Leaf):
-        return "a tensor"
-    if isinstance(structure, Constant):
-        return repr(structure.value)[:80]
-    return structure.type.__name__

@@ -13,8 +13,9 @@ from nimble_core.operators import storage_address
 from nimble_core.program import Call, Program
 from nimble_core.recording import Recording
 from nimble_core.strides import elements_once
+from nimble_core.structure import Structure, same_structure, structure_difference
 
-__all__ = ["changed_constant", "check_static", "other_values"]
+__all__ = ["changed_constant", "check_outputs", "check_static", "other_values"]
 
 _SHUFFLED = 1 << 16
 """Elements to be shuffled at most: with 5 million that would take 0.2 s. More are dealt out in a fixed stride."""
@@ -112,6 +113,21 @@ def check_static(first: Program, second: Program) -> None:
             f"the model is not static: {len(first.calls)} calls in one run, {len(second.calls)} on other input values",
             where=str(extra),
             fix="remove the branch on data or random state, or prepare only the static part",
+        )
+
+
+def check_outputs(first: Structure, second: Structure) -> None:
+    """Compare what is around the output tensors of two recordings of one model on different input values.
+
+    Raises:
+        NotStaticError: naming the first place that differs.
+    """
+    if not same_structure(first, second):
+        found = structure_difference(first, second, "output")
+        raise NotStaticError(
+            f"the model is not static: on other input values {found.path} is {found.now}, not {found.was}",
+            where=found.path,
+            fix="return tensors: what Python computes from them is not computed again by a replay",
         )
 
 

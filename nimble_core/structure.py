@@ -17,9 +17,31 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from nimble_core.contents import (
+    Difference,
+    Hidden,
+    attributes,
+    difference,
+    equal,
+    is_iterator,
+    is_plain,
+    remember,
+    shown,
+)
 from nimble_core.errors import InputError
 
-__all__ = ["Constant", "Leaf", "Node", "Structure", "builder", "flatten", "leaf_paths", "reader", "same_structure"]
+__all__ = [
+    "Constant",
+    "Leaf",
+    "Node",
+    "Structure",
+    "builder",
+    "flatten",
+    "leaf_paths",
+    "reader",
+    "same_structure",
+    "structure_difference",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +53,20 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Anything that is not a tensor and holds none."""
+    """Anything that is not a tensor and holds none.
+
+    Args:
+        value: it.
+        held: what it held then (``nimble_core.contents``), since it may be changed in place; None if it cannot.
+    """
 
     value: Any
+    held: Any = None
+
+    @property
+    def was(self) -> Any:
+        """What another is held against."""
+        return self.value if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +79,7 @@ class Node:
         type: the container's class.
         keys: keys or field names, parallel to ``children``; positions for sequences.
         children: what it contains.
-        context: what a registered pytree node needs to be built again.
+        context: what a registered pytree node needs to be built again; attributes of an ``"output"`` beside its fields.
     """
 
     kind: str
@@ -58,43 +91,80 @@ class Node:
 
 Structure = Leaf | Constant | Node
 
+_OUTPUT = "output"
+
 
 def flatten(value: object, *, what: str = "value") -> tuple[list[torch.Tensor], Structure]:
     """Split ``value`` into its tensors, in order, and the structure around them.
 
     Args:
         value: anything.
-        what: how error messages call it, e.g. ``"args"``.
+        what: how error messages call it, e.g. ``"args"``; ``"output"`` for what a run returned, of which nothing may be
+            out of sight.
 
     Raises:
-        InputError: an object of an unknown type that holds tensors (they could not be replaced by those of a replay).
+        InputError: an object of an unknown type that holds tensors (they could not be replaced by those of a replay),
+            an iterator; in an output also an array, or an object that cannot be looked into.
     """
     tensors: list[torch.Tensor] = []
-    return tensors, _split(value, tensors, what)
+    return tensors, _split(value, tensors, what, what == _OUTPUT)
 
 
-def _split(value: Any, tensors: list[torch.Tensor], path: str) -> Structure:
+def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool) -> Structure:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+    if value is None or is_plain(value):
         return Constant(value)
     kind, keys, children, context = _open(value)
     if kind:
+        if of_run and kind in ("record", "output"):
+            gained = {name: part for name, part in attributes(value).items() if name not in _field_names(value, keys)}
+            if kind == "record":
+                keys, children = (*keys, *gained), (*children, *gained.values())
+            else:
+                for name, part in gained.items():
+                    _remembered(part, f"{path}.{name}", of_run)
+                context = gained
         parts = tuple(
-            _split(child, tensors, f"{path}{_step(kind, key)}") for key, child in zip(keys, children, strict=True)
+            _split(child, tensors, f"{path}{_step(kind, key)}", of_run)
+            for key, child in zip(keys, children, strict=True)
         )
         return Node(kind, type(value), tuple(keys), parts, context)
-    hidden = _hidden_tensor(value)
-    if hidden:
+    if is_iterator(value):
         raise InputError(
-            f"{path} is a {type(value).__qualname__}, which holds tensors that cannot be seen from outside",
-            where=_join(path, hidden),
-            fix=("call the model with use_cache=False, or " if type(value).__name__.endswith("Cache") else "")
-            + "pass the tensors themselves, a dict or a dataclass, or register the type with "
-            "torch.utils._pytree.register_pytree_node",
+            f"{path} is a {type(value).__qualname__}: iterators and generators cannot be replayed",
+            where=path,
+            fix=f"{'return' if of_run else 'pass'} a list",
         )
-    return Constant(value)
+    return Constant(value, _remembered(value, path, of_run))
+
+
+def _remembered(value: Any, path: str, of_run: bool) -> Any:
+    try:
+        return remember(value, of_run=of_run)
+    except Hidden as hidden:
+        where, found = f"{path}{hidden.path}", hidden.value
+    kind = type(value).__qualname__
+    if isinstance(found, torch.Tensor):
+        raise InputError(
+            f"{path} is a {kind}, which holds tensors that cannot be seen from outside",
+            where=where,
+            fix=("call the model with use_cache=False, or " if type(value).__name__.endswith("Cache") else "")
+            + f"{'return' if of_run else 'pass'} the tensors themselves, a dict or a dataclass, or register the type "
+            "with torch.utils._pytree.register_pytree_node",
+        )
+    what = f"{path} is a {kind}" + ("" if found is value else f" with a {type(found).__qualname__}")
+    raise InputError(
+        f"{what}, which may hold values of this one run: a replay would return them again",
+        where=where,
+        fix="return the tensors themselves, in a list, a dict or a dataclass, and convert them outside of the model "
+        "(net(x).numpy())",
+    )
+
+
+def _field_names(value: Any, keys: Sequence[Any]) -> set[Any]:
+    return {*keys, *(field.name for field in dataclasses.fields(value))}
 
 
 def _open(value: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any]:
@@ -122,29 +192,6 @@ def _step(kind: str, key: object) -> str:
     return f".{key}" if kind in ("namedtuple", "record", "output") else f"[{key!r}]"
 
 
-def _hidden_tensor(value: object, depth: int = 3) -> str:
-    """Attribute path of a tensor inside an unknown object; empty if there is none within ``depth`` levels."""
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
-        return ""
-    if isinstance(value, dict):
-        items = [(f"[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        items = [(f"[{index}]", item) for index, item in enumerate(value)]
-    else:
-        items = list(getattr(value, "__dict__", {}).items())
-    for name, item in items[:1000]:
-        if isinstance(item, torch.Tensor):
-            return str(name)
-        inner = _hidden_tensor(item, depth - 1)
-        if inner:
-            return _join(name, inner)
-    return ""
-
-
-def _join(path: str, step: str) -> str:
-    return f"{path}{step}" if step.startswith("[") else f"{path}.{step}"
-
-
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     """Path of every tensor, by position: ``["args[0]", "kwargs['mask']"]``."""
     return [path for _, path in sorted(_walk(structure, root))]
@@ -159,26 +206,45 @@ def _walk(structure: Structure, path: str) -> Iterator[tuple[int, str]]:
 
 
 def same_structure(a: Structure, b: Structure) -> bool:
-    """Whether two structures hold tensors at the same places and equal constants around them."""
+    """Whether two structures hold tensors at the same places and equal constants around them.
+
+    Constants of ``a`` as they were when it was made, those of ``b`` as they are now.
+    """
     if isinstance(a, Node) and isinstance(b, Node):
         return (
             a.type is b.type
             and a.keys == b.keys
-            and _equal(a.context, b.context)
+            and equal(a.context, b.context)
             and all(same_structure(x, y) for x, y in zip(a.children, b.children, strict=True))
         )
     if isinstance(a, Constant) and isinstance(b, Constant):
-        return _equal(a.value, b.value)
+        return difference(a.was, b.value) is None
     return a == b if type(a) is type(b) else False
 
 
-def _equal(a: object, b: object) -> bool:
-    if a is b:
-        return True
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:  # an object whose comparison fails is only equal to itself
-        return False
+def structure_difference(was: Structure, now: Structure, path: str = "") -> Difference:
+    """Where two structures that are not the same first differ, in words; ``path`` is that of the whole."""
+    if isinstance(was, Node) and isinstance(now, Node):
+        if was.type is not now.type:
+            return Difference(path, was.type.__name__, now.type.__name__)
+        if was.keys != now.keys:
+            return Difference(path, f"keys {list(was.keys)}", str(list(now.keys)))
+        for key, a, b in zip(was.keys, was.children, now.children, strict=True):
+            if not same_structure(a, b):
+                return structure_difference(a, b, f"{path}{_step(was.kind, key)}")
+    if isinstance(was, Constant) and isinstance(now, Constant):
+        found = difference(was.was, now.value)
+        if found:
+            return dataclasses.replace(found, path=path + found.path)
+    return Difference(path, _name(was), _name(now))
+
+
+def _name(structure: Structure) -> str:
+    if isinstance(structure, Leaf):
+        return "a tensor"
+    if isinstance(structure, Constant):
+        return shown(structure.value)
+    return structure.type.__name__
 
 
 def reader(structure: Structure) -> Callable[[Any], list[torch.Tensor] | None]:
@@ -202,7 +268,10 @@ def _reader(structure: Structure) -> Callable[[Any, list[torch.Tensor]], bool]:
 
         return read_leaf
     if isinstance(structure, Constant):
-        return lambda value, found: _equal(structure.value, value)
+        was = structure.was
+        if is_plain(was):
+            return lambda value, found: equal(was, value)
+        return lambda value, found: difference(was, value) is None
     cls: Any = structure.type
     keys = structure.keys
     parts = [_reader(child) for child in structure.children]
@@ -275,7 +344,7 @@ def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
     if kind == "record":
         return _record_builder(cls, keys, parts)
     if kind == "output":
-        return _output_builder(cls, keys, parts)
+        return _output_builder(cls, keys, parts, structure.context)
     node, context = _pytree.SUPPORTED_NODES[cls], structure.context
     return lambda tensors: node.unflatten_fn([part(tensors) for part in parts], context)
 
@@ -294,10 +363,13 @@ def _record_builder(
 
 
 def _output_builder(
-    cls: Any, keys: tuple[Any, ...], parts: list[Callable[[Sequence[torch.Tensor]], Any]]
+    cls: Any,
+    keys: tuple[Any, ...],
+    parts: list[Callable[[Sequence[torch.Tensor]], Any]],
+    context: dict[str, Any] | None,
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
     # The class's own constructor inspects every field (59 µs for a Hugging Face output): fill dict and fields directly.
-    absent = {field.name: None for field in dataclasses.fields(cls) if field.name not in keys}
+    absent = {field.name: None for field in dataclasses.fields(cls) if field.name not in keys} | (context or {})
 
     def build(tensors: Sequence[torch.Tensor]) -> Any:
         made = cls.__new__(cls)

@@ -518,6 +518,11 @@ def _detached(output: Any) -> Any:
 
 
 def _require_loss(loss: object) -> None:
+    if isinstance(loss, (bool, int, float)):
+        raise InputError(
+            f"the loss is not a scalar to differentiate: a Python {type(loss).__name__}, which carries no gradient",
+            fix="drop .item() or float(...): return the tensor",
+        )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         why = "no gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else shown

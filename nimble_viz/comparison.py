@@ -70,7 +70,8 @@ def compare(
 
     The model, its parameters, buffers and random state are left as they were, bit for bit, and so are gradients,
     optimizer, scaler and their state: steps are made with copies of both. An interruption (Ctrl-C) once something
-    was recorded returns what there is, marked incomplete.
+    was measured returns what there is, marked incomplete, with a ``NimbleWarning`` that says what is missing; before
+    that it passes through.
 
     Args:
         model: module or function of tensors, on one device; to train, a module in training mode.
@@ -97,7 +98,7 @@ def compare(
         CaptureError: a call that cannot be captured; names it, its module path and source line.
         DeviceError: out of memory.
     """
-    from nimble_core.origins import pass_over
+    from nimble_core.origins import pass_over, warn
     from nimble_core.pipeline import check_inputs, device_for, preparing
     from nimble_viz.progress import default_progress
 
@@ -134,11 +135,13 @@ def compare(
         try:
             run.measure(told)
         except KeyboardInterrupt:
-            if run.recorded is None:
+            if not run.measurements:
                 raise
             run.interrupted = True
         finally:
             run.close()
+    if run.interrupted:
+        warn(f"compare was interrupted: {run.missing()}")
     return run.report()
 
 
@@ -467,6 +470,19 @@ class _Comparison:
             self.warnings.append(f"eager runs under no_grad: inference_mode fails with {str(error).splitlines()[0]}")
 
     # -- report ------------------------------------------------------------------------------------------------
+
+    def missing(self) -> str:
+        """What an interruption after the first round of timing left out, in words."""
+        rounds = min(len(taken.samples_ns) for taken in self.measurements.values())
+        watched = {line.run for line in self.timelines}
+        known = {
+            "whether outputs equal eager's": {check.name for check in self.checks}.issuperset(self.engine_bytes),
+            "when the calls of replays ran": watched.issuperset(self.schedules),
+            "where eager's host time goes": self.overhead is not None or self.device.kind == "fake",
+            "eager's memory": False,
+        }
+        lacks = ", ".join(name for name, there in known.items() if not there)
+        return f"the report rests on {rounds} rounds of timing and does not know {lacks}"
 
     def report(self) -> Report:
         """What is known, as one value."""

@@ -23,7 +23,7 @@ from nimble_core.units import format_bytes, format_count, format_ns
 from nimble_viz.dashboard_views import Selection, Views
 from nimble_viz.views.dag import Boxes, lay_out
 from nimble_viz.views.labels import plural
-from nimble_viz.views.overhead import PARTS, grouped, module_tree
+from nimble_viz.views.overhead import PARTS, group_name, grouped, module_tree
 
 __all__ = [
     "MOST_BARS",
@@ -109,7 +109,8 @@ def overhead_rows(views: Views, by: Grouping, order: str) -> list[dict[str, Any]
     """
     if views.overhead is None:
         return []
-    columns = views.overhead["columns"]
+    columns, shared = views.overhead["columns"], views.overhead["shared"]
+    together = shared["calls"] if shared else ()
     if by == "tree":
         all_rows = [row for root in module_tree(views.report, order) for row in root]
         fit = [depth for depth in range(1, 99) if sum(row.depth < depth for row in all_rows) <= _GROUPS]
@@ -123,6 +124,7 @@ def overhead_rows(views: Views, by: Grouping, order: str) -> list[dict[str, Any]
     if by == "call":
         rows = [
             {"name": views.name(call, eager=True), "eager": (call,), "calls": 1}
+            | ({"name": shared["name"], "eager": tuple(together)} if call in together else {})
             | {part: columns[part][row] for part in (*PARTS, "work", "exposed")}
             | {"overhead": sum(columns[part][row] for part in PARTS)}
             for row, call in enumerate(columns["call"])
@@ -553,13 +555,12 @@ def memory_marks(run: Mapping[str, Any], marked: Selection, colours: Palette) ->
 # ---------------------------------------------------------------- parts of figures
 
 
-def _members(views: Views, by: Grouping) -> dict[str, list[int]]:
+def _members(views: Views, by: Literal["operator", "module"]) -> dict[str, list[int]]:
     """Profiled eager calls by the name that ``grouped`` gives their group."""
     members: dict[str, list[int]] = {}
-    for call in views.overhead_row:
-        one = views.report.eager_calls[call]
-        homeless = "(the optimizer)" if one.phase == "optimizer" else "(the model itself)"
-        members.setdefault(one.label if by == "operator" else one.module or homeless, []).append(call)
+    profile = views.report.overhead
+    for row in profile.calls if profile else ():
+        members.setdefault(group_name(views.report, row.call, by), []).extend(profile.calls_of(row))
     return members
 
 

@@ -367,7 +367,9 @@ def details(views: Views, marked: Selection, plan: Mapping[str, Any] | None) -> 
         parts = [(part, sum(columns[part][row] for row in found)) for part in PARTS]
         named = ", ".join(f"{part} {format_ns(ns)}" for part, ns in parts if ns)
         exposed = sum(columns["exposed"][row] for row in found)
-        rows.append(("Overhead", f"{format_ns(sum(ns for _, ns in parts))} in profiled eager: {named}"))
+        shared = views.overhead["shared"] or {"name": "", "calls": ()}
+        of_all = f"{shared['name']}: " if any(call in shared["calls"] for call in marked.eager) else ""
+        rows.append(("Overhead", f"{of_all}{format_ns(sum(ns for _, ns in parts))} in profiled eager: {named}"))
         rows.append(("Exposed", f"{format_ns(exposed)} with the device idle"))
     else:
         rows.append(("Overhead", "not found in the profile"))

@@ -409,6 +409,7 @@ def _check_measurement(taken: Measurement, where: str) -> None:
 
 def _check_overhead(profile: OverheadProfile, size: int) -> None:
     _indices((row.call for row in profile.calls), size, "overhead.calls")
+    _indices(profile.shared, size, "overhead.shared")
     for k, row in enumerate(profile.calls):
         _finite(_parts(row), f"overhead.calls[{k}]")
     _amounts((profile.profiled_ns, profile.unprofiled_ns, profile.device_busy_ns), "overhead")

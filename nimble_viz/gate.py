@@ -19,6 +19,7 @@ from nimble_core.units import format_bytes, format_count, format_ratio
 from nimble_viz.diff import SPEED_BAND, across, environment_changes, host_sync_count, within
 from nimble_viz.report import Report
 from nimble_viz.views.labels import context, label_plan, label_run, trains
+from nimble_viz.views.peers import unshown
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -281,7 +282,7 @@ def _speedup(report: Report, least: float, over: str) -> Verdict:
         missing = report.chosen if report.measurement(report.chosen) is None else over
         return Verdict("min_speedup", "inconclusive", f"{missing or 'a chosen plan'} was not measured", least)
     outcome: Outcome = "pass" if found.low >= least else "fail" if found.high < least else "inconclusive"
-    names = f"{label_run(report, found.name)} over {label_run(report, found.baseline)}"
+    names = f"{label_run(report, found.name)} over {label_run(report, found.baseline)}{unshown(report, found.baseline)}"
     text = f"{names}: {_interval(found.value, found.low, found.high)}, at least {format_ratio(least)} asked for"
     return Verdict("min_speedup", outcome, text, least, found.value, found.low, found.high)
 

@@ -164,7 +164,7 @@ class OverheadProfile:
     """Framework overhead of one profiled eager iteration.
 
     Args:
-        calls: one row per matched call, by call index; those of the optimizer that were not found share its phase.
+        calls: one row per matched call, by call index, and one for those in ``shared`` together.
         profiled_ns: host time of the profiled iteration.
         unprofiled_ns: median wall time of the same iteration without the profiler.
         remainder_ns: profiled host time that belongs to no call: what comes after the last.
@@ -179,6 +179,8 @@ class OverheadProfile:
         waiting_ns: profiled host time spent waiting for the device; in older files part of ``remainder_ns``.
         loader_ns: profiled host time spent waiting for the data loader.
         idle: why the device idled; None on the host device and in older files.
+        shared: calls of the optimizer that were not found, as eager runs other operators; the first has a row, of
+            them all. In older files each has one, with an even share.
     """
 
     calls: tuple[CallOverhead, ...]
@@ -196,6 +198,11 @@ class OverheadProfile:
     waiting_ns: float = 0.0
     loader_ns: float = 0.0
     idle: DeviceIdle | None = None
+    shared: tuple[int, ...] = ()
+
+    def calls_of(self, row: CallOverhead) -> tuple[int, ...]:
+        """The calls that a row is the time of."""
+        return self.shared if row.call in self.shared else (row.call,)
 
     @property
     def overhead_ns(self) -> float:

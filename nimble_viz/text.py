@@ -245,8 +245,10 @@ def _phases(found: dict[str, Any]) -> list[RenderableType]:
     for name, cells in lines:
         if any(cells):
             table.add_row(_text(name), *(_text(cell or "-") for cell in cells))
-    note = "replays: while any call of the phase ran; phases may run side by side"
-    return [table, _text(note, "dim")] if found["runs"] else [table]
+    notes = [f"{row['phase']}: {row['inside']}, fused with theirs" for row in rows if row["inside"]]
+    if found["runs"]:
+        notes.insert(0, "replays: while any call of the phase ran; phases may run side by side")
+    return [table, *(_text(note, "dim") for note in notes)]
 
 
 def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
@@ -510,7 +512,7 @@ def _groups(by: str, rows: Sequence[dict[str, Any]]) -> Table:
             _text(row["name"]),
             _text(format_count(row["calls"])),
             _text(format_ns(row["overhead"])),
-            _text(format_ns(row["overhead"] / row["calls"])),
+            _text("" if row["whole"] else format_ns(row["overhead"] / row["calls"])),
             _text(format_percent(exposed)),
             _Bar([row[part] for part in PARTS], rows[0]["overhead"]),
         )

@@ -235,6 +235,8 @@ class Training:
         found = []
         if self._captured is None:
             found.append("no optimizer was given: a step is forward, loss and backward")
+        elif self._captured.other_form:
+            found.append(self._captured.other_form)
         if self.autocast is not None:
             found.append(f"forward and loss run under autocast to {str(self.autocast).removeprefix('torch.')}")
         if self.whole.scaler is not None:

@@ -335,6 +335,22 @@ def training_report(calls: int = 60, *, width: int = 4, device: str = "cuda") ->
     )
 
 
+def eager_optimizer_report(device: str = "cuda") -> Report:
+    """``training_report`` whose optimizer's two calls eager did not make: one row for both."""
+    report = training_report(device=device)
+    assert report.overhead is not None
+    *rows, first, second = report.overhead.calls
+    both = replace(first, **{part: getattr(first, part) + getattr(second, part) for part in (*_PARTS, "tail_ns")})
+    shared = replace(report.overhead, calls=(*rows, both), shared=(first.call, second.call))
+
+    def at_first(call: Call) -> Call:
+        origins = tuple(replace(one, module="c1") for one in call.origins)
+        return replace(call, origins=origins) if call.phase == "optimizer" else call
+
+    calls = tuple(at_first(call) for call in report.program.calls)
+    return replace(report, program=replace(report.program, calls=calls), overhead=shared)
+
+
 _PARTS = ("python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "work_ns", "exposed_ns")
 
 
@@ -500,6 +516,7 @@ CASES: dict[str, Callable[[], Report]] = {
     "fused thousand": lambda: fused_report(1_000, width=10),
     "training": lambda: training_report(),
     "training on the host": lambda: training_report(12, width=2, device="cpu"),
+    "eager optimizer": lambda: eager_optimizer_report(),
     "three launches": lambda: launched_report((10, 30)),
     "ten thousand": lambda: sample_report(10_000, width=8),
 }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import nn
 from nimble_core import origins
 from nimble_core.devices.base import Observation
 from nimble_core.devices.fake import FakeDevice
-from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError
+from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleWarning, NotStaticError
 from nimble_core.options import Options
 from nimble_core.policies import nimble
 from nimble_viz.comparison import compare
@@ -363,20 +364,15 @@ def test_a_name_that_is_taken() -> None:
 def test_an_interruption_while_a_peer_is_prepared() -> None:
     first, second = Beside("first"), Beside("second")
     spy = Spy("peer second")
-    report = compare(
-        Wide(), torch.randn(2, 16), against=[first, second], options=NIMBLE, progress=spy, device=FakeDevice()
-    )
-    assert not report.complete
-    assert [result.name for result in report.peers] == ["first"]
-    assert report.measurements == ()
+    with pytest.raises(KeyboardInterrupt):
+        compare(Wide(), torch.randn(2, 16), against=[first, second], options=NIMBLE, progress=spy, device=FakeDevice())
     assert (first.closed, second.closed) == (1, 0)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    inside = on_fake(Wide(), torch.randn(2, 16), against=[Beside("second", prepare=interrupt)])
-    assert not inside.complete
-    assert inside.measurements == ()
+    with pytest.raises(KeyboardInterrupt):
+        on_fake(Wide(), torch.randn(2, 16), against=[Beside("second", prepare=interrupt)])
 
 
 def test_an_unknown_peer() -> None:
@@ -488,18 +484,29 @@ def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
     def run() -> Report:
         return compare(model, x, options=Options(policy="nimble", budget_s=0.05), progress=spy, device=chosen)
 
-    if STEPS.index(at) <= STEPS.index("hazards"):
-        with pytest.raises(KeyboardInterrupt):
-            run()
+    def measured() -> Report | None:
+        try:
+            return run()
+        except KeyboardInterrupt:
+            return None
+
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", NimbleWarning)
+        report = measured()
+    told = [str(one.message) for one in given if issubclass(one.category, NimbleWarning)]
+    reached = at in spy.names
+    if not reached:
+        assert at in ("profile eager", "capture nimble")
+    if reached and STEPS.index(at) <= STEPS.index("measure"):
+        assert report is None
+        assert not any("interrupted" in one for one in told)
     else:
-        report = run()
-        reached = at in spy.names
+        assert report is not None
         assert report.complete == (not reached)
-        if not reached:
-            assert at in ("profile eager", "capture nimble")
+        assert bool(report.measurements)
         assert [step.name for step in report.preparation][:3] == ["warm-up", "record", "record again"]
-        measured = STEPS.index(at) > STEPS.index("measure")
-        assert bool(report.measurements) == measured or not reached
+        assert sum("interrupted" in one for one in told) == reached
+        assert any("whether outputs equal" in one for one in told) == (reached and not report.checks)
         assert report.chosen in {"", *(plan.policy for plan in report.schedules)}
         assert len(report.critical_path) >= 1
     assert spy.finished
@@ -508,7 +515,11 @@ def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
 
 def test_an_interruption_of_the_timing_keeps_the_rounds() -> None:
     spy = Spy("measure", round_=3)
-    report = compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=FakeDevice())
+    with pytest.warns(
+        NimbleWarning, match="interrupted: the report rests on 3 rounds of timing and does not know"
+    ) as told:
+        report = compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=FakeDevice())
+    assert told[0].filename == __file__
     assert not report.complete
     assert {len(taken.samples_ns) for taken in report.measurements} == {3}
     assert "check equality" not in spy.names

@@ -178,6 +178,7 @@ STEPS = ["warm-up", "record again", "capture single", "measure", "check updates"
 
 @pytest.mark.parametrize("at", STEPS)
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupted"])
+@pytest.mark.filterwarnings("ignore:compare was interrupted")
 def test_all_stays_as_it_was_after_an_error(at: str, error: BaseException) -> None:
     net, (x, y) = Net(dropout=0.2), batch()
     optimizer, spy = begun(net), Failing(at, error)

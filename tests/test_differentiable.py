@@ -715,6 +715,7 @@ def test_hooks_of_outputs_and_inputs() -> None:
     net.close()
 
 
+@pytest.mark.filterwarnings("ignore:the forward.*hook scaled of 2:nimble_core.errors.NimbleWarning")
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 def test_hooks_of_submodules_act_or_are_refused(kind: str) -> None:
     """A hook that is there when the module is prepared changes results as in eager."""

@@ -22,7 +22,7 @@ from nimble_core.schedule import SyncCounts
 from nimble_viz import compare, load
 from nimble_viz.command import main
 from nimble_viz.gate import EXIT_CODES, Outcome, Rules, Verdict, gate
-from nimble_viz.report import HostSync, Report
+from nimble_viz.report import HostSync, PeerResult, Report
 
 ORDER: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 
@@ -71,6 +71,9 @@ def test_the_least_speed_over_another_run() -> None:
     assert found.value == pytest.approx(100 / 90)
     assert "nimble replay over one-stream replay: 1.11x" in found.text
     assert verdict(report, "min_speedup", Rules(min_speedup=1, over="nobody")).text == "nobody was not measured"
+    peers = replace(fused_report(), peers=(PeerResult("compile", 31.0),))
+    told = verdict(peers, "min_speedup", Rules(min_speedup=0.1, over="compile")).text
+    assert "over compile, whose outputs were not shown to be eager's: " in told
 
 
 @given(

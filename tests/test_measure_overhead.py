@@ -121,7 +121,7 @@ def with_optimizer(*after: str) -> Program:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_calls_of_the_optimizer_share_what_an_eager_one_took(device: Any) -> None:
+def test_calls_of_the_optimizer_have_what_an_eager_one_took_once_for_all(device: Any) -> None:
     eager = (op("_foreach_mul_", 120, 130), op("_foreach_add_", 132, 150))
     trace = replace(
         CUDA,
@@ -132,15 +132,14 @@ def test_calls_of_the_optimizer_share_what_an_eager_one_took(device: Any) -> Non
         phases=(("forward", 0, 112), ("optimizer", 112, 155)),
     )
     profile = overhead_profile(with_optimizer("_fused_sgd_", "_fused_sgd_"), trace, 0.0)
-    first, second = profile.calls[2:]
-    assert (first.call, second.call, replace(first, call=3)) == (2, 3, second)
-    # From 110, where relu ended, to 155: half of it each.
+    (both,) = profile.calls[2:]
+    assert (both.call, profile.shared) == (2, (2, 3))
+    # From 110, where relu ended, to 155.
     if device == "cuda":
-        parts = (first.python_ns, first.dispatch_ns, first.launch_ns, first.work_ns)
-        assert parts == (17 / 2, 23 / 2, 5 / 2, 6 / 2)
+        assert (both.python_ns, both.dispatch_ns, both.launch_ns, both.work_ns) == (17, 23, 5, 6)
         assert (profile.waiting_ns, profile.remainder_ns) == (10 + 40, 5)
     else:
-        assert (first.python_ns, first.dispatch_ns, first.work_ns) == (17 / 2, 0, 28 / 2)
+        assert (both.python_ns, both.dispatch_ns, both.work_ns) == (17, 0, 28)
         assert profile.remainder_ns == 45
     assert host_ns(profile, device) == 200
     assert not any("belong to none" in warning for warning in profile.warnings) or device == "cpu"
@@ -149,7 +148,7 @@ def test_calls_of_the_optimizer_share_what_an_eager_one_took(device: Any) -> Non
 def test_calls_of_the_optimizer_that_are_found_have_their_own_time() -> None:
     trace = replace(CUDA, operators=(*CUDA.operators, op("_fused_sgd_", 120, 140)), phases=(("optimizer", 112, 155),))
     profile = overhead_profile(with_optimizer("_fused_sgd_"), trace, 0.0)
-    assert (profile.calls[2].overhead_ns, profile.remainder_ns) == (30, 20)
+    assert (profile.calls[2].overhead_ns, profile.remainder_ns, profile.shared) == (30, 20, ())
     assert overhead_profile(TWO, trace, 0.0).remainder_ns == 50  # without a call of the optimizer's it is nobody's
 
 

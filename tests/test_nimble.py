@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, Busy, Deep, Norms, Shared, Wide, make
 from torch import nn
+from torch.nn.utils import prune
 
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NimbleWarning, NotStaticError
 from nimble_core.folded import Folded
@@ -339,10 +340,133 @@ def test_copies_start_unprepared() -> None:
     net.close()
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_one_warning_says_that_what_hooks_keep_goes_stale(training: bool) -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(module: nn.Module, args: Any, out: Any) -> None:
+        kept["out"] = out
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train(training), torch.randn(2, 4)
+    handles = [
+        model[0].register_forward_hook(functools.partial(keep)),
+        model.register_forward_pre_hook(lambda *_: None),
+    ]
+    with pytest.warns(NimbleWarning) as given:
+        Nimble(model, QUICK).prepare(x, training=training).close()
+    (warning,) = given
+    assert "forward" in str(warning.message)
+    assert "and 1 more: what hooks compute is replayed" in str(warning.message)
+    assert warning.filename == __file__
+    handles[1].remove()
+    with pytest.warns(NimbleWarning, match="the forward hook keep of 0: "):
+        Nimble(model, QUICK).prepare(x, training=training).close()
+    handles[0].remove()
+    Nimble(model, QUICK).prepare(x, training=training).close()
+
+
+def test_hooks_of_libraries_are_not_warned_of() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    prune.l1_unstructured(model[0], "weight", 0.5)  # type: ignore[no-untyped-call]
+    assert model[0]._forward_pre_hooks
+    with pytest.warns(NimbleWarning) as given:  # of the pruned weight, an attribute
+        net = Nimble(model.eval(), QUICK).prepare(x)
+    assert not any("hook" in str(one.message) for one in given)
+    close(net(x), model(x))
+    net.close()
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("returned", "where"),
+    [
+        (lambda y: y.numpy(), "output"),
+        (lambda y: [y, {"a": y.numpy()}], "output[1]['a']"),
+        (lambda y: (y, memoryview(y.numpy())), "output[1]"),
+        (lambda y: (one for one in [y]), "output"),
+        (lambda y: (y, map(torch.relu, [y])), "output[1]"),
+        (lambda y: Slotted(y), "output.held"),
+        (lambda y: ValueError(y), "output.args[0]"),
+        (lambda y: functools.partial(torch.add, y), "output.args[0]"),
+        (lambda y: lambda: y, "output.y"),
+        (lambda y: (y, nn.Linear(1, 1)), "output[1]"),
+    ],
+)
+def test_outputs_that_a_replay_would_return_stale_are_refused(returned: Any, where: str, strict: bool) -> None:
+    with pytest.raises(InputError) as caught:
+        Nimble(lambda x: returned(x * 2), Options(tune="off", strict=strict)).prepare(torch.randn(3))
+    assert caught.value.where == where
+    assert "return" in caught.value.fix
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attributes_beside_the_fields_of_an_output_are_replayed(training: bool) -> None:
+    @dataclass
+    class Result:
+        y: Any
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            result = Result(super().forward(x))
+            result.more = result.y * 2  # type: ignore[attr-defined]
+            return result
+
+    model, x = Model(3, 3).train(training), torch.randn(2, 3)
+    net = Nimble(model, QUICK).prepare(x, training=training)
+    close(net(x + 1).more, model(x + 1).more)
+    net.close()
+
+
+@pytest.mark.parametrize("returned", [lambda y: y.tolist(), lambda y: Slotted(float(y.numpy().sum()))])
+def test_numbers_in_an_output_that_follow_the_input_are_refused(returned: Any) -> None:
+    with pytest.raises(NotStaticError, match=r"output\[1\].* is -?[0-9.e-]+, not ") as caught:
+        Nimble(lambda x: (x, returned(x * 2)), QUICK).prepare(torch.randn(3))
+    assert caught.value.where.startswith("output[1]")
+
+
+def test_objects_made_anew_in_each_run_that_hold_the_same_are_returned() -> None:
+    net = Nimble(lambda x: (x * 2, Slotted([1, "a"]), float("nan")), QUICK).prepare(torch.ones(2))
+    y, slotted, _ = net(torch.zeros(2))
+    assert (y.tolist(), slotted.held) == ([0.0, 0.0], [1, "a"])
+    net.close()
+
+
+def test_an_array_that_was_changed_in_place_is_another_input() -> None:
+    numpy = pytest.importorskip("numpy")
+    x, scale = torch.ones(2), numpy.ones(4)
+    net = Nimble(lambda x, scale: x * float(scale.sum()), QUICK).prepare(x, scale)
+    close(net(x, scale.copy()), x * 4)
+    scale[1:] = 5
+    with pytest.raises(InputError, match=r"args\[1\]: expected float64\[4\] \[1.0, 1.0.*given float64\[4\] \[1.0, 5.0"):
+        net(x, scale)
+    net.close()
+
+
+@pytest.mark.parametrize("kind", ["conj", "neg"])
+def test_lazy_views_are_refused_as_inputs(kind: str) -> None:
+    z = torch.randn(3, dtype=torch.cfloat)
+    with pytest.raises(InputError, match=r"args\[0\] is a lazy view") as caught:
+        Nimble(lambda x: x * 2, QUICK).prepare(z.conj() if kind == "conj" else z.conj().imag)
+    assert f".resolve_{kind}()" in caught.value.fix
+    net = Nimble(lambda x: x.real + 1, QUICK).prepare(z)
+    with pytest.raises(InputError, match="no conjugate view"):
+        net(z.conj())
+    close(net(z.conj().resolve_conj()), z.real + 1)
+    net.close()
+
+
 def test_hooks_run_as_they_did_when_recorded() -> None:
     model, x = Deep(), torch.randn(2, 8)
     model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
-    net = Nimble(model, QUICK).prepare(x)
+    with pytest.warns(NimbleWarning, match="forward hook"):
+        net = Nimble(model, QUICK).prepare(x)
     close(net(x + 1), model(x + 1))
     seen: list[int] = []
     net.register_forward_hook(lambda *_: seen.append(1))

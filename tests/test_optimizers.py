@@ -597,6 +597,56 @@ def test_flags_that_choose_an_implementation_may_change() -> None:
     captured.sync()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "ours", "theirs"),
+    [
+        (optim.AdamW, {}, "fused", "parameter-by-parameter"),
+        (optim.AdamW, {"foreach": True}, "fused", "for-each"),
+        (optim.AdamW, {"fused": False}, "fused", "parameter-by-parameter"),
+        (optim.AdamW, {"fused": True}, "fused", "fused"),
+        (optim.SGD, {"foreach": False}, "fused", "parameter-by-parameter"),
+        (optim.RMSprop, {}, "for-each", "parameter-by-parameter"),
+        (optim.RMSprop, {"foreach": True}, "for-each", "for-each"),
+    ],
+)
+def test_another_form_than_that_of_eager_is_told(
+    kind: type[optim.Optimizer], options: dict[str, Any], ours: str, theirs: str
+) -> None:
+    mine, _ = twins(kind, options)
+    told = CapturedOptimizer(mine, "cpu").other_form
+    form = "fused" if ours == "fused" else "foreach"
+    assert (f"torch's {ours} {kind.__name__}," in told and f"runs the {theirs} form" in told) == (ours != theirs)
+    assert bool(told) == (ours != theirs)
+    # What it says of eager is what eager does, and its advice helps.
+    assert ran(mine) == theirs
+    other, _ = twins(kind, {form: True})
+    assert CapturedOptimizer(other, "cpu").other_form == ""
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def ran(optimizer: optim.Optimizer) -> str:
+    """The form of the optimizer's own step, by the operators that it runs."""
+    for parameter in members(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # makes the state
+    with Names() as names:
+        optimizer.step()
+    if any(name.startswith("_fused_") for name in names.seen):
+        return "fused"
+    # One parameter's counter may be increased in a for-each call in any form.
+    arithmetic = {"_foreach_lerp_", "_foreach_mul_", "_foreach_addcmul_", "_foreach_addcdiv_"}
+    return "for-each" if names.seen & arithmetic else "parameter-by-parameter"
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -126,8 +126,35 @@ def test_inputs_that_are_not_dense_are_an_error(make: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_quantized_inputs_are_an_error() -> None:
-    with pytest.raises(InputError, match=r"args\[0\]"):
+    with pytest.raises(InputError, match=r"args\[0\] is quantized .*\n.*dequantize"):
         Signature((torch.quantize_per_tensor(X, 0.1, 0, torch.quint8),), {})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_an_error(layout: torch.layout) -> None:
+    with pytest.raises(InputError, match=r"args\[1\] is a nested tensor"):
+        Signature((X, torch.nested.nested_tensor([X, X], layout=layout)), {})
+
+
+@pytest.mark.parametrize("value", [iter([X]), (one for one in [X]), zip([X], [X], strict=True)])
+def test_iterators_are_an_error(value: Any) -> None:
+    with pytest.raises(InputError, match=r"args\[1\]\[0\] is a .*cannot be replayed") as caught:
+        Signature((X, [value]), {})
+    assert "list" in caught.value.fix
+
+
+def test_an_object_that_was_changed_in_place_is_another() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.sizes, self.more = [1, 2], {"a": 3}
+
+    config = Config()
+    signature = Signature((X, config), {})
+    assert signature.bind((X, config), {}) is not None
+    assert signature.bind((X, Config()), {}) is not None
+    config.more["a"] = 4
+    assert "args[1].more['a']: expected 3, given 4" in refused(signature, (X, config), {})
 
 
 def test_zero_dimensional_and_empty_tensors() -> None:

@@ -2054,3 +2054,11 @@ def test_compiled_kernels_that_are_wrong_are_left_out_with_the_reason() -> None:
     for one, expected in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, expected)
     step.close()
+
+
+def test_a_loss_that_is_a_number_of_python() -> None:
+    model = nn.Linear(3, 1)
+    step = TrainStep(model, lambda y: y.sum().item(), torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
+    with pytest.raises(InputError, match="a Python float") as caught:
+        step.prepare(torch.randn(2, 3))
+    assert ".item()" in caught.value.fix

@@ -730,6 +730,27 @@ def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
     assert ["the bare replay" in text for text in lengths] == [False, True, True]
 
 
+def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row(opened):
+    report = CASES["eager optimizer"]()
+    name, told = "optimizer", "eager runs other operators: 0 of 2 calls found"
+    first, second = report.overhead.shared
+    shown = opened(page(report))
+    shown.page.click("#nv-tab-overhead")
+    rows = shown.page.locator("#nv-pane-overhead .nv-row .nv-name")
+    for by in ("By operator", "By call"):
+        shown.page.click(f"#nv-pane-overhead >> text={by}")
+        names = [text.splitlines() for text in rows.all_inner_texts()]
+        assert [one[:2] for one in names].count([name, told]) == 1
+    assert not any(one[0].startswith((f"{first} ", f"{second} ")) for one in names)
+    shown.page.click("#nv-pane-overhead >> text=By module")
+    names = rows.all_inner_texts()
+    assert "(the optimizer)" in names
+    assert "c1" not in names
+    shown.page.evaluate(f"nimbleViewer.select({first})")
+    assert f"{name} ({told})" in shown.page.inner_text(".nv-detail")
+    assert shown.troubles == []
+
+
 def test_themes_follow_the_system_and_the_button(opened):
     shown = opened(page(sample_report(10)), dark=True)
     ground = "getComputedStyle(document.body).backgroundColor"

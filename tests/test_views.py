@@ -293,6 +293,19 @@ def test_the_verdict_is_about_the_fastest_peer_that_is_right():
     assert best_peer(sample_report(60)) == ""
 
 
+def test_a_peer_that_was_not_shown_to_be_right_is_named_with_that():
+    report = fused_report()
+    assert "whose outputs were not shown" not in verdict(report)
+    doubtful = tuple(
+        replace(one, check=replace(one.check, passed=False, reason="void: x")) if one.name == "compile" else one
+        for one in report.peers
+    )
+    told = verdict(replace(report, peers=doubtful))
+    assert "), the fastest peer, whose outputs were not shown to be eager's" in told
+    alone = replace(report, peers=(PeerResult("compile", 31.0),))
+    assert "), whose outputs were not shown to be eager's" in verdict(alone)
+
+
 def test_a_loss_is_put_upside_down_with_its_quartiles():
     slower = Ratio("ours", "theirs", 0.5, 0.4, 0.8, False)
     assert against(slower) == "2.00x slower than theirs (quartiles 1.25x to 2.50x, unstable)"
@@ -894,11 +907,14 @@ def test_boxes_without_edges_lie_below_each_other_beside_the_others(rows: list[i
         assert max(Counter(free).values()) <= max(1, math.ceil(len(free) / max(tall, 1)))
 
 
-def test_the_graph_opens_on_the_fastest_plan_of_several_streams() -> None:
+def test_the_graph_opens_on_the_plan_that_the_verdict_is_about() -> None:
     training = nimble_viz.load(EXAMPLES / "resnet18-training-h200.nimble")
     opens = dag(training)["opens"]
     assert training.schedules[opens].policy == "inductor, contention" == best_run(training)
     assert opens < len(training.schedules) - 1
+    for plan in training.schedules:
+        chosen = replace(training, chosen=plan.policy, checks=())
+        assert training.schedules[dag(chosen)["opens"]] == plan
     bert = nimble_viz.load(EXAMPLES / "bert-h200.nimble")
-    assert dag(bert)["opens"] == len(bert.schedules) - 1
+    assert dag(replace(bert, measurements=()))["opens"] == len(bert.schedules) - 1
     assert dag(replace(bert, schedules=()))["opens"] == -1

@@ -159,6 +159,21 @@ def test_code_without_a_replay_is_told_of_its_input_and_its_waits() -> None:
     assert all(change.basis == "bound" and change.run == "eager" for change in changes)
 
 
+def test_the_host_is_told_of_no_graph_and_of_no_buffers_it_does_not_have() -> None:
+    wanted = "write inputs in place and read outputs where they are"
+    for device in ("cuda", "cpu"):
+        found = advice(with_time_outside(sample_report(60, device=device)))
+        assert (wanted in [one.what for one in found.changes]) == (device == "cuda")
+        assert found.replay is not None
+        assert not any("graph" in row.meaning for row in found.replay.rows)
+
+
+def with_time_outside(report: Report) -> Report:
+    """Every run takes three times as long, watched as before."""
+    slower = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in report.measurements)
+    return replace(report, measurements=slower)
+
+
 def test_a_plan_has_no_advice() -> None:
     assert advice_data(plan_report()) is None
     assert "What would help next" not in plain_text(plan_report(), 80)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sample_reports import profile_report, sample_report, training_report
+from sample_reports import eager_optimizer_report, fused_report, profile_report, sample_report, training_report
 
 from nimble_core.measurement import summarize
 from nimble_viz.report import Bound, Report
+from nimble_viz.text import plain_text
 from nimble_viz.views.labels import context
-from nimble_viz.views.overhead import PARTS, grouped, idle_causes, overhead
+from nimble_viz.views.overhead import PARTS, grouped, idle_causes, module_tree, overhead
 from nimble_viz.views.phases import PHASES, phases, span_phases
 from nimble_viz.views.profiled import profiled, profiled_verdict
 from nimble_viz.views.summary import summary, verdict
@@ -122,3 +123,39 @@ def test_causes_of_an_idle_device_add_up(report: Report) -> None:
     assert (facts["Waits for the device"], facts["Waits for the data loader"]) == ("70.0 µs", "200 µs")
     assert facts["Belongs to no call"] == "300 µs, 30.0%"
     assert facts["Same run unprofiled"] == "not timed"
+
+
+def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
+    report = eager_optimizer_report()
+    name = "optimizer (eager runs other operators: 0 of 2 calls found)"
+    (row,) = (one for one in grouped(report, "operator") if one["whole"])
+    assert (row["name"], row["calls"]) == (name, 2)
+    assert row["overhead"] == report.overhead.calls[-1].overhead_ns
+    modules = {one["name"]: one for one in grouped(report, "module")}
+    assert modules["(the optimizer)"]["overhead"] == row["overhead"]
+    assert "c1" not in modules
+    trees = {root.path: root for root in module_tree(report)}
+    assert trees["(the optimizer)"].eager == list(report.overhead.shared)
+    assert overhead(report)["shared"] == {"name": name, "calls": list(report.overhead.shared)}
+    assert name in plain_text(report, 140)
+
+
+def test_a_phase_inside_fused_calls_of_others_is_told_so() -> None:
+    report = fused_report()
+    assert report.eager is not None
+    calls = tuple(replace(one, phase="forward" if one.index < 3 else "backward") for one in report.program.calls)
+    lost = max(calls, key=lambda one: len(one.eager))
+    kinds = {index: one.phase for one in calls for index in one.eager}
+    eager = tuple(
+        replace(one, phase="loss" if one.index in lost.eager[:1] else kinds.get(one.index, "forward"))
+        for one in report.eager.calls
+    )
+    report = replace(report, program=replace(report.program, calls=calls), eager=replace(report.eager, calls=eager))
+    found = phases(report)
+    assert found is not None
+    rows = {row["phase"]: row for row in found["rows"]}
+    assert (rows["loss"]["calls"], rows["loss"]["inside"]) == (0, f"inside 1 call of {lost.phase}")
+    assert (rows["loss"]["cost"], rows["loss"]["path"], rows["loss"]["share"]) == ("", "", "")
+    assert {row["inside"] for name, row in rows.items() if name != "loss"} == {""}
+    assert f"loss: inside 1 call of {lost.phase}, fused with theirs" in plain_text(report, 140)
+    assert all(row["inside"] == "" for row in phases(training_report())["rows"])

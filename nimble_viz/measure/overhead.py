@@ -139,8 +139,8 @@ def overhead_profile(
     high and dispatch too low. All host overhead is exposed there. On CUDA ``work_ns`` is GPU time, no part of the
     host's sum.
 
-    Calls of the optimizer that were not found share what is left up to the end of its phase, evenly: an eager optimizer
-    makes many small calls where a captured one makes a few fused ones, so no operator is one of them, and all are.
+    Calls of the optimizer that were not found have one row together, of what is left up to the end of its phase: an
+    eager optimizer makes many small calls where a captured one makes a few fused ones, so no operator is one of them.
 
     So for each device: the rows' overhead (on the host: and work) plus ``waiting_ns``, ``loader_ns`` and
     ``remainder_ns`` is ``profiled_ns``, exactly. ``profiled_ns`` includes the wait for the device at the end. Time is
@@ -161,7 +161,7 @@ def overhead_profile(
     *split, rest = _split(stretches, [*cuts, until])
     gpu_ns = _device_time(trace, forest, matches, cuts)
 
-    def row(call: int, parts: Counter[str], work_ns: int, among: int = 1) -> CallOverhead:
+    def row(call: int, parts: Counter[str], work_ns: int) -> CallOverhead:
         dispatch_ns = parts["dispatch"]
         if trace.device == "cpu":
             work_ns = min(dispatch_ns, work_ns)
@@ -169,13 +169,13 @@ def overhead_profile(
         overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
         return CallOverhead(
             call=call,
-            python_ns=parts["python"] / among,
-            dispatch_ns=dispatch_ns / among,
-            allocation_ns=parts["allocation"] / among,
-            launch_ns=parts["launch"] / among,
-            work_ns=work_ns / among,
-            exposed_ns=(overhead_ns if trace.device == "cpu" else parts["exposed"]) / among,
-            tail_ns=parts["tail"] / among,
+            python_ns=float(parts["python"]),
+            dispatch_ns=float(dispatch_ns),
+            allocation_ns=float(parts["allocation"]),
+            launch_ns=float(parts["launch"]),
+            work_ns=float(work_ns),
+            exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
+            tail_ns=float(parts["tail"]),
         )
 
     on_cpu = trace.device == "cpu"
@@ -185,8 +185,7 @@ def overhead_profile(
     ]
     if shared:
         work_ns = _work_inside(trace, forest, [(cuts[-1] if cuts else trace.start_ns, until)])
-        rows += [row(call, rest, work_ns, len(shared)) for call in shared]
-        rows.sort(key=lambda one: one.call)
+        rows = sorted([*rows, row(shared[0], rest, work_ns)], key=lambda one: one.call)
     lasted: Counter[str] = Counter()
     for stretch in stretches:
         lasted[stretch.cause] += stretch.end_ns - stretch.start_ns
@@ -212,6 +211,7 @@ def overhead_profile(
         waiting_ns=float(lasted["waiting"]),
         loader_ns=float(lasted["loader"]),
         idle=device_idle(trace) if trace.device == "cuda" else None,
+        shared=tuple(shared),
     )
 
 

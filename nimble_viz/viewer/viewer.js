@@ -176,6 +176,7 @@ const NimbleViewer = (() => {
     const tableOf = (run) => (isEager(run) ? eager : calls), marksOf = (run) => (isEager(run) ? markedEager : marked);
     const before = Array.from({ length: size }, () => []), after = Array.from({ length: size }, () => []);
     graph.from.forEach((u, edge) => { if (graph.minimum[edge]) { const v = u + graph.reach[edge]; after[u].push(v); before[v].push(u); } });
+    const together = new Set(data.overhead?.shared?.calls); // calls of the optimizer that eager does not make: one row for all
     const overheadOf = new Map(cost ? cost.call.map((call, row) => [call, row]) : []);
     const spansOf = (run) => {
       if (!run.byCall) { run.byCall = new Map(); run.call.forEach((call, span) => { if (call >= 0) { const list = run.byCall.get(call); if (list) list.push(span); else run.byCall.set(call, [span]); } }); }
@@ -304,7 +305,7 @@ const NimbleViewer = (() => {
       const found = of.map((other) => overheadOf.get(other)).filter((row) => row !== undefined);
       if (found.length) {
         const sum = (key) => found.reduce((all, row) => all + cost[key][row], 0), parts = ["python", "dispatch", "allocation", "launch", "tail"].map(sum);
-        rows.push(["Overhead", `${time(parts.reduce((all, part) => all + part, 0))} in profiled eager${of.length > 1 ? `, ${count(of.length)} calls` : ""}: Python ${time(parts[0])}, dispatch ${time(parts[1])}, allocation ${time(parts[2])}, launch ${time(parts[3])}`], ["Exposed", `${time(sum("exposed"))} with the device idle`]);
+        rows.push(["Overhead", `${of.some((other) => together.has(other)) ? `${data.overhead.shared.name}: ` : ""}${time(parts.reduce((all, part) => all + part, 0))} in profiled eager${of.length > 1 ? `, ${count(of.length)} calls` : ""}: Python ${time(parts[0])}, dispatch ${time(parts[1])}, allocation ${time(parts[2])}, launch ${time(parts[3])}`], ["Exposed", `${time(sum("exposed"))} with the device idle`]);
       }
       for (const run of runs) {
         const spans = [...marksOf(run)].flatMap((other) => spansOf(run).get(other) || []);
@@ -366,12 +367,12 @@ const NimbleViewer = (() => {
       canvas.addEventListener("pointercancel", release);
       canvas.addEventListener("pointerleave", () => showTip());
     }
-    const search = (label, found) => {
+    const search = (label, found, placeholder = "Operator, module, source") => {
       let hits = [], at = -1;
       const status = el("span", { role: "status" });
       const step = (by) => { if (!hits.length) return; at = (at + by + hits.length) % hits.length; status.textContent = `${at + 1} of ${count(hits.length)}`; found(hits[at]); };
       const field = el("input", {
-        type: "search", placeholder: "Operator, module, source", "aria-label": label,
+        type: "search", placeholder, "aria-label": label,
         oninput: () => { hits = matches(field.value); at = -1; status.textContent = field.value ? `${count(hits.length)} found` : ""; },
         onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); step(event.shiftKey ? -1 : 1); } },
       });
@@ -457,7 +458,7 @@ const NimbleViewer = (() => {
       const byPhase = ({ rows, runs: names }) => {
         const most = rows.reduce((all, row) => Math.max(all, row.cost_ns), 1), profiled = rows.some((row) => row.eager);
         return [el("p", null, `Isolated: all calls of the phase, one by one; on the path: those on the critical path.${profiled ? " Eager: profiled, on the host, with the share that is overhead." : ""}${names.length ? " Replays: while any call of the phase ran; phases may run side by side." : ""}`),
-          table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
+          table([["Phase"], ["Calls", 1], ["Isolated", 1], [""], ["On the path", 1], ...(profiled ? [["Eager", 1]] : []), ...names.map((name) => [name, 1])], rows.map((row) => el("tr", null, el("td", null, phaseChip(row.phase)), number(count(row.calls), row.inside && el("span", { class: "nv-small" }, `${row.inside}, fused with theirs`)), number(row.cost, row.share && el("span", { class: "nv-small" }, row.share)),
             el("td", { style: "min-width:60px;width:18%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.cost_ns) / most}%;margin-top:7px;background:var(--${row.phase})` })), number(row.path), profiled && number(row.eager, row.overhead && el("span", { class: "nv-small" }, `${row.overhead} overhead`)), row.replays.map((time) => number(time)))))];
       };
       const spentOn = ({ rows, basis, facts: said }) => {
@@ -516,10 +517,10 @@ const NimbleViewer = (() => {
       const list = el("div", { class: "nv-rows" }), status = el("span", { class: "nv-push", role: "status" });
       const buttons = {};
       const by = (key, text) => (buttons[key] = el("button", { class: "nv-plain", type: "button", "aria-pressed": "false", onclick: () => { view.by = key; view.limit = 200; fill(); } }, text));
-      const homeOf = (call) => eager.module[call] || (phased && eager.phase[call] === "optimizer" ? "(the optimizer)" : "(the model itself)");
+      const homeOf = (call) => (phased && eager.phase[call] === "optimizer" ? "(the optimizer)" : eager.module[call] || "(the model itself)");
       const emptyRow = (key, first) => ({ key, first, calls: new Set(), overhead: 0, host: 0, python: 0, dispatch: 0, allocation: 0, launch: 0, tail: 0, work: 0, exposed: 0 });
       const parts = ["python", "dispatch", "allocation", "launch", "tail", "work", "exposed"];
-      const add = (row, call, at) => { row.calls.add(call); for (const part of parts) row[part] += cost[part][at]; };
+      const add = (row, call, at) => { for (const one of together.has(call) ? together : [call]) row.calls.add(one); for (const part of parts) row[part] += cost[part][at]; };
       const sum = (row) => { row.overhead = PARTS.reduce((all, [key]) => all + row[key], 0); row.host = row.overhead + (serial ? row.work : 0); return row; };
       const value = (row) => ({ overhead: row.overhead, exposed: row.exposed, work: row.work, calls: view.by === "call" ? -row.first : row.calls.size })[view.sort];
       const ranked = (rows) => rows.sort((a, b) => Boolean(a.mine) - Boolean(b.mine) || value(b) - value(a) || a.first - b.first);
@@ -565,7 +566,7 @@ const NimbleViewer = (() => {
         if (view.by === "module") { const roots = forest(keep), all = everyRow(roots); modules = all.filter((row) => !row.mine).length; return treeRows(roots, all); }
         cost.call.forEach((call, at) => {
           if (keep && !keep.has(call)) return;
-          const key = view.by === "call" ? call : eager.operator[call];
+          const key = view.by === "call" ? call : together.has(call) ? data.overhead.shared.name : eager.operator[call];
           let row = groups.get(key);
           if (!row) groups.set(key, (row = emptyRow(key, call)));
           add(row, call, at);
@@ -585,13 +586,15 @@ const NimbleViewer = (() => {
           el("span", null, { operator: "Operator", module: "Module", call: "Call" }[view.by]), el("span", null, `0 to ${time(scale)}`),
           heading("overhead", "Overhead"), heading("exposed", "Exposed"), heading("work", "Work", true), heading("calls", view.by === "call" ? "Order" : "Calls", true));
         const line = (row) => {
-          const name = view.by === "call" ? `${row.key} ${eager.label[row.key]}` : view.by === "module" ? row.name : eager.label[row.first];
-          const under = view.by === "call" ? eager.module[row.key] : view.by === "operator" && row.key !== name ? row.key : "", then = view.by === "call" ? fate(row.key).join(", ") : "";
+          const whole = view.by !== "module" && together.has(row.first);
+          const [short, note] = whole ? data.overhead.shared.name.slice(0, -1).split(" (") : [];
+          const name = whole ? short : view.by === "call" ? `${row.key} ${eager.label[row.key]}` : view.by === "module" ? row.name : eager.label[row.first];
+          const under = whole ? note : view.by === "call" ? eager.module[row.key] : view.by === "operator" && row.key !== name ? row.key : "", then = view.by === "call" ? fate(row.key).join(", ") : "";
           const folds = view.by === "module" && row.inside.length > 0, shut = folds && !(view.text || view.open.has(row.key)), fold = view.by === "module" && el("span", { class: "nv-fold", "aria-hidden": "true" }, folds ? (shut ? "▸" : "▾") : "");
           const pick = (event) => { if (folds && event.target.closest(".nv-fold")) toggle(row); else selectEager(row.first, "overhead"); };
           const walk = (event) => { if (folds && (event.key === "ArrowRight" || event.key === "ArrowLeft")) { event.preventDefault(); toggle(row, event.key === "ArrowRight"); } };
           return el("button", { class: `nv-row${on(row) ? " nv-on" : ""}`, type: "button", "data-call": row.first, "data-key": row.key, "aria-pressed": String(on(row)), "aria-expanded": folds ? String(!shut) : null, onclick: pick, onkeydown: walk },
-            el("span", { class: "nv-name", style: view.by === "module" ? `padding-left:${14 * row.depth}px` : null, title: [view.by === "module" ? row.key.trim() : name, under, then].filter(Boolean).join("\n") }, fold, name, under && el("small", null, under), then && el("small", { class: "nv-then" }, then)), bars(row, scale),
+            el("span", { class: "nv-name", style: view.by === "module" ? `padding-left:${14 * row.depth}px` : null, title: [view.by === "module" ? row.key.trim() : name, under, then].filter(Boolean).join("\n") }, fold, name, under && el("small", { style: whole ? "white-space:normal" : null }, under), then && el("small", { class: "nv-then" }, then)), bars(row, scale),
             el("span", { class: "nv-num" }, time(row.overhead)), el("span", { class: "nv-num" }, time(row.exposed)), el("span", { class: "nv-num nv-low" }, time(row.work)),
             el("span", { class: "nv-num nv-low" }, view.by === "call" ? row.key : count(row.calls.size)));
         };
@@ -1159,7 +1162,7 @@ const NimbleViewer = (() => {
       const tool = (text, label, act) => el("button", { class: "nv-plain", type: "button", "aria-label": label, title: label, onclick: act }, text);
       const picker = el("select", { class: "nv-colour", "aria-label": "Colour", onchange: () => { state.colour = picker.value; recolour(); } }, data.colours.map((one) => el("option", { value: one.key, disabled: one.why !== "", title: one.meaning }, one.why ? `${one.name} (${one.why})` : one.name)));
       picker.value = state.colour;
-      node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), el("label", null, "Colour", picker), search("Search the graph", (call) => { select(call, "search"); reveal(call); }),
+      node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), el("label", null, "Colour", picker), search("Search the graph", (call) => { select(call, "search"); reveal(call); }, "Search calls"),
         check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); }),
         groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })]), legend, stage);
       stage.append(el("div", { class: "nv-zoom" }, tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true))));
@@ -1647,6 +1650,8 @@ const NimbleViewer = (() => {
       const tableFor = (run) => (run.eager ? eager : calls), marksFor = (run) => (run.eager ? markedEager : marked), pick = (run, call) => (run.eager ? selectEager(call, "memory") : select(call, "memory"));
       const body = el("div", { class: "nv-lanes", style: "padding:14px 24px 32px" });
       for (const run of shownRuns) {
+        const marks = []; // what reads the same number shares one label
+        for (const [text, value] of [...run.marks].sort((a, b) => b[1] - a[1])) { const same = marks.find((one) => bytes(one[1]) === bytes(value)); if (same) same[0].push(text); else marks.push([[text], value]); }
         const above = run.marks.filter(([, value]) => value > ceiling).length, TOP = 14 + 15 * above;
         const n = run.call.length, own = tableFor(run), place = (run.place = new Map(run.call.map((call, at) => [call, at])));
         const bands = run.holders.slice(0, BANDS).map((row, at) => ({ ...row, number: at + 1 })).sort((a, b) => a.first - b.first || b.bytes - a.bytes);
@@ -1694,13 +1699,17 @@ const NimbleViewer = (() => {
           paint.fillStyle = theme.value("critical"); paint.beginPath(); paint.moveTo(peak, tip); paint.lineTo(peak - 5, tip - 8); paint.lineTo(peak + 5, tip - 8); paint.fill();
           paint.restore();
           let free = 10;
-          for (const [text, value] of [...run.marks].sort((a, b) => b[1] - a[1])) {
-            const fits = value <= ceiling, label = `${text} ${bytes(value)}${fits ? "" : " ↑ above this chart"}`, wide = paint.measureText(label).width, at = fits ? Math.max(free, y(value) - 8) : free;
+          for (const [texts, value] of marks) {
+            const fits = value <= ceiling, room = width - LEFT - RIGHT - 8, labelled = (text) => `${text} ${bytes(value)}${fits ? "" : " ↑ above this chart"}`, joined = labelled(texts.join(", "));
+            const lines = paint.measureText(joined).width <= room ? [joined] : texts.map(labelled);
             paint.strokeStyle = theme.value("sync"); paint.lineWidth = 1.4;
             if (fits) { paint.setLineDash([6, 4]); paint.beginPath(); paint.moveTo(LEFT, y(value)); paint.lineTo(width - RIGHT, y(value)); paint.stroke(); paint.setLineDash([]); }
-            paint.fillStyle = theme.value("surface"); paint.globalAlpha = 0.85; paint.fillRect(width - RIGHT - wide - 8, at - 7, wide + 8, 14); paint.globalAlpha = 1;
-            paint.fillStyle = theme.value("sync"); paint.textAlign = "right"; paint.fillText(label, width - RIGHT - 4, at);
-            free = at + 15;
+            for (const [line, label] of lines.entries()) {
+              const wide = paint.measureText(label).width, at = fits ? Math.max(free, y(value) - 8 - 15 * (lines.length - 1 - line)) : free;
+              paint.fillStyle = theme.value("surface"); paint.globalAlpha = 0.85; paint.fillRect(width - RIGHT - wide - 8, at - 7, wide + 8, 14); paint.globalAlpha = 1;
+              paint.fillStyle = theme.value("sync"); paint.textAlign = "right"; paint.fillText(label, width - RIGHT - 4, at);
+              free = at + 15;
+            }
           }
           paint.fillStyle = theme.value("faint"); paint.textAlign = "left"; paint.fillText(`call ${count(run.call[from])}`, LEFT, height - 14); paint.textAlign = "right"; paint.fillText(`call ${count(run.call[to - 1])}`, width - RIGHT, height - 14); paint.textAlign = "center"; paint.fillText("calls in the order of issue", (LEFT + width - RIGHT) / 2, height - 14);
         }

@@ -128,7 +128,7 @@ def advice(report: Report) -> Advice:
         return Advice(None, None, ())
     run = best_run(report)
     found = _watched(report, run)
-    eager = _eager(report.overhead, report.environment.device != "cuda") if report.overhead else None
+    eager = _eager(report.overhead, _on_host(report)) if report.overhead else None
     changes = list(_of_replay(report, run, found) if run else _of_eager(report))
     worth = [one for one in changes if one.share >= _LEAST]
     return Advice(
@@ -236,7 +236,11 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
         ("gaps", found.gaps, "the device idles between neighbours on a stream"),
         ("waits", found.waits, "the device idles until another stream is done"),
         ("launches", found.launches, "the device idles between two launches of parts of the plan"),
-        ("outside", found.launch, "before the first call and after the last: graph launch, inputs, outputs"),
+        (
+            "outside",
+            found.launch,
+            "before the first call and after the last: launch of the whole, inputs, outputs",
+        ),
     ]
     chain = plural(len(found.calls), "call")
     note = f"along the chain that ran longest in the watched replay, {chain}, measured by {line.clock}"
@@ -246,6 +250,10 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
     if taken.median_ns and abs(total / taken.median_ns - 1) > SAME_BAND:
         note += f"; unwatched it takes {format_ns(taken.median_ns)}"
     return _split(run, parts, note)
+
+
+def _on_host(report: Report) -> bool:
+    return report.environment.device != "cuda"
 
 
 def _copies_ns(report: Report, found: Breakdown) -> float:
@@ -263,7 +271,7 @@ def _of_eager(report: Report) -> Iterator[Change]:
         return
     now = timed.median_ns if timed else profile.unprofiled_ns or profile.profiled_ns
     scale = min(1.0, now / profile.profiled_ns)
-    host = report.environment.device != "cuda"
+    host = _on_host(report)
     basis = "seen under the profiler" + (", scaled to a run without" if scale < 1 else "")
 
     def change(what: str, ns: float, why: str) -> Change:
@@ -312,11 +320,12 @@ def _of_replay(report: Report, run: str, found: Breakdown | None) -> Iterator[Ch
     )
     between = found.gaps + found.waits + found.launches
     yield bound("fewer and larger kernels, fewer waits", between, "the device idles between calls")
-    yield bound(
-        "write inputs in place and read outputs where they are",
-        found.launch,
-        "time before the first and after the last call",
-    )
+    if not _on_host(report):  # the host's replays have no buffers of their own to write to and to read
+        yield bound(
+            "write inputs in place and read outputs where they are",
+            found.launch,
+            "time before the first and after the last call",
+        )
     yield bound(
         "do without copies and changes of layout", _copies_ns(report, found), "copies on the chain that ran longest"
     )

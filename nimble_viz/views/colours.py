@@ -48,7 +48,8 @@ def exposed(report: Report) -> list[int]:
     A call that stands for eager calls has theirs together. An eager call that several stand for is shared out among
     them equally, so that no sum over calls counts it twice. O(calls + eager calls).
     """
-    known: dict[int, float] = {row.call: row.exposed_ns for row in report.overhead.calls} if report.overhead else {}
+    found, together = (report.overhead.calls, report.overhead.shared) if report.overhead else ((), ())
+    known: dict[int, float] = {row.call: row.exposed_ns for row in found if row.call not in together}
     if report.eager is None:
         return [round(known.get(call.index, -1)) for call in report.program.calls]
     own = [dict.fromkeys(call.eager) for call in report.program.calls]

@@ -163,10 +163,8 @@ def _ranks(values: Sequence[Any]) -> list[int]:
 
 
 def opening_schedule(report: Report) -> Schedule | None:
-    """Which schedule to show first: that of the fastest run if it has several streams, else the last; None of none."""
-    best = best_run(report)
-    fastest = (plan for plan in report.schedules if plan.policy == best and plan.streams > 1)
-    return next(fastest, report.schedules[-1] if report.schedules else None)
+    """Which schedule to show first: that of the run that the verdict is about, else the last; None of none."""
+    return report.schedule(best_run(report)) or (report.schedules[-1] if report.schedules else None)
 
 
 def components(module: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ _MEANING = {
     "waits": "the device idles until a call on another stream has been waited for",
     "launches": "the device idles between two launches of parts of the plan",
     "order": "calls queue behind independent calls on their stream",
-    "launch": "wall time before the first and after the last call: graph launch, inputs, outputs",
+    "launch": "wall time before the first and after the last call: launch of the whole, inputs, outputs",
 }
 
 

@@ -10,8 +10,9 @@ from nimble_core.program import Call
 from nimble_core.units import format_ns, format_percent, format_ratio
 from nimble_viz.report import OverheadProfile, Report
 from nimble_viz.views.dag import components
+from nimble_viz.views.labels import plural
 
-__all__ = ["IDLE", "PARTS", "ModuleRow", "grouped", "idle_causes", "module_tree", "overhead"]
+__all__ = ["IDLE", "PARTS", "ModuleRow", "group_name", "grouped", "idle_causes", "module_tree", "overhead", "shared"]
 
 PARTS = ("python", "dispatch", "allocation", "launch", "tail")
 """Kinds of overhead, in the order they are stacked."""
@@ -76,6 +77,7 @@ def overhead(report: Report) -> dict[str, Any] | None:
         "columns": columns,
         "serial": host,
         "totals": {part: sum(columns[part]) for part in (*PARTS, "work", "exposed")},
+        "shared": {"name": shared(report), "calls": list(profile.shared)} if profile.shared else None,
         "profiled_ns": profile.profiled_ns,
         "unprofiled_ns": profile.unprofiled_ns,
         "remainder_ns": profile.remainder_ns,
@@ -105,21 +107,37 @@ def overhead(report: Report) -> dict[str, Any] | None:
 def grouped(report: Report, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
     """Sums of the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
 
-    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``. The rows of
-    one grouping add up to those of any other.
+    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
+    holds the time of calls that were not found (see ``shared``), so no mean over its calls is one of theirs. The rows
+    of one grouping add up to those of any other.
     """
     if report.overhead is None:
         return []
-    calls = report.eager_calls
     rows: dict[str, dict[str, Any]] = {}
     for row in report.overhead.calls:
-        call = calls[row.call]
-        name = call.label if by == "operator" else call.phase if by == "phase" else _home(call)
-        sums = rows.setdefault(name, {"name": name, "calls": 0} | dict.fromkeys((*_SUMS, *PARTS), 0.0))
-        sums["calls"] += 1
+        name = group_name(report, row.call, by)
+        sums = rows.setdefault(name, {"name": name, "calls": 0, "whole": False} | dict.fromkeys((*_SUMS, *PARTS), 0.0))
+        sums["calls"] += len(report.overhead.calls_of(row))
+        sums["whole"] |= row.call in report.overhead.shared
         for part in (*_SUMS, *PARTS):
             sums[part] += getattr(row, f"{part}_ns")
     return sorted(rows.values(), key=lambda row: (-row["overhead"], row["name"]))
+
+
+def group_name(report: Report, call: int, by: Literal["operator", "module", "phase"]) -> str:
+    """The name of the row of ``grouped`` that a profiled eager call is in."""
+    one = report.eager_calls[call]
+    if by == "operator":
+        together = report.overhead is not None and call in report.overhead.shared
+        return shared(report) if together else one.label
+    return one.phase if by == "phase" else _home(one)
+
+
+def shared(report: Report) -> str:
+    """What the row of the optimizer's calls that were not found is called: ``OverheadProfile.shared``."""
+    missing = len(report.overhead.shared) if report.overhead else 0
+    calls = sum(call.phase == "optimizer" for call in report.eager_calls)
+    return f"optimizer (eager runs other operators: {calls - missing} of {plural(calls, 'call')} found)"
 
 
 def module_tree(report: Report, order: str = "overhead") -> list[ModuleRow]:
@@ -143,7 +161,7 @@ def module_tree(report: Report, order: str = "overhead") -> list[ModuleRow]:
                 own = depth == len(steps)
                 one = known[key] = ModuleRow(".".join(steps[: depth + 1]), _OWN if own else steps[depth], own=own)
                 (known[steps[:depth]].inside if depth else roots).append(one)
-            one.eager.append(row.call)
+            one.eager += report.overhead.calls_of(row)
             for part in one.sums:
                 one.sums[part] += getattr(row, f"{part}_ns")
 
@@ -166,7 +184,8 @@ def module_tree(report: Report, order: str = "overhead") -> list[ModuleRow]:
 
 
 def _home(call: Call) -> str:
-    return call.module or (_OPTIMIZER if call.phase == "optimizer" else _HOMELESS)
+    """The optimizer's calls update parameters of many modules: the module of the first is not theirs."""
+    return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
 
 
 def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from nimble_core.units import format_ns, format_ratio
 from nimble_viz.report import PeerResult, Report
 from nimble_viz.views.labels import SAME_BAND, ratio_cell, ratio_words
 
-__all__ = ["against", "best_peer", "peers"]
+__all__ = ["against", "best_peer", "peers", "unshown"]
 
 
 def peers(report: Report, ours: str) -> list[dict[str, Any]]:
@@ -38,6 +38,12 @@ def against(ratio: Ratio) -> str:
         low, high = 1 / high, 1 / low
     doubt = "" if ratio.stable else ", unstable"
     return f"{ratio_words(ratio)} {ratio.baseline} (quartiles {format_ratio(low)} to {format_ratio(high)}{doubt})"
+
+
+def unshown(report: Report, name: str) -> str:
+    """What a sentence that names a run is to add where it is a peer whose outputs nobody has shown to be eager's."""
+    doubtful = any(peer.name == name and not (peer.check and peer.check.passed) for peer in report.peers)
+    return ", whose outputs were not shown to be eager's" if doubtful else ""
 
 
 def _row(report: Report, peer: PeerResult, ours: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_count, format_ns, format_percent
 from nimble_viz.report import STAGES, Report, Stage
-from nimble_viz.views.labels import label_run, trains
+from nimble_viz.views.labels import label_run, plural, trains
 
 __all__ = ["PHASES", "phase_syncs", "phases", "span_phases"]
 
@@ -25,7 +25,8 @@ def phases(report: Report) -> dict[str, Any] | None:
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
     profiled eager and how much of it is overhead, and for each replay (named in ``runs``) how long any of its calls
-    ran: phases may run side by side, so these may add up to more than the replay takes.
+    ran: phases may run side by side, so these may add up to more than the replay takes. ``inside`` says of a phase
+    whose calls are all parts of fused calls of others in which they are; its costs are theirs, and empty here.
     """
     if not _phased(report):
         return None
@@ -41,7 +42,8 @@ def phases(report: Report) -> dict[str, Any] | None:
     for phase in PHASES:
         own = [call.index for call in calls if stages[call.index] == phase]
         eager = profiled.get(phase)
-        if not own and eager is None:
+        inside = "" if own else _inside(report, phase)
+        if not own and eager is None and not inside:
             continue
         cost = sum(ns[index] for index in own)
         path = sum(ns[index] for index in own if index in critical)
@@ -50,10 +52,11 @@ def phases(report: Report) -> dict[str, Any] | None:
             {
                 "phase": phase,
                 "calls": len(own),
-                "cost": format_ns(cost) if measured else "",
+                "inside": inside,
+                "cost": format_ns(cost) if measured and not inside else "",
                 "cost_ns": cost if measured else 0.0,
-                "share": format_percent(cost / total) if measured and total else "",
-                "path": format_ns(path) if measured else "",
+                "share": format_percent(cost / total) if measured and total and not inside else "",
+                "path": format_ns(path) if measured and not inside else "",
                 "eager": format_ns(host) if eager else "",
                 "eager_ns": host,
                 "overhead": format_percent(eager.overhead_ns / host) if eager and host else "",
@@ -62,6 +65,18 @@ def phases(report: Report) -> dict[str, Any] | None:
             }
         )
     return {"runs": [label_run(report, line.run) for line in lines], "rows": rows}
+
+
+def _inside(report: Report, phase: Stage) -> str:
+    """``"inside 2 calls of backward"``: which fused calls of other phases stand for eager calls of this one."""
+    if report.eager is None:
+        return ""
+    eager = report.eager.calls
+    holders = Counter(
+        call.phase for call in report.program.calls if any(eager[index].phase == phase for index in call.eager)
+    )
+    named = ", ".join(f"{plural(holders[one], 'call')} of {one}" for one in PHASES if holders[one])
+    return f"inside {named}" if named else ""
 
 
 def phase_syncs(report: Report, plan: Schedule) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from nimble_viz.views.labels import (
 )
 from nimble_viz.views.limit import distance, limit
 from nimble_viz.views.memory import memory
-from nimble_viz.views.peers import against, best_peer, peers
+from nimble_viz.views.peers import against, best_peer, peers, unshown
 from nimble_viz.views.phases import phase_syncs, phases
 from nimble_viz.views.profiled import profiled, profiled_verdict
 from nimble_viz.views.provenance import provenance
@@ -63,7 +63,7 @@ def verdict(report: Report) -> str:
         peer = report.ratio(name, best_peer(report))
         if peer:
             fastest = ", the fastest peer" if len(report.peers) > 1 else ""
-            sentence += f", {against(peer)}{fastest}"
+            sentence += f", {against(peer)}{fastest}{unshown(report, peer.baseline)}"
         bound = limit(report, name)
         if bound and bound["distance"] >= 1 - SAME_BAND:  # below, the calls' costs are wrong: a warning says so
             sentence += f", at {bound['over']} of the {bound['short']}"
