@@ -47,6 +47,7 @@ from nimble_core.program import Program, TensorRef
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
+from nimble_core.static import check_outputs
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
@@ -607,7 +608,8 @@ def make_trainable(
     whole = ForwardBackward(model, leaves)
     with step("warm-up"):
         device.warm_up(whole, (args, kwargs), {})
-    templates = whole.templates
+    structure, templates = whole.structure, whole.templates
+    assert structure is not None
     example = (tuple(args), dict(kwargs), list(templates))
     both = Signature(example, {}, whole.input_names)
     joint = record_static(device, whole, both, example, {}, strict=options.strict, step=step)
@@ -618,8 +620,8 @@ def make_trainable(
             where=joint.recording.unseen_where,
             fix="leave that part out of the prepared module",
         )
-    structure = whole.structure
-    assert structure is not None
+    if whole.structure is not None:  # of the last run, on other values
+        check_outputs(structure, whole.structure)
     outputs = whole.outputs
     cut = _in_better_layout(device, whole, joint, options, step)
     halves = halve(cut.recording, len(signature.tensors), outputs)

@@ -39,7 +39,7 @@ from test_training import (
 from torch import nn
 from torch.nn import functional as F
 
-from nimble_core import Nimble, differentiable
+from nimble_core import Nimble, NotStaticError, differentiable
 from nimble_core.devices.host import HostDevice
 from nimble_core.differentiable import ForwardBackward
 from nimble_core.errors import InputError, NimbleError, NimbleWarning
@@ -952,6 +952,19 @@ def test_what_is_computed_out_of_sight_is_refused() -> None:
     pytest.importorskip("numpy")
     with pytest.raises(NimbleError):
         Nimble(Numpy(), QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+def test_a_number_that_follows_the_input_is_refused_beside_an_output() -> None:
+    class Tells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(x), float(x.numpy()[0, 0])
+
+    with pytest.raises(NotStaticError, match=r"on other input values output\[1\] is"):
+        Nimble(Tells().train()).prepare(torch.randn(6, 8), training=True)
 
 
 def test_in_evaluation_mode_there_is_nothing_to_train() -> None:
