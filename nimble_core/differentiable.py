@@ -48,7 +48,7 @@ from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
 from nimble_core.static import check_outputs
-from nimble_core.strides import with_strides_of
+from nimble_core.strides import reach, with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
 
@@ -811,10 +811,7 @@ def _leading(backward: Recording, count: int) -> frozenset[int]:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of ``tensor``."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return reach(tensor) * tensor.element_size()
 
 
 def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

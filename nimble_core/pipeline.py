@@ -264,48 +264,35 @@ def record_static(
         CaptureError: a call that cannot be captured; under ``strict`` also launches that were not seen.
     """
     with collector_paused():  # no decorator, whose frame would be taken for the user's
-        return _recorded_twice(device, model, signature, args, kwargs, strict=strict, step=step)
-
-
-def _recorded_twice(
-    device: Device,
-    model: Callable[..., Any],
-    signature: Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    strict: bool,
-    step: Step,
-) -> Recorded:
-    with step("record"):
-        recording, capturing = _record_as_eager(device, model, signature, args, kwargs)
-    with step("record again"):
-        build = builder(signature.structure)
-        again_args, again_kwargs = build(other_values(signature.tensors))
-        again = Signature(again_args, again_kwargs)
-        with random_state_kept(signature.device), announced(capturing):
-            # A branch on random numbers of Python or numpy shows as well.
-            random.seed(_OTHER_SEED)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(_OTHER_SEED)
-            second = device.record(model, again, again_args, again_kwargs)
-        check_static(recording.program, second.program)
-        check_outputs(recording.output_structure, second.output_structure)
-        recording = _hold_to_seen(device, recording, second)
-        # Of the second alone: the first run may have asked for what libraries keep from then on.
-        recording = replace(recording, asks=second.asks)
-    if recording.unseen and strict:
-        if device.kind == "cuda":
-            what = f"{recording.unseen} launches belong to no call that was seen"
-            done = "captures the module as a whole, on one stream"
-        else:
-            what = f"{_OUT_OF_SIGHT}, which a replay does not repeat"
-            done = "calls the module as it is; or compute it with torch"
-        raise CaptureError(what, where=recording.unseen_where, fix=f"Options(strict=False) {done}")
-    with step("hazards"):
-        graph = build_graph(recording.program)
-    trained = any(call.phase == "backward" for call in recording.program.calls)
-    return Recorded(model, signature, recording, graph, trained=trained)
+        with step("record"):
+            recording, capturing = _record_as_eager(device, model, signature, args, kwargs)
+        with step("record again"):
+            build = builder(signature.structure)
+            again_args, again_kwargs = build(other_values(signature.tensors))
+            again = Signature(again_args, again_kwargs)
+            with random_state_kept(signature.device), announced(capturing):
+                # A branch on random numbers of Python or numpy shows as well.
+                random.seed(_OTHER_SEED)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(_OTHER_SEED)
+                second = device.record(model, again, again_args, again_kwargs)
+            check_static(recording.program, second.program)
+            check_outputs(recording.output_structure, second.output_structure)
+            recording = _hold_to_seen(device, recording, second)
+            # Of the second alone: the first run may have asked for what libraries keep from then on.
+            recording = replace(recording, asks=second.asks)
+        if recording.unseen and strict:
+            if device.kind == "cuda":
+                what = f"{recording.unseen} launches belong to no call that was seen"
+                done = "captures the module as a whole, on one stream"
+            else:
+                what = f"{_OUT_OF_SIGHT}, which a replay does not repeat"
+                done = "calls the module as it is; or compute it with torch"
+            raise CaptureError(what, where=recording.unseen_where, fix=f"Options(strict=False) {done}")
+        with step("hazards"):
+            graph = build_graph(recording.program)
+        trained = any(call.phase == "backward" for call in recording.program.calls)
+        return Recorded(model, signature, recording, graph, trained=trained)
 
 
 def _record_as_eager(

@@ -12,7 +12,7 @@ from nimble_core.errors import NotStaticError
 from nimble_core.operators import storage_address
 from nimble_core.program import Call, Program
 from nimble_core.recording import Recording
-from nimble_core.strides import elements_once
+from nimble_core.strides import elements_once, reach
 from nimble_core.structure import Structure, same_structure, structure_difference
 
 __all__ = ["changed_constant", "check_outputs", "check_static", "other_values"]
@@ -41,7 +41,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.T
             others = [_other(shared[0], keep, generator)] * len(shared)
         else:
             low = min(one.storage_offset() for one in shared)
-            high = max(one.storage_offset() + _reach(one) for one in shared)
+            high = max(one.storage_offset() + reach(one) for one in shared)
             base = _other(shared[0].as_strided((high - low,), (1,), low), keep, generator)
             others = [base.as_strided(one.shape, one.stride(), one.storage_offset() - low) for one in shared]
         for position, other in zip(positions, others, strict=True):
@@ -78,13 +78,6 @@ def _ascending(tensor: torch.Tensor) -> bool:
         return False
     flat = tensor.detach().reshape(-1)
     return bool((flat[1:] >= flat[:-1]).all())
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, both included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_static(first: Program, second: Program) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["dense", "elements_once", "laid_out", "restrided", "with_strides_of"]
+__all__ = ["dense", "elements_once", "laid_out", "reach", "restrided", "with_strides_of"]
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
@@ -29,6 +29,17 @@ def elements_once(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory, both included.
+
+    >>> reach(torch.zeros(3, 5)[:, :2]), reach(torch.zeros(3, 0))
+    (12, 0)
+    """
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

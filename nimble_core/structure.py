@@ -119,7 +119,8 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool) -> 
     kind, keys, children, context = _open(value)
     if kind:
         if of_run and kind in ("record", "output"):
-            gained = {name: part for name, part in attributes(value).items() if name not in _field_names(value, keys)}
+            fields = {*keys, *(field.name for field in dataclasses.fields(value))}
+            gained = {name: part for name, part in attributes(value).items() if name not in fields}
             if kind == "record":
                 keys, children = (*keys, *gained), (*children, *gained.values())
             else:
@@ -161,10 +162,6 @@ def _remembered(value: Any, path: str, of_run: bool) -> Any:
         fix="return the tensors themselves, in a list, a dict or a dataclass, and convert them outside of the model "
         "(net(x).numpy())",
     )
-
-
-def _field_names(value: Any, keys: Sequence[Any]) -> set[Any]:
-    return {*keys, *(field.name for field in dataclasses.fields(value))}
 
 
 def _open(value: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any]:

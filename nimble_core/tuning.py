@@ -334,13 +334,17 @@ class _Tuning:
             self._add(name, kind, divided, start)
             if divided.schedule.launches != launches:
                 raise DeviceError("in no more memory than one launch takes, another order was found")
-            with self.step("check equality"):
-                checks = self._check()
+            return self._beside(best, name)
         except NimbleError as error:
             if name in self.executables:
                 self.executables.pop(name).close()
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
             return ()
+
+    def _beside(self, best: str, name: str) -> tuple[EqualityCheck, ...]:
+        """Check another form of the best, and time the two in turn."""
+        with self.step("check equality"):
+            checks = self._check()
         if name in self.executables:
             with self.step("choose"), state_kept(self.recorded):
                 self._time({one: self.executables[one] for one in (best, name)})
@@ -384,12 +388,7 @@ class _Tuning:
             self._note(name, kind, plan)
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {left_out}")
             return ()
-        with self.step("check equality"):
-            checks = self._check()
-        if name in self.executables:
-            with self.step("choose"), state_kept(self.recorded):
-                self._time({one: self.executables[one] for one in (best, name)})
-        return checks
+        return self._beside(best, name)
 
     def _heavy(self, name: str) -> bool:
         """Whether it holds much more than eager, and than one stream of the same kernels."""

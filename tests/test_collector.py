@@ -19,7 +19,7 @@ def test_the_collector_is_left_as_it_was(on: bool) -> None:
         with collector_paused():
             assert not gc.isenabled()
             with pytest.raises(ZeroDivisionError), collector_paused():
-                1 / 0  # noqa: B018
+                1 / 0  # noqa: B018  # for its error
             assert not gc.isenabled()
         assert gc.isenabled() == on
     finally:

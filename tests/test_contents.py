@@ -47,7 +47,7 @@ class Colour(Enum):
 
 def named(held: Any) -> Named:
     value = Named(a=1)
-    value.held = held  # type: ignore[attr-defined]
+    value.held = held  # type: ignore[attr-defined]  # beside its fields
     return value
 
 
@@ -108,7 +108,7 @@ def test_arrays_are_held_against_what_was_in_them(array: Any, data: Any) -> None
 def test_an_attribute_that_comes_later_is_no_change_and_one_that_goes_is() -> None:
     box = Box(1)
     was = remember(box, of_run=False)
-    box.more = 2  # type: ignore[attr-defined]
+    box.more = 2  # type: ignore[attr-defined]  # beside its own
     assert difference(was, box) is None
     del box.held
     found = difference(was, box)

@@ -159,7 +159,7 @@ def test_launches_have_a_row_and_what_crosses_them_no_arrow() -> None:
     assert [one.name for one in launches] == ["launch 1", "launch 2", "launch 3"]
     for one, (index, of) in zip(trace.slices, enumerate(call), strict=True):
         if of is not None and trace.tracks[one.track].process in rows.values():
-            around = launches[part[int(of)]]  # type: ignore[call-overload]
+            around = launches[part[int(of)]]  # type: ignore[call-overload]  # an argument may be of any type
             assert around.start_ns <= trace.slices[index].start_ns <= trace.slices[index].end_ns <= around.end_ns
 
 

@@ -415,7 +415,7 @@ def test_attributes_beside_the_fields_of_an_output_are_replayed(training: bool) 
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             result = Result(super().forward(x))
-            result.more = result.y * 2  # type: ignore[attr-defined]
+            result.more = result.y * 2  # type: ignore[attr-defined]  # beside its fields
             return result
 
     model, x = Model(3, 3).train(training), torch.randn(2, 3)

@@ -162,21 +162,7 @@ def overhead_profile(
     gpu_ns = _device_time(trace, forest, matches, cuts)
 
     def row(call: int, parts: Counter[str], work_ns: int) -> CallOverhead:
-        dispatch_ns = parts["dispatch"]
-        if trace.device == "cpu":
-            work_ns = min(dispatch_ns, work_ns)
-            dispatch_ns -= work_ns
-        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
-        return CallOverhead(
-            call=call,
-            python_ns=float(parts["python"]),
-            dispatch_ns=float(dispatch_ns),
-            allocation_ns=float(parts["allocation"]),
-            launch_ns=float(parts["launch"]),
-            work_ns=float(work_ns),
-            exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
-            tail_ns=float(parts["tail"]),
-        )
+        return CallOverhead(call=call, **_parts_ns(trace, parts, work_ns))
 
     on_cpu = trace.device == "cpu"
     rows = [
@@ -579,22 +565,29 @@ def _phases(trace: Trace, forest: Forest, stretches: Sequence[_Stretch]) -> Iter
         at = [position for position, (name, _, _) in enumerate(trace.phases) if name == phase]
         inside = [trace.phases[position][1:] for position in at]
         parts = sum((split[2 * position + 1] for position in at), Counter[str]())
-        dispatch_ns, work_ns = parts["dispatch"], _work_inside(trace, forest, inside)
-        if trace.device == "cpu":
-            work_ns = min(dispatch_ns, work_ns)
-            dispatch_ns -= work_ns
-        overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
         yield PhaseOverhead(
             phase=phase,
             spans=tuple((float(start - trace.start_ns), float(end - trace.start_ns)) for start, end in inside),
-            python_ns=float(parts["python"]),
-            dispatch_ns=float(dispatch_ns),
-            allocation_ns=float(parts["allocation"]),
-            launch_ns=float(parts["launch"]),
-            work_ns=float(work_ns),
-            exposed_ns=float(overhead_ns if trace.device == "cpu" else parts["exposed"]),
-            tail_ns=float(parts["tail"]),
+            **_parts_ns(trace, parts, _work_inside(trace, forest, inside)),
         )
+
+
+def _parts_ns(trace: Trace, parts: Counter[str], work_ns: int) -> dict[str, float]:
+    """Fields of a row. On a CPU an operator computes while it is dispatched, and all overhead is exposed."""
+    dispatch_ns, on_cpu = parts["dispatch"], trace.device == "cpu"
+    if on_cpu:
+        work_ns = min(dispatch_ns, work_ns)
+        dispatch_ns -= work_ns
+    overhead_ns = parts["python"] + dispatch_ns + parts["allocation"] + parts["launch"] + parts["tail"]
+    return {
+        "python_ns": float(parts["python"]),
+        "dispatch_ns": float(dispatch_ns),
+        "allocation_ns": float(parts["allocation"]),
+        "launch_ns": float(parts["launch"]),
+        "work_ns": float(work_ns),
+        "exposed_ns": float(overhead_ns if on_cpu else parts["exposed"]),
+        "tail_ns": float(parts["tail"]),
+    }
 
 
 def _work_inside(trace: Trace, forest: Forest, inside: Sequence[tuple[int, int]]) -> int:
