@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nimble_core import cupti
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs, uniform_costs
@@ -384,6 +385,8 @@ class _Comparison:
                 if name not in watched and self._replays(name):
                     seen = observe(self.device, self.replayed, one)
                     self.timelines.append(seen.timeline)
+        if cupti.stays():
+            self.warnings.append("CUPTI was in this process: CUDA graphs take longer to launch than without it")
         for line in self.timelines:
             if not line.reliable:
                 self.warnings.append(f"timeline of {line.run} is unreliable: {line.note}")

@@ -34,6 +34,7 @@ from nimble_viz.measure.profile import (
     claim_profiler,
     quiet_kineto,
     release_profiler,
+    stop_profiler,
     watched_prints,
 )
 from nimble_viz.measure.unwrapped import LOADER, TICK
@@ -493,7 +494,7 @@ class _Session:
         self._running = False
         with self._watching, quiet_kineto():
             calibrate(torch, torch.profiler.record_function)
-            self._profiler.stop()
+            stop_profiler(self._profiler)
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""

@@ -73,7 +73,7 @@ GPU = Multiprocessors(132, 2048, 65536, 233472)
 def test_an_observation_without_node_ids_asks_the_graph_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = (Launch("a", (1, 1, 1), (32, 1, 1)), Launch("b", (2, 1, 1), (32, 1, 1)))
     monkeypatch.setattr(cuda, "read_launches", lambda raw: launches)
-    seen = _observation(CHAIN, RAN, 1, 12.0, GPU, "", 11.0, "torch.profiler, GPU clock")  # type: ignore[arg-type]
+    seen = _observation(CHAIN, RAN, {}, 1, 12.0, GPU, "", 11.0, "torch.profiler, GPU clock")  # type: ignore[arg-type]
     line = seen.timeline
     assert [(span.call, span.name, span.start_ns, span.end_ns) for span in line.spans] == [
         (0, "a", 0, 4),
@@ -90,7 +90,7 @@ def test_a_graph_that_cannot_be_read_leaves_it_unreliable(monkeypatch: pytest.Mo
         raise DeviceError("cuGraphKernelNodeGetParams failed: CUDA_ERROR_INVALID_VALUE")
 
     monkeypatch.setattr(cuda, "read_launches", unread)
-    line = _observation(CHAIN, RAN, 1, 12.0, GPU, "").timeline  # type: ignore[arg-type]
+    line = _observation(CHAIN, RAN, {}, 1, 12.0, GPU, "").timeline  # type: ignore[arg-type]
     assert not line.reliable
     assert line.spans == ()
     assert line.note == "no graph node ids, and cuGraphKernelNodeGetParams failed: CUDA_ERROR_INVALID_VALUE"

@@ -262,15 +262,17 @@ class CudaDevice:
         def replay() -> None:
             watched.extend(_event_times_ns(executable, replays))  # one by one: what is compared is taken alike
 
-        why_not, seen, clock = cupti.unavailable(), [], "CUPTI activity, GPU clock"
+        why_not, clock = cupti.unavailable(), "CUPTI activity, GPU clock"
+        seen: list[cupti.Activity] = []
+        places: dict[int, int] = {}
         if not why_not:
-            seen = cupti.collect(replay, self.synchronize)
+            seen, places = cupti.collect(replay, self.synchronize, executable.raw.nodes)
         elif not kineto.unavailable():
             seen, clock = kineto.collect(replay, self.synchronize), "torch.profiler, GPU clock"
         note = f"{why_not}: replayed kernels have no times" if why_not and not seen else ""
         profiled = median(watched) if watched else 0.0
         gpu = multiprocessors(self.device)
-        return _observation(executable, seen, replays, median(wall), gpu, note, profiled, clock)
+        return _observation(executable, seen, places, replays, median(wall), gpu, note, profiled, clock)
 
     def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
         """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
@@ -293,7 +295,8 @@ class CudaDevice:
         for _ in range(4):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            with cupti.launching:
+                graph.replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e6 / _TIMED_CALLS)
@@ -437,9 +440,10 @@ class CudaExecutable:
             self._launch(self.graph)
 
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
-        graph.replay()  # also sets the seeds that all parts read
-        if self._rest:
-            self._launch_parts(self._rest)
+        with cupti.launching:
+            graph.replay()  # also sets the seeds that all parts read
+            if self._rest:
+                self._launch_parts(self._rest)
 
     def _launch_parts(self, parts: Sequence[GraphPart]) -> None:
         # The driver launches on the current device, and its default stream has no handle of its own.
@@ -930,6 +934,7 @@ def _event_times_ns(executable: Executable, count: int) -> list[float]:
 def _observation(
     executable: CudaExecutable,
     seen: Sequence[cupti.Activity],
+    places: Mapping[int, int],
     replays: int,
     wall_ns: float,
     gpu: Multiprocessors,
@@ -938,7 +943,7 @@ def _observation(
     clock: str = "CUPTI activity, GPU clock",
 ) -> Observation:
     raw = executable.raw
-    ids = {cupti.node_id(raw.nodes[i]): i for i, kind in enumerate(raw.kinds) if kind in TIMED} if seen else {}
+    ids = {node: position for node, position in places.items() if raw.kinds[position] in TIMED}
     told = tell_by_id(seen, raw, ids, replays)
     launches: tuple[Launch, ...] = ()
     if seen and not any(activity.node >= 0 for activity in seen):
