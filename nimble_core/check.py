@@ -7,7 +7,7 @@ from nimble_core.algorithms.reachability import predecessor_lists, unconnected
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph, predecessors, successors
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule, begin_in_turn, stream_neighbours
+from nimble_core.schedule import Schedule, stream_neighbours
 
 __all__ = ["check_schedule"]
 
@@ -47,11 +47,6 @@ def check_schedule(graph: CallGraph, schedule: Schedule, program: Program | None
         raise ScheduleError("streams are not numbered 0, 1, … without gaps", fix="renumber them")
     if schedule.priority and len(schedule.priority) != size:
         raise ScheduleError(f"{len(schedule.priority)} priorities for {size} calls", fix="one each, or none")
-    if not begin_in_turn(schedule.launches, size):
-        raise ScheduleError(
-            f"launches that begin at {schedule.launches} are not {len(schedule.launches) + 1} of {size} calls",
-            fix="rising positions in the order, above 0",
-        )
     position = [0] * size
     for index, call in enumerate(schedule.order):
         position[call] = index
@@ -128,11 +123,6 @@ def _check_promises(
         raise ScheduleError(
             f"{_pair(u, v, program)}: independent calls {how}, though the schedule promises maximum concurrency",
             fix="let them run side by side, or drop the promise",
-        )
-    if schedule.maximum_concurrency and schedule.launches:
-        raise ScheduleError(
-            f"{len(schedule.launches) + 1} launches, which follow each other, and a promise of maximum concurrency",
-            fix="drop the promise, or launch all at once",
         )
     if schedule.minimum_syncs:
         # Where no order is added, the edges within streams are a matching: if it is maximum, one search proves it.

@@ -13,13 +13,12 @@ from nimble_core.errors import ScheduleError
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, SyncCounts
 
-__all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_launches", "emitted_syncs"]
+__all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_syncs"]
 
 
 @dataclass(frozen=True, slots=True)
 class RawGraph:
-    """Nodes and edges of a captured graph; what is launched in parts keeps the edges between them, which the order of
-    launches stands for.
+    """Nodes and edges of a captured graph.
 
     Args:
         nodes: raw handles in order of creation: every edge goes from an earlier to a later node.
@@ -41,37 +40,10 @@ def emitted_syncs(schedule: Schedule, raw: RawGraph) -> list[tuple[int, int]]:
     return sorted((u, v) for u, v in pairs if u is not None and v is not None and stream[u] != stream[v])
 
 
-def emitted_launches(schedule: Schedule, raw: RawGraph) -> list[int]:
-    """The launch that each node belongs to: its call's; where no call added it, the last of those it waits for.
-
-    Raises:
-        ScheduleError: a node would wait for one of a later launch.
-
-    >>> plan = Schedule("mine", (0, 1), (0, 1), ((0, 1),), launches=(1,))
-    >>> emitted_launches(plan, RawGraph((7, 8, 9), ("kernel",) * 3, ((0, 1), (1, 2)), (0, None, 1)))
-    [0, 0, 1]
-    """
-    of_call = schedule.launch_of()
-    before = predecessor_lists(len(raw.nodes), raw.edges)
-    found: list[int] = []
-    for node, call in enumerate(raw.owner):
-        waits = max((found[other] for other in before[node]), default=0)
-        found.append(waits if call is None else of_call[call])
-        if waits > found[node]:
-            what = f"call {call} of launch {found[node]} waits for launch {waits}"
-            raise ScheduleError(f"the captured graph cannot be launched in parts: {what}", fix=_DEFECT)
-    return found
-
-
 def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
-    """The schedule's counts with what the graph holds, or all its parts: synchronisations, forks, joins, edges inside
-    calls. Edges from one launch to another are not needed and not counted.
-    """
+    """The schedule's counts with what the graph holds: synchronisations, forks, joins, edges inside calls."""
     if len(raw.owner) < len(raw.nodes):
         return schedule.counts
-    if schedule.launches:
-        launch = emitted_launches(schedule, raw)
-        raw = replace(raw, edges=tuple((tail, head) for tail, head in raw.edges if launch[tail] == launch[head]))
     heads, tails = {head for _, head in raw.edges}, {tail for tail, _ in raw.edges}
     return replace(
         schedule.counts,

@@ -99,8 +99,7 @@ def limit_memory(
             plan = whole if offsets is None else settled(program, whole, lives, offsets, nbytes)
             extra = reuse_hazards(program, base, plan)
             limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
-            launches = schedule.launches if order == schedule.order else ()
-            limited = replace(limited, priority=schedule.priority, launches=launches)
+            limited = replace(limited, priority=schedule.priority)
             found.append((simulate(graph, limited, costs, device).length_ns, limited, plan))
             break
     alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)

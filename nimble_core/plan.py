@@ -17,7 +17,7 @@ from nimble_core.check import check_schedule
 from nimble_core.errors import InputError, ReportFileError
 from nimble_core.graph import CallGraph
 from nimble_core.program import Call, Fuse, KernelChoice, Program, TensorRef
-from nimble_core.schedule import Schedule, SyncCounts, begin_in_turn
+from nimble_core.schedule import Schedule, SyncCounts
 
 __all__ = [
     "MAX_BYTES",
@@ -380,7 +380,6 @@ def _checked(plan: Plan) -> Plan:
     _require(sorted(schedule.order) == list(range(size)), "schedule.order", "it does not name every call once")
     _require(len(schedule.priority) in (0, size), "schedule.priority", "one priority for each call, or none")
     _within((abs(priority) for priority in schedule.priority), _NOT_A_NUMBER, "schedule.priority")
-    _require(begin_in_turn(schedule.launches, size), "schedule.launches", "launches are not one after the other")
     for name, pairs in (("syncs", schedule.syncs), ("added_order", schedule.added_order)):
         _within((call for pair in pairs for call in pair), size, f"schedule.{name}")
     _within((choice.call for choice in plan.kernels), _NOT_A_NUMBER, "kernels")

@@ -1,16 +1,14 @@
-"""CUDA graphs through the driver (``cuda-bindings``): nodes and edges, during a capture and after it; and parts."""
+"""Reading CUDA graphs through the driver (``cuda-bindings``): nodes and edges, during a capture and after it."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Mapping
 from typing import Any
 
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.observation import Launch
 
-__all__ = ["CaptureProbe", "GraphPart", "keep_nodes", "read_graph", "read_launches"]
+__all__ = ["CaptureProbe", "read_graph", "read_launches"]
 
 
 def _driver() -> Any:
@@ -72,58 +70,6 @@ def read_graph(handle: int) -> RawGraph:
         place = {node: position for position, node in enumerate(nodes)}
         edges = sorted((place[int(a)], place[int(b)]) for a, b in zip(tails, heads, strict=True))
     return RawGraph(nodes, kinds, tuple(edges))
-
-
-class GraphPart:
-    """Some nodes of a captured graph, with the edges between them, as a graph of their own that can be launched.
-
-    Args:
-        handle: the whole graph, which stays as it is.
-        raw: its nodes.
-        kept: positions in ``raw`` of the nodes.
-
-    Raises:
-        DeviceError: the driver could not make it.
-    """
-
-    def __init__(self, handle: int, raw: RawGraph, kept: Collection[int]) -> None:
-        self._driver = driver = _driver()
-        (graph,) = _checked(driver.cuGraphClone(driver.CUgraph(init_value=handle)), "cuGraphClone")
-        self._free = weakref.finalize(self, driver.cuGraphDestroy, graph)
-        self._free.atexit = False
-        copies = [
-            _checked(
-                driver.cuGraphNodeFindInClone(driver.CUgraphNode(init_value=node), graph), "cuGraphNodeFindInClone"
-            )
-            for node in raw.nodes
-        ]
-        for position, (copy,) in enumerate(copies):
-            if position not in kept:
-                _checked(driver.cuGraphDestroyNode(copy), "cuGraphDestroyNode")
-        self.nodes: Mapping[int, int] = {position: int(copies[position][0]) for position in kept}
-        """Raw handle of each node in this graph, by position."""
-        (self._exec,) = _checked(driver.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
-        self._free_exec = weakref.finalize(self, driver.cuGraphExecDestroy, self._exec)
-        self._free_exec.atexit = False
-
-    def launch(self, stream: int) -> None:
-        """Launch on a stream, given by its raw handle. Raises DeviceError."""
-        (code,) = self._driver.cuGraphLaunch(self._exec, stream)
-        if code:
-            _checked((code,), "cuGraphLaunch")
-
-    def close(self) -> None:
-        """Free it; nothing of it may be running."""
-        self._free_exec()
-        self._free()
-
-
-def keep_nodes(raw: RawGraph, kept: Collection[int]) -> None:
-    """Take all other nodes out of the captured graph, which is not instantiated yet. Raises DeviceError."""
-    driver = _driver()
-    for position, node in enumerate(raw.nodes):
-        if position not in kept:
-            _checked(driver.cuGraphDestroyNode(driver.CUgraphNode(init_value=node)), "cuGraphDestroyNode")
 
 
 def read_launches(raw: RawGraph) -> tuple[Launch, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-__all__ = ["Schedule", "SyncCounts", "begin_in_turn", "stream_neighbours"]
+__all__ = ["Schedule", "SyncCounts", "stream_neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,6 @@ class Schedule:
         order: call indices in the order they are issued: a topological order of the graph.
         syncs: ``(producer, consumer)`` pairs on different streams: the consumer's stream waits for the producer.
         priority: launch priority of each call (0 normal, higher sooner); empty means all 0.
-        launches: positions in ``order`` at which a further launch begins; its calls wait for all that precede them.
-            Empty: all is launched at once. What may then not run side by side is not listed in ``added_order``.
         added_order: ``(earlier, later)`` neighbours on one stream, and ends of waits, that the graph does not order:
             concurrency given up, because streams were capped, to reuse memory, or by the policy's choice. Empty for
             uncapped ``nimble``.
@@ -60,7 +57,6 @@ class Schedule:
     order: tuple[int, ...]
     syncs: tuple[tuple[int, int], ...]
     priority: tuple[int, ...] = ()
-    launches: tuple[int, ...] = ()
     added_order: tuple[tuple[int, int], ...] = ()
     maximum_concurrency: bool = False
     minimum_syncs: bool = False
@@ -72,28 +68,6 @@ class Schedule:
     def streams(self) -> int:
         """Number of streams used."""
         return max(self.stream, default=-1) + 1
-
-    def launch_of(self) -> list[int]:
-        """The launch that each call belongs to, by call index, counted from 0.
-
-        >>> Schedule("mine", (0, 1, 0), (1, 0, 2), (), launches=(1,)).launch_of()
-        [1, 0, 1]
-        """
-        begins = frozenset(self.launches)
-        found, launch = [0] * len(self.order), 0
-        for position, call in enumerate(self.order):
-            launch += position in begins
-            found[call] = launch
-        return found
-
-
-def begin_in_turn(launches: Sequence[int], size: int) -> bool:
-    """Whether launches of ``size`` calls begin one after the other, none of them empty.
-
-    >>> begin_in_turn((), 0), begin_in_turn((2, 5), 9), begin_in_turn((0, 5), 9), begin_in_turn((5, 5), 9)
-    (True, True, False, False)
-    """
-    return not launches or all(a < b for a, b in pairwise((0, *launches, size)))
 
 
 def stream_neighbours(stream: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:

@@ -65,9 +65,9 @@ def simulate(
 ) -> Timeline:
     """Run a schedule on a clock of its own; deterministic.
 
-    A call starts as soon as the call before it on its stream has ended ``gap_ns`` ago, each call it waits for, and all
-    of the launch before, has ended ``sync_ns`` ago, and one of ``concurrency`` places is free. Of several that could
-    start at one time, higher priority goes first, then the earlier in issue order.
+    A call starts as soon as the call before it on its stream has ended ``gap_ns`` ago, each call it waits for has ended
+    ``sync_ns`` ago, and one of ``concurrency`` places is free. Of several that could start at one time, higher
+    priority goes first, then the earlier in issue order.
 
     Args:
         graph: gives the number of calls; its hazards are the business of ``check_schedule``.
@@ -113,13 +113,6 @@ def simulate(
             followers[u].append((v, delay))
             missing[v] += 1
 
-    launch = schedule.launch_of()
-    launched: list[list[int]] = [[] for _ in range(len(schedule.launches) + 2)]
-    for call in range(size):
-        launched[launch[call]].append(call)
-        missing[call] += launch[call] > 0
-    unfinished = list(map(len, launched))
-
     rank = [(0, 0)] * size
     for position, call in enumerate(schedule.order):
         rank[call] = (-schedule.priority[call] if schedule.priority else 0, position)
@@ -143,11 +136,7 @@ def simulate(
         now = min(ends, waiting[0][0] if waiting else inf)
         for call in running.finish(now):
             end_ns[call] = now
-            freed = followers[call]
-            unfinished[launch[call]] -= 1
-            if not unfinished[launch[call]]:
-                freed = [*freed, *((later, device.sync_ns) for later in launched[launch[call] + 1])]
-            for follower, delay in freed:
+            for follower, delay in followers[call]:
                 ready_ns[follower] = max(ready_ns[follower], now + delay)
                 missing[follower] -= 1
                 if not missing[follower]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -20,8 +20,7 @@ from nimble_core.devices.base import Device, Executable, Observation
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.fusing import follow, fuse
 from nimble_core.judging import Judge
-from nimble_core.launches import ways_to_launch
-from nimble_core.measurement import TIE, Measurement, interleave
+from nimble_core.measurement import TIE, interleave
 from nimble_core.memory import serial_peak
 from nimble_core.options import Options
 from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
@@ -33,16 +32,6 @@ from nimble_core.simulate import simulate
 __all__ = ["Tuned", "eager_peak", "tune"]
 
 Step = Callable[[str], AbstractContextManager[Any]]
-
-
-@runtime_checkable
-class _Dividable(Protocol):
-    """An executable that can be launched in parts."""
-
-    def launched_in(self, launches: tuple[int, ...]) -> AbstractContextManager[Callable[[], None]]:
-        """Inside, what replays it in these launches."""
-        ...
-
 
 _POLICIES = ("contention", "nimble", "critical_path", "opara", "torchsched")
 """In the order of promise where simulation cannot tell: it knows neither launch priorities nor issue order."""
@@ -60,8 +49,6 @@ _HEAVY, _HEAVY_NBYTES, _WORTH = 1.22, 8 << 20, 1.1
 this much faster than another."""
 _LESS = (0.0, 0.25, 0.5)
 """Limits to try where much is held: shares of the way from what is not heavy to all that the fastest holds."""
-_WORTH_LAUNCHES = 1.03
-"""Launches in parts have to be this much faster than one: where replays follow each other, they are not."""
 _NEGLIGIBLE = 0.02
 """What costs less than this share of the budget is done even when it is gone."""
 _COMPILE_S = (2.0, 0.03)
@@ -310,59 +297,7 @@ class _Tuning:
                 self._time(self.executables)
             if search and options.memory_limit is None:
                 checks += self._with_less_memory(self._best(kinds, worth=1.0))
-            if search:
-                checks += self._in_several_launches(self._best(kinds))
         return checks
-
-    def _in_several_launches(self, best: str) -> tuple[EqualityCheck, ...]:
-        """The best again, launched in parts, if that is faster: the first part then runs while the rest is launched."""
-        executable = self.executables[best]
-        kind, schedule = self.candidates[best].fuse, executable.schedule
-        ways = ways_to_launch(self.variants[kind].graph, schedule) if isinstance(executable, _Dividable) else ()
-        launches = self._fastest_launches(executable, ways) if ways else ()
-        if not launches:
-            return ()
-        name = f"{best}, {len(launches) + 1} launches"
-        plan = replace(schedule, policy=name, launches=launches, maximum_concurrency=False)
-        start = time.perf_counter()
-        self._note(name, kind, plan, self.candidates[best].simulated_ns)
-        try:
-            with self.step(f"capture {name}"):
-                # As much as the plan needs at once: parts of it need no more.
-                limit, costs = executable.nbytes, _known_costs(self.observed.get(kind))
-                divided = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
-            self._add(name, kind, divided, start)
-            if divided.schedule.launches != launches:
-                raise DeviceError("in no more memory than one launch takes, another order was found")
-            return self._beside(best, name)
-        except NimbleError as error:
-            if name in self.executables:
-                self.executables.pop(name).close()
-            self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
-            return ()
-
-    def _beside(self, best: str, name: str) -> tuple[EqualityCheck, ...]:
-        """Check another form of the best, and time the two in turn."""
-        with self.step("check equality"):
-            checks = self._check()
-        if name in self.executables:
-            with self.step("choose"), state_kept(self.recorded):
-                self._time({one: self.executables[one] for one in (best, name)})
-        return checks
-
-    def _fastest_launches(self, executable: Executable, ways: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The way of several launches that is worth it; none if one launch is as fast, or they cannot be tried."""
-        runs: dict[tuple[int, ...], Callable[[], None]] = {(): executable.replay}
-        try:
-            with self.step("choose launches"), state_kept(self.recorded), ExitStack() as stack:
-                for launches in ways:
-                    runs[launches] = stack.enter_context(cast(_Dividable, executable).launched_in(launches))
-                taken = self._timed({str(launches): run for launches, run in runs.items()})
-        except NimbleError:
-            return ()
-        fastest = min(runs, key=lambda launches: taken[str(launches)].median_ns)
-        worth = taken[str(fastest)].median_ns * _WORTH_LAUNCHES <= taken[str(())].median_ns
-        return fastest if worth else ()
 
     def _with_less_memory(self, best: str) -> tuple[EqualityCheck, ...]:
         """Memory has to be worth it: where the best takes much more than eager, the same with less of it."""
@@ -388,7 +323,12 @@ class _Tuning:
             self._note(name, kind, plan)
             self.candidates[name] = replace(self.candidates[name], note=f"left out: {left_out}")
             return ()
-        return self._beside(best, name)
+        with self.step("check equality"):
+            checks = self._check()
+        if name in self.executables:
+            with self.step("choose"), state_kept(self.recorded):
+                self._time({one: self.executables[one] for one in (best, name)})
+        return checks
 
     def _heavy(self, name: str) -> bool:
         """Whether it holds much more than eager, and than one stream of the same kernels."""
@@ -560,13 +500,8 @@ class _Tuning:
         return tuple(checks)
 
     def _time(self, executables: Mapping[str, Executable]) -> None:
-        taken = self._timed({name: executable.replay for name, executable in executables.items()})
-        for name, measurement in taken.items():
-            self.candidates[name] = replace(self.candidates[name], measurement=measurement)
-
-    def _timed(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, Measurement]:
-        return interleave(
-            runs,
+        taken = interleave(
+            {name: executable.replay for name, executable in executables.items()},
             clock_ns=self.device.clock_ns,
             synchronize=self.device.synchronize,
             rounds=_ROUNDS[self.options.tune],
@@ -574,6 +509,8 @@ class _Tuning:
             rehearse=True,
             on_interrupt=_interrupt,
         )
+        for name, measurement in taken.items():
+            self.candidates[name] = replace(self.candidates[name], measurement=measurement)
 
     def _best(self, wanted: Sequence[Fuse], worth: float = _WORTH) -> str:
         """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured.
@@ -658,7 +595,7 @@ def _known_costs(observed: Observation | None) -> Costs | None:
 def _essence(schedule: Schedule) -> tuple[object, ...]:
     """What two schedules have to share to be the same plan; priority counts where calls differ in it."""
     priority = schedule.priority if len(set(schedule.priority)) > 1 else ()
-    return schedule.stream, schedule.order, schedule.syncs, schedule.launches, priority
+    return schedule.stream, schedule.order, schedule.syncs, priority
 
 
 def _interrupt() -> None:

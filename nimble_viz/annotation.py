@@ -86,10 +86,10 @@ class Annotation:
         """
         calls, schedule = self.report.program.calls, _schedule(self.report, self.run)
         for number, replay in enumerate(self.joined.replays):
-            for launch, node, ran in zip(replay.launches, replay.nodes, replay.activities, strict=True):
+            for node, ran in zip(replay.nodes, replay.activities, strict=True):
                 index = self.joined.call(node)
                 name = short_kernel_name(ran.name)
-                seen = (replay.process, launch, node, ran.start_ns, ran.end_ns, ran.stream, name, number)
+                seen = (replay.process, replay.launch, node, ran.start_ns, ran.end_ns, ran.stream, name, number)
                 if index is None:
                     yield (*seen, None, "", "", "", None)
                 else:
@@ -196,11 +196,6 @@ def _notes(report: Report, seen: Export, joined: Joined) -> tuple[str, ...]:
     if joined.rivals:
         notes.append(
             f"{plural(joined.rivals, 'other graph')} in the profile would fit as well: this one was launched most"
-        )
-    if joined.shifts:
-        notes.append(
-            "which launch begins a replay is not known: "
-            f"{plural(joined.shifts, 'other way')} to divide them would fit as well (--trace=cuda,nvtx tells)"
         )
     if _elsewhere(report, seen):
         notes.append(f"profiled on {seen.gpu}, the report is of {report.environment.device_name}")

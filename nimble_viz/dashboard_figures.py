@@ -388,7 +388,6 @@ def timeline_figure(
 
     Idle of a lane of the device is shaded, and calls on the critical path have a bold lower edge. Where ``plans`` holds
     the plan of a run whose spans are drawn one by one, its waits go from the producer's end to the consumer's start.
-    Where a launch after the first begins there is a dashed line instead: its calls wait for all that is left of it.
     ``customdata`` of a bar is its call, -1 where it belongs to none; the trace's ``meta`` is the run, ``"eager"``
     counting in eager calls.
     """
@@ -397,7 +396,6 @@ def timeline_figure(
     heads: list[tuple[float, str]] = []
     bottom = 0.0
     connectors: tuple[list[float | None], list[float | None]] = ([], [])
-    launches: tuple[list[float | None], list[float | None]] = ([], [])
     for run, rows in _rows(runs):
         heads.append((rows[0] - 1 if rows else bottom, _head(run)))
         bottom = rows[-1] + 1.4 if rows else bottom + 1
@@ -407,17 +405,19 @@ def timeline_figure(
         plan = plans.get(run["run"])
         if plan and _together(run) == 1:
             _connect(run, rows, plan, connectors)
-        for start in run["launches"]:
-            launches[0].extend((start / 1e3, start / 1e3, None))
-            launches[1].extend((rows[0] - 0.5, rows[-1] + 0.5, None))
     if runs and views.critical:
         figure.add_trace(_path_trace(views, runs, colours))
-    for (x, y), name, line in (
-        (connectors, "synchronisation: what waits for what", {"color": colours["sync"], "width": 1.4, "dash": "dash"}),
-        (launches, "a further launch begins", {"color": colours["text"], "width": 1, "dash": "dot"}),
-    ):
-        if x:
-            figure.add_trace(Scatter(x=x, y=y, mode="lines", name=name, line=line, hoverinfo="skip"))
+    if connectors[0]:
+        figure.add_trace(
+            Scatter(
+                x=connectors[0],
+                y=connectors[1],
+                mode="lines",
+                name="synchronisation: what waits for what",
+                line={"color": colours["sync"], "width": 1.4, "dash": "dash"},
+                hoverinfo="skip",
+            )
+        )
     _finish(figure, colours, int(110 + 27 * bottom))
     figure.update_layout(
         barmode="overlay",
@@ -895,7 +895,7 @@ def _connect(
     plan: Mapping[str, Any],
     lines: tuple[list[float | None], list[float | None]],
 ) -> None:
-    """Lines from the last end of each producer to the first start of what waits for it, in the same launch."""
+    """Lines from the last end of each producer to the first start of what waits for it."""
     ends: dict[int, tuple[float, float]] = {}
     starts: dict[int, tuple[float, float]] = {}
     for lane, start, length, call in zip(run["lane"], run["start"], run["length"], run["call"], strict=True):
@@ -903,9 +903,7 @@ def _connect(
             ends[call] = max(ends.get(call, (0.0, 0.0)), (start + length, rows[lane]))
             starts[call] = min(starts.get(call, (start, rows[lane])), (start, rows[lane]))
     for producer, consumer in zip(plan["producer"], plan["consumer"], strict=True):
-        if producer not in ends or consumer not in starts:
-            continue
-        if not any(ends[producer][0] <= at <= starts[consumer][0] for at in run["launches"]):
+        if producer in ends and consumer in starts:
             lines[0].extend((ends[producer][0] / 1e3, starts[consumer][0] / 1e3, None))
             lines[1].extend((ends[producer][1], starts[consumer][1], None))
 

@@ -283,8 +283,7 @@ def syncs_html(views: Views) -> str:
     rows = [
         (
             row["label"] + (" ✓ chosen" if row["chosen"] else ""),
-            format_count(row["streams"])
-            + (f", {format_count(row['launches'])} launches" if row["launches"] > 1 else ""),
+            format_count(row["streams"]),
             *("not read" if row[key] is None else format_count(row[key]) for key, _, _ in views.sync_counts),
             f"{'✓' if row['promise']['kept'] else '✗'} {row['promise']['text']}" if row["promise"] else "–",
         )

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import takewhile
@@ -145,7 +145,7 @@ class Difference:
         chosen: the chosen runs against each other; None if neither was measured.
         speeds: every run that was measured, old ones first.
         facts: model, dtype, batch, kernels, chosen plan, number of calls, complete or not.
-        plans: of each plan streams and waits, and launches where one has several.
+        plans: of each plan streams and waits.
         host_syncs: of the eager run, counts by kind and source line.
         memory: bytes.
         checks: equality of each replay with eager.
@@ -253,7 +253,6 @@ def diff(old: Report, new: Report) -> Difference:
     pairs = match_calls(olds, news)
     gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
     notes = [] if same_kernels else ["kernels of different makers: eager calls are compared, without streams and costs"]
-    launched = {plan.policy for plan in (*old.schedules, *new.schedules) if plan.launches}
     moved: tuple[Moved, ...] = ()
     recosted: tuple[CostChange, ...] = ()
     if same_kernels:
@@ -272,7 +271,7 @@ def diff(old: Report, new: Report) -> Difference:
         chosen=_chosen(old, new),
         speeds=_speeds(old, new),
         facts=_changes(_facts(old, fused), _facts(new, fused)),
-        plans=_changes(_plans(old, launched), _plans(new, launched)),
+        plans=_changes(_plans(old), _plans(new)),
         host_syncs=_changes(_host_syncs(old), _host_syncs(new)),
         memory=_changes(_memory(old), _memory(new)),
         checks=_changes({one.name: _result(one) for one in old.checks}, {one.name: _result(one) for one in new.checks}),
@@ -522,14 +521,12 @@ def _facts(report: Report, fused: bool) -> dict[str, _Value]:
     }
 
 
-def _plans(report: Report, launched: Set[str]) -> dict[str, _Value]:
-    """Figures of each plan; how many launches of those in ``launched``."""
+def _plans(report: Report) -> dict[str, _Value]:
     return {
         f"{plan.policy}: {what}": count
         for plan in report.schedules
         for what, count in (
             ("streams", plan.streams),
-            *([("launches", len(plan.launches) + 1)] if plan.policy in launched else []),
             ("waits, full DAG", plan.counts.full),
             ("waits, MEG", plan.counts.meg),
             ("waits, planned", plan.counts.planned),

@@ -24,7 +24,7 @@ from nimble_core.errors import ReportFileError
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement
 from nimble_core.program import Program, TensorRef
-from nimble_core.schedule import Schedule, begin_in_turn
+from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_viz.report import (
     SCHEMA_VERSION,
@@ -393,7 +393,6 @@ def _check_schedule(plan: Schedule, size: int, where: str) -> None:
     _require(sorted(plan.order) == list(range(size)), f"{where}.order", "it does not name every call once")
     _require(len(plan.priority) in (0, size), f"{where}.priority", "one priority for each call, or none")
     _finite(plan.priority, f"{where}.priority")
-    _require(begin_in_turn(plan.launches, size), f"{where}.launches", "launches are not one after the other")
     _pairs(plan.syncs, size, f"{where}.syncs")
     _pairs(plan.added_order, size, f"{where}.added_order")
     counts = plan.counts

@@ -364,9 +364,6 @@ def _plans(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
             notes.append(
                 _text(f"{row['label']}: {row['promise']['text']}", "" if row["promise"]["kept"] else "bold red")
             )
-        if row["launches"] > 1:
-            launches = f"{format_count(row['launches'])} launches, each after all of the one before"
-            notes.append(_text(f"{row['label']}: {launches}", "dim"))
         ends = _ends(row)
         if ends:
             notes.append(_text(f"{row['label']}, counted apart: {ends}", "dim"))

@@ -95,58 +95,50 @@ def profile_of(
 ) -> Profile:
     """Capture, instantiate and replay the plan ``run``: nodes in issue order, each as soon as its waits allow.
 
-    The first launch is the captured graph's, each further one that of a copy. All are launched at once.
-
     Args:
         report: whose calls.
         run: name of the plan.
         replays: how often it is launched.
-        graph: id of the captured graph; its instance has the next, then copy and instance of each further launch.
+        graph: id of the captured graph; its instance has the next.
         names: kernels of each call; None: one, ``"<operator>_kernel"``.
         marked: whether the profile has NVTX ranges and was on during the capture.
         begin: when.
-        launch: correlation id of the first launch; the others' follow.
+        launch: correlation id of the first launch.
     """
     plan = report.schedule(run)
     assert plan is not None
     made, now, number = Profile(), begin, 0
-    part, parts = plan.launch_of(), len(plan.launches) + 1
-    instance = [(graph + 1 + 2 * one) << 32 for one in range(parts)]
     of_call: dict[int, list[int]] = {}
     for call in plan.order:
         start = now = now + 10
         for _ in _kernels(report, call, names):
             now += 5
             of_call.setdefault(call, []).append(number)
-            made.call_of[instance[part[call]] + number] = call
+            made.call_of[((graph + 1) << 32) + number] = call
             made.nodes.append((TID, now, (graph << 32) + number, None))
             number += 1
         now += 5
         made.ranges.append((TID, start, now, call_name(report.program.calls[call])))
     made.ranges.insert(0, (TID, begin, now + 10, whole_name("capture", report.program, plan)))
     now += 100
-    for one, copy in enumerate(range(graph, graph + 2 * parts, 2)):
-        if one:
-            made.nodes += [(TID, now + at, (copy << 32) + at, (graph << 32) + at) for at in range(number)]
-        made.nodes += [(TID, now + at, instance[one] + at, (copy << 32) + at) for at in range(number)]
+    made.nodes += [(TID, now + at, ((graph + 1) << 32) + at, (graph << 32) + at) for at in range(number)]
     now += number + 100
     waits: dict[int, list[int]] = {}
     for producer, consumer in plan.syncs:
         waits.setdefault(consumer, []).append(producer)
     for replay in range(replays):
-        correlation, ended, free = launch + replay * parts, dict[int, int](), dict[int, int]()
-        made.launches |= {correlation + one: (TID, now + 5 + one) for one in range(parts)}
-        since, reached = now + 50, 0
+        correlation, ended, free = launch + replay, dict[int, int](), dict[int, int]()
+        made.launches[correlation] = TID, now + 5
+        latest = now + 50
         for call in plan.order:
             stream = plan.stream[call]
-            if part[call] > reached:
-                reached, since = part[call], max(ended.values()) + 30
-            at = max([since, free.get(stream, 0), *(ended[one] for one in waits.get(call, ()))])
+            at = max(
+                [latest if not free else now + 50, free.get(stream, 0), *(ended[one] for one in waits.get(call, ()))]
+            )
             for name, node in zip(_kernels(report, call, names), of_call.get(call, ()), strict=True):
                 kind = name if name in ("memcpy", "memset") else "kernel"
                 end = at + 20 + 3 * (call % 5) + replay
-                whole = instance[reached] + node
-                made.ran.append(Ran(name, at + 1, end, 13 + stream, correlation + reached, whole, kind))
+                made.ran.append(Ran(name, at + 1, end, 13 + stream, correlation, ((graph + 1) << 32) + node, kind))
                 at = end
             ended[call] = free[stream] = at
         finish = max(free.values(), default=now)

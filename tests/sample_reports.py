@@ -44,7 +44,6 @@ __all__ = [
     "RENDERED",
     "choice",
     "fused_report",
-    "launched_report",
     "old_report",
     "plan_report",
     "profile_report",
@@ -443,19 +442,6 @@ def _sources(hostile: str) -> tuple[SourceLines, ...]:
     )
 
 
-def launched_report(launches: tuple[int, ...], calls: int = 60, *, width: int = 4, device: str = "cuda") -> Report:
-    """A report of which the chosen plan is launched in parts."""
-    report = sample_report(calls, width=width, device=device)
-    single, nimble = report.schedules
-    cut = replace(nimble, launches=launches, maximum_concurrency=False)
-    part = cut.launch_of()
-    if cut.counts.emitted is not None:
-        cut = replace(cut, counts=replace(cut.counts, emitted=sum(part[u] == part[v] for u, v in cut.syncs)))
-    replay = _replay(cut, report.program, report.graph.meg, report.costs.ns, device)
-    lines = tuple(replace(line, spans=replay.spans) if line.run == cut.policy else line for line in report.timelines)
-    return replace(report, schedules=(single, cut), timelines=lines)
-
-
 def tangled_report(seed: int, calls: int = 60) -> Report:
     """A report whose graph and modules are drawn at random: long edges, edges into and out of nested modules."""
     report, draw = sample_report(calls), _lcg(seed)
@@ -517,7 +503,6 @@ CASES: dict[str, Callable[[], Report]] = {
     "training": lambda: training_report(),
     "training on the host": lambda: training_report(12, width=2, device="cpu"),
     "eager optimizer": lambda: eager_optimizer_report(),
-    "three launches": lambda: launched_report((10, 30)),
     "ten thousand": lambda: sample_report(10_000, width=8),
 }
 """Every edge case of a report of something that ran, by name."""
@@ -677,22 +662,16 @@ def _eager(program: Program, isolated: tuple[float, ...], device: str) -> tuple[
 
 
 def _replay(plan: Schedule, program: Program, meg: _Edges, isolated: tuple[float, ...], device: str) -> Timeline:
-    """List simulation: a call starts when its stream is free and its predecessors are done, plus a gap.
-
-    A further launch begins 2 µs after all before it has ended.
-    """
+    """List simulation: a call starts when its stream is free and its predecessors are done, plus a gap."""
     before: list[list[int]] = [[] for _ in program.calls]
     for producer, consumer in meg:
         before[consumer].append(producer)
     free = [0.0] * plan.streams
     end = [0.0] * len(program.calls)
-    spans: list[Span] = []
-    launched = 0.0
-    for position, index in enumerate(plan.order):
-        if position in plan.launches:
-            launched = max(end) + 2000
+    spans = []
+    for index in plan.order:
         stream = plan.stream[index]
-        start = max([launched, free[stream], *(end[producer] for producer in before[index])]) + 300
+        start = max([free[stream], *(end[producer] for producer in before[index])]) + 300
         end[index] = free[stream] = start + isolated[index]
         spans.append(Span(stream, start, end[index], index, f"{program.calls[index].label}_kernel<float>"))
     spans.sort(key=lambda span: (span.start_ns, span.lane))

@@ -70,10 +70,3 @@ def programs(draw: st.DrawFn, max_calls: int = 9, max_storages: int = 4) -> Prog
     )
     outputs = tuple(ref for ref in draw(st.lists(st.sampled_from(pool), max_size=1)))
     return Program(calls=calls, storages=tuple(storages), inputs=(), outputs=outputs)
-
-
-def launches_of(size: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Values of ``Schedule.launches`` for so many calls."""
-    if size < 2:
-        return st.just(())
-    return st.sets(st.integers(1, size - 1), max_size=4).map(lambda cuts: tuple(sorted(cuts)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from nsys_exports import Ran, profile_of, write_export
 from nvtx_tool import listened
-from sample_reports import fused_report, launched_report, profile_report, sample_report, training_report
+from sample_reports import fused_report, profile_report, sample_report, training_report
 
 import nimble_viz.export.html
 import nimble_viz.text
@@ -151,45 +151,6 @@ def test_rows_join_to_the_export(tmp_path: Path) -> None:
             assert row["operator"] == ("" if call is None else report.program.calls[call].operator)
     assert {row["replay"] for row in rows} == {"0", "1"}
     assert sum(row["call"] == "" for row in rows) == 2
-
-
-def test_a_replay_in_several_launches(tmp_path: Path) -> None:
-    report = launched_report((7, 25), 40)
-    profile = profile_of(report, report.chosen, 3)
-    path = write_export(tmp_path / "p.sqlite", profile)
-    found = annotate(path, report)
-    assert found.exit_code == 0
-    assert found.to_text().startswith("p.sqlite: 3 replays of 'nimble', ")
-    line = found.report.timeline(report.chosen)
-    assert line is not None
-    ran = {(one.launch, one.node): (one.start, one.end) for one in profile.ran}
-    rows = list(found.rows())
-    assert {(row[1], row[2]): (row[3], row[4]) for row in rows} == ran
-    assert {(row[1], row[7]) for row in rows} == {(100 + at, at // 3) for at in range(9)}
-    lasted = sorted(
-        end - start
-        for end, start in (
-            (max(row[4] for row in rows if row[7] == replay), min(row[3] for row in rows if row[7] == replay))
-            for replay in range(3)
-        )
-    )
-    assert line.length_ns == lasted[1]
-
-
-def test_launches_that_cannot_be_told_apart_are_noted(tmp_path: Path) -> None:
-    report = launched_report((4, 8), 12)
-    names = {call: ["kernel"] for call in range(12)}
-    line = report.timeline(report.chosen)
-    assert line is not None
-    spans = tuple(replace(span, name="kernel") for span in line.spans)
-    lines = tuple(replace(one, spans=spans) if one is line else one for one in report.timelines)
-    report = replace(report, timelines=lines, costs=replace(report.costs, kernels=()))
-    profile = profile_of(report, report.chosen, 3, names=names, marked=False)
-    found = annotate(write_export(tmp_path / "p.sqlite", profile), report)
-    assert [note.partition(" (")[0] for note in found.notes] == [
-        "12 of the nodes could be another call's with the same kernel",
-        "which launch begins a replay is not known: 2 other ways to divide them would fit as well",
-    ]
 
 
 def test_one_stream_can_be_asked_for(tmp_path: Path) -> None:

@@ -87,12 +87,6 @@ BAD: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "streams have a gap": (lambda plan: replace(plan, stream=(0, 0, 2, 0, 0)), "without gaps"),
     "a negative stream": (lambda plan: replace(plan, stream=(-1, 0, 1, 0, 0)), "without gaps"),
     "priorities of another number": (lambda plan: replace(plan, priority=(1,)), "1 priorities"),
-    "a launch of nothing": (lambda plan: replace(plan, launches=(2, 2)), r"launches that begin at \(2, 2\)"),
-    "a launch beyond the end": (lambda plan: replace(plan, launches=(5,)), "are not 2 of 5 calls"),
-    "launches that promise maximum concurrency": (
-        lambda plan: replace(plan, launches=(2,)),
-        "2 launches, which follow",
-    ),
     "a consumer is issued first": (lambda plan: replace(plan, order=(0, 3, 1, 2, 4)), "call 1 -> call 3: issued"),
     "a sync to nowhere": (lambda plan: with_syncs(plan, [*plan.syncs, (0, 9)]), "not there"),
     "a sync within a stream": (lambda plan: with_syncs(plan, [*plan.syncs, (0, 1)]), "stays on stream 0"),

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_reports import HOSTILE, RENDERED, fused_report, launched_report, plan_report, profile_report, sample_report
+from sample_reports import HOSTILE, RENDERED, fused_report, plan_report, profile_report, sample_report
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
@@ -249,25 +249,6 @@ def test_eager_is_above_replay_on_one_axis_and_waits_connect_lanes() -> None:
         start, end = connectors.x[3 * at : 3 * at + 2]
         assert start == pytest.approx(runs[producer][1], abs=2e-3)
         assert end == pytest.approx(runs[consumer][0], abs=2e-3)
-
-
-def test_where_a_launch_begins_is_a_line_instead_of_waits() -> None:
-    report = launched_report((10, 30))
-    views = Views(report)
-    plan = views.plans[-1]
-    drawn = figures.timeline_figure(views, views.runs, {plan["policy"]: plan}, LIGHT)
-    lines = {trace.name: trace for trace in drawn.data if trace.type == "scatter"}
-    marks, waits = (next(one for name, one in lines.items() if name.startswith(of)) for of in ("a further", "sync"))
-    starts = views.runs[-1]["launches"]
-    assert [x * 1e3 for x in marks.x if x is not None] == pytest.approx([at for at in starts for _ in range(2)])
-    cut = report.schedule("nimble")
-    part = cut.launch_of()
-    assert waits.x.count(None) == sum(part[u] == part[v] for u, v in cut.syncs) < len(cut.syncs)
-    assert "4, 3 launches" in told.syncs_html(views)
-    whole = views_of("wide")
-    drawn = figures.timeline_figure(whole, whole.runs, {}, LIGHT)
-    assert not any(trace.name == "a further launch begins" for trace in drawn.data)
-    assert "launches" not in told.syncs_html(whole)
 
 
 def test_idle_is_shaded_behind_lanes_of_the_device_only() -> None:

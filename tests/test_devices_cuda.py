@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nimble_core import CaptureError, DeviceError, InputError, Nimble, Options, cupti, tuning
+from nimble_core import CaptureError, DeviceError, InputError, Nimble, Options, cupti
 from nimble_core.arena import check_memory
 from nimble_core.pipeline import (
     Stopwatch,
@@ -21,7 +21,6 @@ from nimble_core.pipeline import (
     record_static,
     schedule_by,
 )
-from nimble_core.plan import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -41,17 +40,6 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([branch(x) for branch in self.branches], 1).mean((2, 3))
-
-
-class Fork(nn.Module):
-    """Branches that come together again."""
-
-    def __init__(self, branches: int = 3, channels: int = 8) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(branches))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(branch(x).relu() for branch in self.branches)
 
 
 class Towers(nn.Module):
@@ -138,79 +126,6 @@ def test_capped_and_prioritised_plans_are_captured_as_planned(wide: Wide, cap: i
         assert one.schedule.streams == cap
         assert crossing(one) == set(one.schedule.syncs)
         assert torch.equal(one.run([x])[0], wide(x))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("launches", [(1,), (5,), (3, 9), (1, 2, 3, 12)])
-def test_a_graph_in_several_launches_runs_the_same_calls_in_turn(wide: Wide, launches: tuple[int, ...]) -> None:
-    device, recorded, _, multi, _ = plans(wide, inputs())
-    plan = dataclasses.replace(multi.schedule, launches=launches, maximum_concurrency=False)
-    divided = capture(device, recorded, plan)
-    for _ in range(5):
-        x = inputs()
-        assert torch.equal(divided.run([x])[0], wide(x))
-    assert divided.counts.emitted <= multi.counts.emitted
-    line = observe(device, recorded, divided).timeline
-    assert {span.call for span in line.spans} == set(range(len(recorded.recording.program.calls)))
-    begin: dict[int, float] = {}
-    end: dict[int, float] = {}
-    for span in line.spans:
-        launch = plan.launch_of()[span.call]
-        begin[launch] = min(begin.get(launch, span.start_ns), span.start_ns)
-        end[launch] = max(end.get(launch, span.end_ns), span.end_ns)
-    assert len(begin) == len(launches) + 1
-    assert all(end[at] <= begin[at + 1] for at in range(len(launches)))
-    divided.close()
-    with pytest.raises(DeviceError, match="closed"):
-        divided.replay()
-
-
-@torch.no_grad()
-def test_launches_are_tried_on_a_graph_that_stays_whole(wide: Wide) -> None:
-    _, _, _, multi, _ = plans(wide, inputs())
-    x = inputs()
-    expected = multi.run([x])[0]
-    with multi.launched_in((2, 7)) as replay:
-        multi.outputs[0].zero_()
-        replay()
-        assert torch.equal(multi.outputs[0], expected)
-    multi.outputs[0].zero_()
-    multi.replay()
-    assert torch.equal(multi.outputs[0], expected)
-
-
-def test_every_launch_draws_from_the_seed_of_its_replay() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(4))).cuda().train()
-    device, recorded, single, _, _ = plans(model, torch.randn(32, 64, device="cuda"))
-    size = len(recorded.recording.program.calls)
-    divided = capture(device, recorded, dataclasses.replace(single.schedule, launches=(size // 3, size // 2)))
-    x = torch.randn(32, 64, device="cuda")
-    with torch.no_grad():
-        torch.manual_seed(7)
-        expected = [single.run([x])[0] for _ in range(3)]
-        torch.manual_seed(7)
-        found = [divided.run([x])[0] for _ in range(3)]
-    assert all(map(torch.equal, found, expected))
-    assert not torch.equal(found[0], found[1])
-
-
-def test_a_wide_model_may_be_launched_in_parts_and_made_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_WORTH_LAUNCHES", 0.5)  # whatever a replay of so small a model gains
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Fork() for _ in range(8))).cuda().eval()
-    x = inputs()
-    net = Nimble(model, Options(fuse="none", policy="auto")).prepare(x)
-    tried = [one for one in net.engines[0].candidates if one.name.endswith(" launches")]
-    if net.engines[0].schedule.streams > 1:
-        assert tried
-        assert tried[0].check.passed
-    schedule = dataclasses.replace(net.engines[0].schedule, launches=(10, 20), maximum_concurrency=False)
-    plan = dataclasses.replace(net.engines[0].plan, schedule=schedule)
-    again = Nimble(model, UNFUSED).prepare(x, plan=Plan.from_json(plan.to_json()))
-    assert again.engines[0].schedule.launches == (10, 20)
-    with torch.no_grad():
-        assert torch.equal(again(x), model(x))
 
 
 def test_more_than_32_streams_stay_distinct() -> None:

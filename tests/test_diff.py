@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from sample_reports import RENDERED, fused_report, launched_report, plan_report, sample_report, training_report
+from sample_reports import RENDERED, fused_report, plan_report, sample_report, training_report
 
 from nimble_core.costs import Costs
 from nimble_core.graph import graph_from_edges
@@ -352,13 +352,6 @@ def test_facts_counts_memory_checks_and_environment() -> None:
     assert found.environment == (Change("torch", "2.11.0+cu130", "9.9"), Change("cudnn.allow_tf32", "True", None))
     assert found.environment == environment_changes(old.environment, new.environment)
     assert (found.added, found.moved, found.recosted) == ((), (), ())
-
-
-def test_launches_are_named_where_a_plan_has_several() -> None:
-    once, cut, other = sample_report(), launched_report((10, 30)), launched_report((20,))
-    assert [one for one in diff(once, cut).plans if "launches" in one.name] == [Change("nimble: launches", 1, 3)]
-    assert [one for one in diff(cut, other).plans if "launches" in one.name] == [Change("nimble: launches", 3, 2)]
-    assert not any("launches" in one.name for one in (*diff(cut, cut).plans, *diff(once, once).plans))
 
 
 def test_kernels_of_other_makers_are_compared_by_eager_calls() -> None:

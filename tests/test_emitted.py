@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import dags, launches_of
+from strategies import dags
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
-from nimble_core.emitted import RawGraph, check_emitted, emitted_counts, emitted_launches, emitted_syncs
+from nimble_core.emitted import RawGraph, check_emitted, emitted_counts, emitted_syncs
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph
 from nimble_core.policies import nimble
@@ -97,30 +97,3 @@ def test_calls_without_nodes_and_nodes_without_calls() -> None:
 def test_without_owners_nothing_is_claimed() -> None:
     schedule = Schedule("single", (0,), (0,), ())
     assert emitted_counts(schedule, RawGraph((1,), ("kernel",), ())).emitted is None
-
-
-@given(dags(), st.integers(1, 3), st.data())
-def test_a_graph_is_launched_in_parts_that_wait_for_nothing_later(
-    graph: CallGraph, nodes: int, data: st.DataObject
-) -> None:
-    schedule = replace(nimble(graph, uniform_costs(graph.size)), launches=data.draw(launches_of(graph.size)))
-    raw = captured(schedule, nodes)
-    check_emitted(schedule, raw, graph.edges)
-    found, launch = emitted_launches(schedule, raw), schedule.launch_of()
-    assert found == [launch[call] for call in raw.owner if call is not None]
-    assert all(found[tail] <= found[head] for tail, head in raw.edges)
-    inside = sum(launch[u] == launch[v] for u, v in schedule.syncs)
-    assert emitted_counts(schedule, raw).emitted == inside
-
-
-def test_a_node_of_no_call_goes_with_what_it_waits_for() -> None:
-    schedule = Schedule("mine", (0, 0), (0, 1), (), launches=(1,))
-    raw = RawGraph((1, 2, 3, 4), ("kernel", "empty", "kernel", "empty"), ((0, 1), (1, 2)), (0, None, 1, None))
-    assert emitted_launches(schedule, raw) == [0, 0, 1, 0]
-
-
-def test_a_graph_that_would_wait_for_what_is_launched_later_is_refused() -> None:
-    schedule = Schedule("mine", (0, 0), (1, 0), (), launches=(1,))
-    raw = RawGraph((1, 2), ("kernel", "kernel"), ((0, 1),), (0, 1))
-    with pytest.raises(ScheduleError, match="cannot be launched in parts: call 1 of launch 0 waits for launch 1"):
-        emitted_launches(schedule, raw)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_reports import CASES, fused_report, launched_report, sample_report, training_report
+from sample_reports import CASES, fused_report, sample_report, training_report
 
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_ns
@@ -140,27 +140,6 @@ def test_waits_of_the_schedule_are_flows() -> None:
     launches = [flow for flow in trace.flows if flow.kind == "launch"]
     assert len(launches) == 60
     assert all(call[flow.source] == call[flow.target] for flow in launches)
-
-
-def test_launches_have_a_row_and_what_crosses_them_no_arrow() -> None:
-    report = launched_report((10, 30))
-    trace = check(report)
-    plan = report.schedule("nimble")
-    assert plan is not None
-    part = plan.launch_of()
-    call = [dict(one.arguments).get("call") for one in trace.slices]
-    waits = [(call[flow.source], call[flow.target]) for flow in trace.flows if flow.kind == "wait"]
-    within = [(u, v) for u, v in plan.syncs if part[u] == part[v]]
-    assert sorted(waits) == sorted(within)
-    assert 0 < len(within) < len(plan.syncs)
-    rows = {at: track.process for at, track in enumerate(trace.tracks) if track.name == "launches"}
-    assert [trace.processes[process].run for process in rows.values()] == ["nimble"]
-    launches = [one for one in trace.slices if one.track in rows]
-    assert [one.name for one in launches] == ["launch 1", "launch 2", "launch 3"]
-    for one, (index, of) in zip(trace.slices, enumerate(call), strict=True):
-        if of is not None and trace.tracks[one.track].process in rows.values():
-            around = launches[part[int(of)]]  # type: ignore[call-overload]  # an argument may be of any type
-            assert around.start_ns <= trace.slices[index].start_ns <= trace.slices[index].end_ns <= around.end_ns
 
 
 def test_a_wait_leaves_the_last_kernel_and_reaches_the_first() -> None:

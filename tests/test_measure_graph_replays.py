@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nsys_exports import PID, TID, Profile, Ran, profile_of, write_export
-from sample_reports import launched_report, sample_report
-from strategies import launches_of
+from sample_reports import sample_report
 
 from nimble_core.costs import Kernel
 from nimble_core.errors import InputError
@@ -151,132 +150,6 @@ def test_what_does_not_match_is_counted_by_name(given_: tuple[Report, Names], da
     assert (check.expected, check.seen, check.unexpected) == (len(before), len(before) - len(changed), 2 * len(changed))
     assert check.passed == (not changed)
     assert calls(joined) == {node: None if node in changed else call for node, call in profile.call_of.items()}
-
-
-@st.composite
-def launched(draw: st.DrawFn, full: bool = False) -> tuple[Report, Names]:
-    """A report of which the plan is launched in parts, and the kernels of each call; ``full``: of every call one."""
-    size = draw(st.integers(2, 24))
-    launches = draw(launches_of(size).filter(bool))
-    report = launched_report(launches, size, width=draw(st.integers(1, 4)))
-    kernels = st.lists(st.sampled_from(["gemm", "add", "memcpy", "memset"]), min_size=int(full), max_size=3)
-    names = {call: draw(kernels) for call in range(size)}
-    if not any(names.values()):
-        names[0] = ["gemm"]
-    return report, names
-
-
-def whole(joined: Joined, profile: Profile, report: Report) -> None:
-    """Every replay has all launches, in order, and nothing of another replay."""
-    plan = report.schedule(report.chosen)
-    assert plan is not None
-    parts = len(plan.launches) + 1
-    for replay in joined.replays:
-        rounds = {(launch - 100) // parts for launch in replay.launches}
-        assert len(rounds) == 1
-        ran = [one for one in profile.ran if (one.launch - 100) // parts in rounds]
-        assert sorted(replay.nodes) == sorted(one.node for one in ran)
-        assert [one.start_ns for one in replay.activities] == sorted(one.start for one in ran)
-        launch_of = {(one.node, one.start): one.launch for one in ran}
-        starts = (one.start_ns for one in replay.activities)
-        assert list(replay.launches) == [launch_of[one] for one in zip(replay.nodes, starts, strict=True)]
-
-
-@settings(max_examples=80, deadline=None)
-@given(launched(), st.integers(1, 4), st.integers(0, 99), st.booleans())
-def test_a_replay_in_several_launches_is_one_replay(
-    given_: tuple[Report, Names], count: int, seed: int, known: bool
-) -> None:
-    report, names = given_
-    profile = profile_of(report, report.chosen, count, names=names)
-    for rows in (profile.ran, profile.nodes, profile.ranges):
-        random.Random(seed).shuffle(rows)  # type: ignore[arg-type]
-    joined = join(exported(profile), plan_of(report, seen_before(report, names) if known else None))
-    assert joined.way == "capture ranges"
-    assert joined.told.check.passed
-    assert calls(joined) == profile.call_of
-    assert (len(joined.replays), joined.partial, joined.rivals, joined.shifts) == (count, 0, 0, 0)
-    whole(joined, profile, report)
-
-
-@settings(max_examples=80, deadline=None)
-@given(launched(), st.integers(1, 4), st.booleans())
-def test_launches_without_ranges_are_told_by_place(given_: tuple[Report, Names], count: int, cut: bool) -> None:
-    report, names = given_
-    plan = plan_of(report, seen_before(report, names))
-    profile = profile_of(report, report.chosen, count, names=names, graph=41, marked=False)
-    first = min(profile.ran, key=lambda one: one.start).launch
-    cut = cut and len(plan.shown) > 1 and count > 1
-    if cut:  # the profile began after the first launch
-        profile.ran = [one for one in profile.ran if one.launch != first]
-    joined = join(exported(profile), plan)
-    assert joined.way == "graph node ids"
-    assert joined.told.check.passed
-    assert calls(joined) == profile.call_of
-    assert (len(joined.replays), joined.partial, joined.shifts) == (count - cut, cut, 0)
-    whole(joined, profile, report)
-
-
-@settings(max_examples=80, deadline=None)
-@given(launched(), st.integers(2, 4), st.booleans())
-def test_launches_without_ids_are_told_by_the_kernels_of_each(
-    given_: tuple[Report, Names], count: int, unique: bool
-) -> None:
-    report, names = given_
-    if unique:
-        names = {call: [f"{name}_{call}_{at}" for at, name in enumerate(of)] for call, of in names.items()}
-    line = replace(seen_before(report, names), nodes=())
-    profile = profile_of(report, report.chosen, count, names=names, marked=False)
-    joined = join(exported(profile), plan_of(report, line))
-    assert joined.way == "name and order"
-    assert joined.told.check.passed
-    assert len(joined.replays) == count  # of rotations that fit as well, the one with most replays
-    whole(joined, profile, report)
-    wrong = sum(call != profile.call_of[node] for node, call in calls(joined).items())
-    assert wrong <= (0 if unique else joined.told.check.ambiguous)
-
-
-def test_launches_that_are_alike_are_in_doubt() -> None:
-    report = launched_report((4, 8), 12)
-    names = {call: ["kernel"] for call in range(12)}
-    line = replace(seen_before(report, names), nodes=())
-    profile = profile_of(report, report.chosen, 4, names=names, marked=False)
-    joined = join(exported(profile), plan_of(report, line))
-    assert (joined.shifts, joined.rivals, joined.told.check.ambiguous) == (2, 0, 12)
-    joined = join(exported(profile), plan_of(report, seen_before(report, names)))
-    assert (joined.way, joined.shifts, joined.told.check.ambiguous) == ("graph node ids", 0, 0)
-
-
-def test_the_same_calls_in_one_launch_are_another_plan() -> None:
-    """While plans are tuned, one graph runs all calls and others its parts."""
-    report, names = launched_report((7, 20), 30), {call: [f"k{call}"] for call in range(30)}
-    once = launched_report((), 30)
-    plan = plan_of(report, seen_before(report, names))
-    mine = profile_of(report, report.chosen, 2, names=names, marked=False)
-    other = profile_of(once, once.chosen, 9, names=names, graph=30, marked=False, begin=9_000_000, launch=700)
-    joined = join(exported(Profile(mine.ran + other.ran, mine.launches | other.launches)), plan)
-    assert (len(joined.replays), calls(joined)) == (2, mine.call_of)
-    whole(joined, mine, report)
-    joined = join(
-        exported(Profile(mine.ran + other.ran, mine.launches | other.launches)), plan_of(once, seen_before(once, names))
-    )
-    assert (len(joined.replays), joined.told.check.passed) == (9, True)
-    with pytest.raises(InputError, match="is not the plan 'nimble'"):
-        join(exported(other), plan)
-
-
-def test_engines_of_one_plan_in_launches_are_told_apart() -> None:
-    report, names = launched_report((7, 20), 30), {call: [f"k{call}"] for call in range(30)}
-    few, many = (
-        profile_of(report, report.chosen, count, names=names, graph=graph, begin=begin, launch=begin)
-        for count, graph, begin in ((2, 10, 1_000), (5, 20, 900_000))
-    )
-    launches = few.launches | many.launches
-    plan = plan_of(report, seen_before(report, names))
-    for ranges in ([], [*few.ranges, *many.ranges]):
-        joined = join(exported(Profile(few.ran + many.ran, launches, [], ranges)), plan)
-        assert (len(joined.replays), joined.rivals, joined.shifts) == (5, 1, 0)
-        assert calls(joined) == many.call_of
 
 
 def test_by_order_launch_shapes_tell_kernels_of_one_name() -> None:

@@ -350,9 +350,6 @@ def rescheduled(**fields: Any) -> str:
         (rescheduled(syncs=[[0, 77]]), "77 is not between 0 and 5"),
         (rescheduled(syncs=[[0]]), "Expected"),
         (rescheduled(priority=[1]), "one priority for each call"),
-        (rescheduled(launches=[0]), "launches are not one after the other"),
-        (rescheduled(launches=[3, 3]), "launches are not one after the other"),
-        (rescheduled(launches=[6]), "launches are not one after the other"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:

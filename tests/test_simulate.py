@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import costs_for, dags, launches_of
+from strategies import costs_for, dags
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.costs import Costs, uniform_costs
@@ -47,22 +47,6 @@ def test_unlimited_streams_take_the_critical_path_and_one_the_sum(graph: CallGra
     assert simulate(graph, nimble(graph, costs), costs).length_ns == critical_path(predecessors(graph), costs.ns)[0]
     assert simulate(graph, single(graph, costs), costs).length_ns == costs.total_ns
     assert simulate(graph, nimble(graph, costs), costs, DeviceModel(concurrency=1)).length_ns == costs.total_ns
-
-
-@given(dags(), st.data())
-def test_launches_follow_each_other(graph: CallGraph, data: st.DataObject) -> None:
-    costs = data.draw(costs_for(graph))
-    schedule = replace(nimble(graph, costs), launches=data.draw(launches_of(graph.size)))
-    wait = data.draw(st.sampled_from([0.0, 3.0]))
-    timeline = simulate(graph, schedule, costs, DeviceModel(sync_ns=wait))
-    launch = schedule.launch_of()
-    assert len(timeline.spans) == graph.size
-    for one in timeline.spans:
-        for other in timeline.spans:
-            if launch[one.call] < launch[other.call]:
-                assert one.end_ns + wait <= other.start_ns
-    at_once = simulate(graph, replace(schedule, launches=()), costs, DeviceModel(sync_ns=wait))
-    assert at_once.length_ns <= timeline.length_ns
 
 
 def test_a_diamond_to_the_nanosecond() -> None:

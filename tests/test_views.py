@@ -15,14 +15,12 @@ from sample_reports import (
     RENDERED,
     choice,
     fused_report,
-    launched_report,
     old_report,
     plan_report,
     sample_report,
     tangled_report,
     training_report,
 )
-from strategies import launches_of
 
 import nimble_viz
 from nimble_core.candidates import Candidate
@@ -459,11 +457,11 @@ def test_an_unmapped_call_does_not_tear_its_module_apart():
 # ---------------------------------------------------------------- distance to the limit
 
 
-def _made(spans, streams, edges, ns, wall, *, syncs=(), launches=()):
+def _made(spans, streams, edges, ns, wall, *, syncs=()):
     """A breakdown of calls given as ``(start, end)``, on these streams."""
     size = len(spans)
     lanes = tuple(Lane(str(k), "stream") for k in range(max(streams) + 1))
-    plan = Schedule("mine", tuple(streams), tuple(range(size)), syncs, launches=launches)
+    plan = Schedule("mine", tuple(streams), tuple(range(size)), syncs)
     placed = sorted(
         (Span(streams[k], float(start), float(end), k, "k") for k, (start, end) in enumerate(spans)),
         key=lambda span: span.start_ns,
@@ -482,17 +480,6 @@ def test_gaps_contention_waits_and_launch_are_told_apart():
     assert (found.alone, found.contention, found.waits, found.gaps, found.launch) == (37, 10, 8, 3, 17)
 
 
-def test_time_between_launches_is_told_apart():
-    # 2 needs only 0, but its launch begins after 1, of the launch before, has ended.
-    found = _made([(10, 20), (10, 40), (47, 60)], [0, 1, 0], [(0, 2)], [10, 30, 13], 65, launches=(2,))
-    assert found.calls == (1, 2)
-    assert (found.alone, found.launches, found.gaps, found.waits, found.launch) == (43, 7, 0, 0, 15)
-    once = _made([(10, 20), (10, 40), (47, 60)], [0, 1, 0], [(0, 2)], [10, 30, 13], 65)
-    assert (once.calls, once.launches, once.gaps) == ((0, 2), 0, 27)
-    found = _made([(0, 9), (11, 15), (18, 20)], [0, 1, 2], [], [9, 4, 2], 20, launches=(1, 2))
-    assert (found.calls, found.launches) == ((0, 1, 2), 5)
-
-
 def test_a_call_of_two_kernels_has_its_gap_inside():
     graph, plan = CallGraph(1, (), (), ()), Schedule("mine", (0,), (0,), ())
     spans = (Span(0, 0.0, 4.0, 0, "a"), Span(0, 6.0, 9.0, 0, "b"), Span(0, 9.0, 99.0, None, "memset"))
@@ -502,13 +489,13 @@ def test_a_call_of_two_kernels_has_its_gap_inside():
     assert breakdown(graph, plan, Costs((7.0,), "given"), replace(line, spans=spans[2:]), 12.0) is None
 
 
-@given(st.integers(1, 8), st.integers(0, 10**6), launches_of(30))
-def test_a_breakdown_adds_up_to_the_wall_time(width, seed, launches):
-    report = launched_report(launches, 30, width=width)
+@given(st.integers(1, 8), st.integers(0, 10**6))
+def test_a_breakdown_adds_up_to_the_wall_time(width, seed):
+    report = sample_report(30, width=width)
     line = report.timelines[-1]
     wall = line.length_ns + seed
     found = breakdown(report.graph, report.schedules[-1], report.costs, line, wall)
-    parts = found.alone + found.contention + found.gaps + found.waits + found.launches + found.launch
+    parts = found.alone + found.contention + found.gaps + found.waits + found.launch
     assert parts == pytest.approx(wall)
     assert all(u < v for u, v in itertools.pairwise(found.calls))
 
@@ -584,9 +571,6 @@ def test_what_if_answers_with_simulated_times():
     assert asked["rows"][2]["ns"] == simulate(report.graph, plan, report.costs, H200).length_ns
     assert asked["answer"].endswith("(simulated)")
     assert [row["streams"] for row in asked["rows"] if row["enough"]] == [asked["enough"]]
-    cut = what_if(launched_report((10, 30)))
-    assert cut["rows"] == asked["rows"]
-    assert ("in one launch" in cut["note"], "in one launch" in asked["note"]) == (True, False)
     fastest = min(row["ns"] for row in asked["rows"])
     assert all(row["ns"] > 1.02 * fastest for row in asked["rows"] if row["streams"] < asked["enough"])
 
@@ -643,44 +627,6 @@ def test_emitted_is_held_against_the_promise(emitted, minimum, kept, text):
     )
     assert promise(plan) == {"kept": kept, "text": text}
     assert promise(replace(plan, counts=SyncCounts(9, 8, 7))) is None
-
-
-@pytest.mark.parametrize(
-    ("emitted", "minimum", "launches", "kept", "text"),
-    [
-        (1, False, (2,), True, "emitted as planned: 3, 2 of them between launches, which need none"),
-        (
-            3,
-            False,
-            (2,),
-            False,
-            "emitted 3, 2 waits more than planned (3, 2 of them between launches, which need none)",
-        ),
-        (
-            1,
-            True,
-            (2,),
-            True,
-            "emitted as promised: |E'| - |M| = 9 - 6 = 3, 2 of them between launches, which need none",
-        ),
-        (0, False, (1, 2, 3), True, "emitted as planned: 3, 3 of them between launches, which need none"),
-        (3, False, (), True, "emitted as planned: 3"),
-    ],
-)
-def test_waits_between_launches_need_not_be_emitted(emitted, minimum, launches, kept, text):
-    # Issued 0, 2, 1, 3: with a launch that begins with 1, the waits of 1 and 3 for what is before it cross.
-    plan = Schedule(
-        "mine",
-        (0, 1, 2, 3),
-        (0, 2, 1, 3),
-        ((0, 1), (0, 2), (2, 3)),
-        launches=launches,
-        minimum_syncs=minimum,
-        meg_edges=9,
-        matched=6,
-        counts=SyncCounts(9, 8, 3, emitted),
-    )
-    assert promise(plan) == {"kept": kept, "text": text}
 
 
 # ---------------------------------------------------------------- overhead, timelines, syncs

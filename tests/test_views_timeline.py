@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_reports import launched_report, sample_report
+from sample_reports import sample_report
 
 from nimble_core.costs import Costs
 from nimble_core.graph import graph_from_edges
@@ -63,30 +63,6 @@ def test_the_figures_of_a_replay() -> None:
         "a call of it was running for 86.0% of this one",
         "Streams of the device": "2 planned, 2 observed",
     }
-
-
-def test_launches_after_the_first_are_marked_where_they_begin() -> None:
-    report = launched_report((10, 30))
-    plan, line = report.schedule("nimble"), report.timeline("nimble")
-    assert plan is not None
-    assert line is not None
-    part = plan.launch_of()
-    zero = min(span.start_ns for span in line.spans)
-    starts = [
-        round(min(span.start_ns for span in line.spans if span.call is not None and part[span.call] == launch) - zero)
-        for launch in (1, 2)
-    ]
-    shown = {one["run"]: one for one in timelines(report)}
-    assert [one["launches"] for one in shown.values()] == [[], [], starts]
-    facts = dict(shown["nimble"]["facts"])
-    assert facts["Launches"] == "3; after the first they begin at 35.0 µs, 115 µs"
-    assert "after the launch before: " in facts["Launch gaps"]
-    assert "Launches" not in dict(shown["single"]["facts"])
-    launched, whole = (plain_text(one, 100) for one in (report, sample_report()))
-    assert "nimble replay: 3 launches, each after all of the one before" in launched
-    assert "launches, each" not in whole
-    assert [plan["launches"] for plan in summary(report)["plans"]] == [1, 3]
-    assert make_table(report, "schedules").columns[3].cells == (1, 3)
 
 
 def test_each_gap_says_who_waited_for_whom() -> None:

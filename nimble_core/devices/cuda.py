@@ -24,7 +24,7 @@ from nimble_core.arena import MemoryPlan
 from nimble_core.collector import collector_paused
 from nimble_core.devices.base import Executable, Observation, PlacementError
 from nimble_core.devices.placement import Placer
-from nimble_core.emitted import RawGraph, emitted_counts, emitted_launches
+from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.layout import Layout, lay_out
 from nimble_core.memory import release_plan
@@ -33,7 +33,7 @@ from nimble_core.occupancy import Multiprocessors
 from nimble_core.preserve import random_state_kept, run_preserved
 from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
-from nimble_core.rawgraph import CaptureProbe, GraphPart, keep_nodes, read_graph, read_launches
+from nimble_core.rawgraph import CaptureProbe, read_graph, read_launches
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.rewritten import Rewritten
@@ -214,17 +214,17 @@ class CudaDevice:
             arena.close()
             raise
         try:
-            with torch.cuda.device(self.device), _errors_explained():
-                raw = _owned(read_graph(graph.raw_cuda_graph()), bounds)
-                raw, rest = _parted(graph, raw, schedule)
-                graph.instantiate()
-            held = max(torch.cuda.memory_reserved(self.device) - before, 0)
+            raw, held = self._instantiated(graph, before)
         except BaseException:
             arena.close()
             raise
+        owner: list[int | None] = [None] * len(raw.nodes)
+        for call, (first, last) in enumerate(bounds):
+            owner[first:last] = [call] * (last - first)
+        raw = replace(raw, owner=tuple(owner))
         kept = tuple(recording.given.values())
         executable = CudaExecutable(
-            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept, rest
+            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
         )
         return replays_marked(executable, recording.program, schedule)
 
@@ -326,6 +326,13 @@ class CudaDevice:
         del kept
         return max(peak, 0)
 
+    def _instantiated(self, graph: torch.cuda.CUDAGraph, reserved_before: int) -> tuple[RawGraph, int]:
+        """Make a captured graph ready to launch; its nodes and edges, and the bytes it took."""
+        with _errors_explained():
+            graph.instantiate()
+        held = torch.cuda.memory_reserved(self.device) - reserved_before
+        return read_graph(graph.raw_cuda_graph()), max(held, 0)
+
     @contextmanager
     def _capturing(
         self, graph: torch.cuda.CUDAGraph, count: int
@@ -386,11 +393,9 @@ class CudaExecutable:
         pool_nbytes: int,
         arena: _Arena | None,
         kept: tuple[torch.Tensor, ...],
-        rest: tuple[GraphPart, ...] = (),
     ) -> None:
         self.device = device
         self._kept = kept  # what the graph reads by address
-        self._rest = rest  # launches after the first
         self.schedule = schedule
         self.raw = raw
         self.memory = arena.memory if arena and arena.nbytes else None
@@ -423,7 +428,8 @@ class CudaExecutable:
                     buffers[0].copy_(inputs[0], non_blocking=True)
                 else:
                     torch._foreach_copy_(buffers, list(inputs), non_blocking=True)
-                self._launch(graph)
+                with cupti.launching:
+                    graph.replay()
                 for position in self._written:
                     inputs[position].copy_(buffers[position])
                 return list(self.outputs) if static else [output.clone() for output in self.outputs]
@@ -437,50 +443,8 @@ class CudaExecutable:
             if self.graph is None:
                 raise _closed()
             self._follow_last_run()
-            self._launch(self.graph)
-
-    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
-        with cupti.launching:
-            graph.replay()  # also sets the seeds that all parts read
-            if self._rest:
-                self._launch_parts(self._rest)
-
-    def _launch_parts(self, parts: Sequence[GraphPart]) -> None:
-        # The driver launches on the current device, and its default stream has no handle of its own.
-        with torch.cuda.device(self.device):
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            for part in parts:
-                part.launch(stream)
-
-    @contextmanager
-    def launched_in(self, launches: tuple[int, ...]) -> Iterator[Callable[[], None]]:
-        """Inside, what replays the same calls in these launches (``Schedule.launches``), to be timed.
-
-        Raises:
-            DeviceError: closed, or the driver could not make it.
-            ScheduleError: the graph cannot be launched so.
-        """
-        graph = self.graph
-        if graph is None:
-            raise _closed()
-        launch = emitted_launches(replace(self.schedule, launches=launches), self.raw)
-        with torch.cuda.device(self.device):
-            parts = [GraphPart(graph.raw_cuda_graph(), self.raw, kept) for kept in _by_launch(launch)]
-
-        def replay() -> None:
-            with self._lock:
-                if self.graph is None:
-                    raise _closed()
-                self._follow_last_run()
-                self._launch_parts(parts)
-
-        try:
-            yield replay
-        finally:
-            with _CAPTURE_LOCK:
-                torch.cuda.synchronize(self.device)
-                for part in parts:
-                    part.close()
+            with cupti.launching:
+                self.graph.replay()
 
     @property
     def arena(self) -> torch.Tensor | None:
@@ -512,47 +476,14 @@ class CudaExecutable:
             held = self.buffers, self.outputs
             self.graph, self._arena, self.buffers, self.outputs = None, None, [], []
             kept, self._kept = self._kept, ()
-            rest, self._rest = self._rest, ()
         if graph is not None:
             # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
             with _CAPTURE_LOCK:
                 torch.cuda.synchronize(self.device)
                 graph.reset()
-                for part in rest:
-                    part.close()
                 if arena is not None:
                     arena.close()
         del held, kept  # only now: a run may have been using them
-
-
-def _owned(raw: RawGraph, bounds: Sequence[tuple[int, int]]) -> RawGraph:
-    """With the call of each node, from the first and past the last node that each call added."""
-    owner: list[int | None] = [None] * len(raw.nodes)
-    for call, (first, last) in enumerate(bounds):
-        owner[first:last] = [call] * (last - first)
-    return replace(raw, owner=tuple(owner))
-
-
-def _parted(graph: torch.cuda.CUDAGraph, raw: RawGraph, schedule: Schedule) -> tuple[RawGraph, tuple[GraphPart, ...]]:
-    """Leave the first launch in ``graph``; the others as graphs of their own, and ``raw`` with the nodes of all."""
-    if not schedule.launches:
-        return raw, ()
-    first, *others = _by_launch(emitted_launches(schedule, raw))
-    rest = tuple(GraphPart(graph.raw_cuda_graph(), raw, kept) for kept in others)
-    keep_nodes(raw, first)
-    nodes = list(raw.nodes)
-    for part in rest:
-        for position, node in part.nodes.items():
-            nodes[position] = node
-    return replace(raw, nodes=tuple(nodes)), rest
-
-
-def _by_launch(launch: Sequence[int]) -> list[frozenset[int]]:
-    """Nodes, by position, of each launch."""
-    members: list[list[int]] = [[] for _ in range(max(launch, default=0) + 1)]
-    for node, of in enumerate(launch):
-        members[of].append(node)
-    return list(map(frozenset, members))
 
 
 class _Arena:

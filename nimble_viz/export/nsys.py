@@ -1,7 +1,7 @@
 """A report's timelines as NVTX ranges with their measured times, written after the fact, for Nsight Systems.
 
-A CUDA graph is launched as a whole: while it runs, no range can be pushed around one of its calls. What CUPTI measured
-of each is written here through ``nvtx.writer``, into a report of its own or beside a profile.
+A CUDA graph is launched as one: while it runs, no range can be pushed around one of its calls. What CUPTI measured of
+each is written here through ``nvtx.writer``, into a report of its own or beside a profile.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from nimble_core.units import format_ns
 from nimble_viz.report import Report
 from nimble_viz.views.labels import context, label_call, label_run
 from nimble_viz.views.phases import PHASES, span_phases
-from nimble_viz.views.timeline import distorted, distortion, launch_times
+from nimble_viz.views.timeline import distorted, distortion
 
 __all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "edges_in_time", "make_trace"]
 
@@ -47,8 +47,7 @@ class Track:
     Args:
         process: index into ``Trace.processes``.
         name: unique in its process.
-        lane: index into the timeline's lanes; None for the rows of the run as a whole, of its launches and of a step's
-            phases.
+        lane: index into the timeline's lanes; None for the rows of the run as a whole and of a step's phases.
         whole: whether it is the row of the run as a whole: the first of its process.
     """
 
@@ -67,7 +66,7 @@ class Slice:
         start_ns: whole nanoseconds since the run began, 0 or more.
         end_ns: likewise, never before ``start_ns``.
         name: kernel or operator.
-        category: phase of the step, ``"host"`` for what belongs to no call, ``"run"`` for the whole run, ``"launch"``.
+        category: phase of the step, ``"host"`` for what belongs to no call, ``"run"`` for the whole run.
         arguments: what a click on it shows.
     """
 
@@ -120,10 +119,9 @@ def make_trace(report: Report) -> Trace:
 
     Each span of a timeline is one slice. Spans that overlap on a lane are nested where the lane is a host thread (they
     are a call stack there) and put on a further row where it is a device stream or a worker. Times keep the origin of
-    their timeline; one with times before 0 is shifted as a whole. A plan in several launches has a row of them. Flows
-    are the waits of the run's schedule, from the producer's last slice to the consumer's first, but for those from one
-    launch to another, of which each waits for all before it; and in eager runs launches. A flow whose target does not
-    start after its source (clocks that disagree) is left out, because viewers bind arrows in the order of time.
+    their timeline; one with times before 0 is shifted as a whole. Flows are the waits of the run's schedule, from the
+    producer's last slice to the consumer's first, and in eager runs launches; a flow whose target does not start after
+    its source (clocks that disagree) is left out, because viewers bind arrows in the order of time.
 
     Complexity: O(n (log n + r)) for n spans on at most r rows per lane.
     """
@@ -186,13 +184,6 @@ def _add_run(
         len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run", _run_arguments(line)
     )
     add_track("run", None, [whole])
-    plan = report.schedule(line.run)
-    launches = [
-        Slice(len(tracks), round(start + shift), round(end + shift), f"launch {launch + 1}", "launch")
-        for launch, start, end in (launch_times(plan, line) if plan else ())
-    ]
-    if launches:
-        add_track("launches", None, launches)
     for row, stretches in enumerate(_rows(_phase_stretches(report, line, shift), nested=False)):
         marks = [Slice(len(tracks), start, end, PHASES[at], PHASES[at]) for start, end, at in stretches]
         add_track(f"phases ({row + 1})" if row else "phases", None, marks)
@@ -263,9 +254,7 @@ def _flows(report: Report, line: Timeline, slices: Sequence[Slice], slice_of: Se
             last[span.call] = at
         launched.append((span.call, at))
     plan = report.schedule(line.run)
-    launch = plan.launch_of() if plan else []
-    syncs = ((u, v) for u, v in plan.syncs if launch[u] == launch[v]) if plan else ()
-    waits = [(last[u], first[v]) for u, v in syncs if u in last and v in first]
+    waits = [(last[u], first[v]) for u, v in plan.syncs if u in last and v in first] if plan else []
     launches = [(host[call], at) for call, at in launched if call in host] if line.run == "eager" else []
     kinds: tuple[tuple[Literal["wait", "launch"], list[tuple[int, int]]], ...] = (("wait", waits), ("launch", launches))
     for kind, pairs in kinds:

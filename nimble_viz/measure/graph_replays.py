@@ -7,9 +7,6 @@ Pure. A node's id tells it exactly; what the id means is found in one of three w
 2. By its place in the graph (the lower half of its id), which is the same for the same plan in every process, where the
    report holds the places of its own replay; a node counts only if its kernel has the name that the report knows.
 3. By kernel name and the order of the plan, as where there are no ids at all (``nimble_core.observation``).
-
-A plan in several launches replays as several graphs, one after the other. Which of them are one replay the profile says
-where it holds the plan's ranges around replays; else graphs of which each runs its own part of the plan are one.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ class Expected:
         raw: nodes of its graph and what comes before what; a call of which no kernel is known has one node that takes
             no time.
         launches: what each node of ``raw`` launches, its name as short as in a timeline.
-        parts: the launch of the plan that each node of ``raw`` belongs to.
         ids: position in ``raw`` by place in the graph; empty if unknown.
     """
 
@@ -66,7 +62,6 @@ class Expected:
     calls: tuple[str, ...]
     raw: RawGraph
     launches: tuple[Launch, ...]
-    parts: tuple[int, ...]
     ids: Mapping[int, int]
 
     @property
@@ -74,15 +69,10 @@ class Expected:
         """Nodes of which the kernel is known."""
         return tuple(node for node, kind in enumerate(self.raw.kinds) if kind != _NO_TIME)
 
-    @property
-    def shown(self) -> tuple[int, ...]:
-        """Launches of the plan that show in a profile: those that run a kernel, or all where none is known."""
-        return tuple(sorted({self.parts[node] for node in self.timed} or set(self.parts)))
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The replays of one graph, or of those that are launched one after the other, node by node.
+    """The replays of one graph, node by node.
 
     Args:
         way: how nodes were told.
@@ -94,7 +84,6 @@ class Joined:
         missing: kernels of the report that no node of the graph is, with how many.
         strangers: kernels of the graph that belong to no call, with how many in each replay.
         rivals: other graphs in the profile that fit as well.
-        shifts: other ways to divide the launches of these graphs into replays that fit as well.
     """
 
     way: Way
@@ -106,7 +95,6 @@ class Joined:
     missing: tuple[tuple[str, int], ...]
     strangers: tuple[tuple[str, int], ...]
     rivals: int = 0
-    shifts: int = 0
 
     def call(self, node: int) -> int | None:
         """The call of a graph node, by its whole id."""
@@ -130,10 +118,7 @@ def expected(program: Program, schedule: Schedule, line: Timeline | None, kernel
     kinds: list[str] = []
     launches: list[Launch] = []
     owner: list[int | None] = []
-    parts: list[int] = []
     places: dict[int, int] = {}
-    launch_of = schedule.launch_of()
-    begun = _begun(spans, launch_of)
 
     def add(call: int | None, index: int | None) -> int:
         kind, launch = (_NO_TIME, Launch()) if index is None else _launch(spans[index], shapes)
@@ -142,7 +127,6 @@ def expected(program: Program, schedule: Schedule, line: Timeline | None, kernel
         kinds.append(kind)
         launches.append(launch)
         owner.append(call)
-        parts.append(launch_of[call] if call is not None else begun[index] if index is not None else 0)
         return len(kinds) - 1
 
     of_call: dict[int | None, list[int]] = {}
@@ -165,22 +149,11 @@ def expected(program: Program, schedule: Schedule, line: Timeline | None, kernel
         last_on[stream] = last_of[call] = chain[-1]
     raw = RawGraph(tuple(range(len(kinds))), tuple(kinds), tuple(sorted(edges)), tuple(owner))
     names = whole_name("capture", program, schedule), whole_name("replay", program, schedule)
-    calls = tuple(map(call_name, program.calls))
-    return Expected(schedule, *names, calls, raw, tuple(launches), tuple(parts), places)
-
-
-def _begun(spans: Sequence[Span], launch_of: Sequence[int]) -> list[int]:
-    """The launch that ran when each span began: of spans that belong to no call it is theirs."""
-    found, latest = [0] * len(spans), 0
-    for index in sorted(range(len(spans)), key=lambda index: spans[index].start_ns):
-        call = spans[index].call
-        latest = max(latest, launch_of[call] if call is not None else 0)
-        found[index] = latest
-    return found
+    return Expected(schedule, *names, tuple(map(call_name, program.calls)), raw, tuple(launches), places)
 
 
 def join(export: Export, plan: Expected) -> Joined:
-    """Find the graph of ``plan``, or those of its launches, among all that were replayed, and tell its nodes.
+    """Find the graph of ``plan`` among those that were replayed, and tell its nodes.
 
     Where the profile holds the plan's own ranges around replays, only those replays count.
 
@@ -194,10 +167,10 @@ def join(export: Export, plan: Expected) -> Joined:
     found = []
     for replays in _graphs(export, plan):
         whole, partial = _whole(replays)
-        ways = [_by_capture(export, plan, owners, whole), _by_place(export, plan, whole)]
-        if not any(one is not None and one.told.check.passed and _in_turn(plan, one) for one in ways):
-            ways.append(_by_order(plan, whole))
-        able = [one for one in ways if one is not None and _in_turn(plan, one)]
+        told = [_by_capture(export, plan, owners, whole), _by_place(export, plan, whole)]
+        if not any(one is not None and one.told.check.passed for one in told):
+            told.append(_by_order(plan, whole))
+        able = [one for one in told if one is not None]
         if able:
             found.append(replace(max(able, key=_rank), partial=partial))
     if not found:
@@ -210,13 +183,7 @@ def join(export: Export, plan: Expected) -> Joined:
             fix="profile the report's model with its plan (prepare(..., plan=report.plan)) and --trace=cuda,nvtx",
         )
     best = max(found, key=lambda one: (_rank(one), len(one.replays)))
-    alike = [_graphs_of(one.replays[0]) for one in found if _rank(one) == _rank(best)]
-    own = _graphs_of(best.replays[0])
-    shifts = alike.count(own) - 1
-    told = best.told
-    if shifts and best.way == "name and order":  # any node may be one of another launch
-        told = replace(told, check=replace(told.check, ambiguous=told.check.seen))
-    return replace(best, told=told, rivals=len(set(alike)) - 1, shifts=shifts)
+    return replace(best, rivals=sum(_rank(one) == _rank(best) for one in found) - 1)
 
 
 def _rank(one: Joined) -> tuple[bool, int, int]:
@@ -224,102 +191,13 @@ def _rank(one: Joined) -> tuple[bool, int, int]:
 
 
 def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
-    """Replays by graph, or by the graphs of their launches; only those in the plan's ranges, if there are any."""
+    """Replays by graph; only those that the plan's ranges hold, if there are any."""
     inside = _Ranges(one for one in export.ranges if one.text == plan.replay)
-    held: dict[NamedRange, list[Replay]] = {}
-    for replay in _launched(export.replays):
-        around = inside.at(replay.thread, replay.launched_ns)
-        if around is not None:
-            held.setdefault(around, []).append(replay)
-    if not plan.schedule.launches:
-        alone = [replay for of in held.values() for replay in of] or export.replays
-        return list(_by_graph(alone).values())
-    if held:
-        return _by_engine(list(held.values()))
-    length = len(plan.shown)
-    found = [_in_rounds(export.replays, graphs) for graphs in _sequences(export.replays, length)]
-    # Two that only once followed each other are not of one replay: mostly a part of them runs.
-    return [rounds for rounds in found if len(_parts(_whole(rounds)[0][0])) == length]
-
-
-_Graph = tuple[int, int]
-
-
-def _by_graph(replays: Iterable[Replay]) -> dict[_Graph, list[Replay]]:
-    graphs: dict[_Graph, list[Replay]] = {}
-    for replay in replays:
+    named = [replay for replay in export.replays if inside.at(replay.thread, replay.launched_ns)]
+    graphs: dict[tuple[int, int], list[Replay]] = {}
+    for replay in named or export.replays:
         graphs.setdefault(replay.graph, []).append(replay)
-    return graphs
-
-
-def _graphs_of(replay: Replay) -> frozenset[_Graph]:
-    """The graphs of all its launches."""
-    return frozenset((replay.process, node >> 32) for node in replay.nodes)
-
-
-def _launched(replays: Iterable[Replay]) -> list[Replay]:
-    """In the order of their launches; where one is not known, by its first kernel."""
-    return sorted(replays, key=lambda one: one.launched_ns if one.launched_ns >= 0 else one.activities[0].start_ns)
-
-
-def _by_engine(rounds: Sequence[Sequence[Replay]]) -> list[list[Replay]]:
-    """Replays, each given by its launches, that have a graph in common: an instance is one engine's."""
-    engines: dict[_Graph, list[Replay]] = {}
-    for launches in sorted(rounds, key=len, reverse=True):  # the profile may hold others in part
-        engine = next((engines[one.graph] for one in launches if one.graph in engines), [])
-        engine.append(_together(launches))
-        for one in launches:
-            engines.setdefault(one.graph, engine)
-    return [_launched(engine) for engine in {id(engine): engine for engine in engines.values()}.values()]
-
-
-def _sequences(replays: Sequence[Replay], length: int) -> list[tuple[_Graph, ...]]:
-    """What may be the graphs of one replay: ``length`` of them, launched one after the other on a thread."""
-    threads: dict[tuple[int, int], list[_Graph]] = {}
-    for replay in _launched(replays):
-        threads.setdefault((replay.process, replay.thread), []).append(replay.graph)
-    found = (tuple(graphs[at : at + length]) for graphs in threads.values() for at in range(len(graphs) - length + 1))
-    return list(dict.fromkeys(graphs for graphs in found if len(set(graphs)) == length))
-
-
-def _in_rounds(replays: Sequence[Replay], graphs: Sequence[_Graph]) -> list[Replay]:
-    """Launches of ``graphs``, those that follow each other in this order as one replay."""
-    turn = {graph: at for at, graph in enumerate(graphs)}
-    rounds: list[list[Replay]] = []
-    for replay in _launched(replay for replay in replays if replay.graph in turn):
-        if not rounds or turn[replay.graph] <= turn[rounds[-1][-1].graph]:
-            rounds.append([])
-        rounds[-1].append(replay)
-    return [_together(launches) for launches in rounds]
-
-
-def _together(launches: Sequence[Replay]) -> Replay:
-    """One replay of its launches, in their order."""
-    return replace(
-        launches[0],
-        launches=tuple(launch for one in launches for launch in one.launches),
-        nodes=tuple(node for one in launches for node in one.nodes),
-        activities=tuple(activity for one in launches for activity in one.activities),
-    )
-
-
-def _parts(replay: Replay) -> list[range]:
-    """Which activities are of which launch."""
-    begin = [at for at, launch in enumerate(replay.launches) if not at or launch != replay.launches[at - 1]]
-    return [range(*part) for part in pairwise((*begin, len(replay.launches)))]
-
-
-def _in_turn(plan: Expected, one: Joined) -> bool:
-    """Whether what was told of each launch is of other launches of the plan than what was told of those before."""
-    launch_of, reached = plan.schedule.launch_of(), -1
-    nodes = one.replays[0].nodes
-    for part in _parts(one.replays[0]):
-        calls = {one.call(nodes[at]) for at in part}
-        ran = {launch_of[call] for call in calls if call is not None}
-        if ran and min(ran) <= reached:
-            return False
-        reached = max(ran, default=reached)
-    return True
+    return list(graphs.values())
 
 
 def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
@@ -413,45 +291,23 @@ def _by_place(export: Export, plan: Expected, whole: Sequence[Replay]) -> Joined
 
 def _by_order(plan: Expected, whole: Sequence[Replay]) -> Joined | None:
     shaped = all(any(launch.grid) for node, launch in enumerate(plan.launches) if plan.raw.kinds[node] == "kernel")
-    parts, graphs = _parts(whole[0]), _part_graphs(plan)
-    if len(parts) != len(graphs):
-        return None
     for shapes in (True, False) if shaped else (False,):
         said: Counter[tuple[tuple[int, int], ...]] = Counter()
         doubt = 0
         for replay in whole[:_ORDERED]:
-            found: list[tuple[int, int]] = []
-            doubtful = 0
-            for part, (nodes, raw) in zip(_parts(replay), graphs, strict=True):
-                seen = [replace(replay.activities[at], node=at) for at in part]
-                launches = [plan.launches[node] for node in nodes]
-                if not shapes:
-                    seen = [replace(one, grid=_NOWHERE, block=_NOWHERE) for one in seen]
-                    launches = [Launch(launch.name) for launch in launches]
-                told = tell_by_order(seen, raw, launches, 1)
-                if not told.runs:
-                    break
-                doubtful += told.check.ambiguous
-                found += ((replay.nodes[of[0].node], nodes[at]) for at, of in told.runs.items())
-            else:
-                doubt = max(doubt, doubtful)
-                said[tuple(sorted(found))] += 1
+            seen = [replace(one, node=at) for at, one in enumerate(replay.activities)]
+            launches = plan.launches
+            if not shapes:
+                seen = [replace(one, grid=_NOWHERE, block=_NOWHERE) for one in seen]
+                launches = tuple(Launch(launch.name) for launch in launches)
+            told = tell_by_order(seen, plan.raw, launches, 1)
+            if told.runs:
+                doubt = max(doubt, told.check.ambiguous)
+                said[tuple(sorted((replay.nodes[of[0].node], node) for node, of in told.runs.items()))] += 1
         if said:
             places = dict(said.most_common(1)[0][0])
             return _joined("name and order", plan.raw, len(plan.timed), places, whole, plan, doubt)
     return None
-
-
-def _part_graphs(plan: Expected) -> list[tuple[list[int], RawGraph]]:
-    """Of each launch that shows in a profile: its nodes, by position in ``plan.raw``, and the graph of them alone."""
-    found = []
-    for launch in plan.shown:
-        nodes = [node for node, part in enumerate(plan.parts) if part == launch]
-        place = {node: at for at, node in enumerate(nodes)}
-        edges = tuple((place[u], place[v]) for u, v in plan.raw.edges if u in place and v in place)
-        kinds = tuple(plan.raw.kinds[node] for node in nodes)
-        found.append((nodes, RawGraph(tuple(range(len(nodes))), kinds, edges)))
-    return found
 
 
 def _joined(

@@ -50,11 +50,11 @@ _PROFILE_AGAIN = "nsys profile --trace=cuda,nvtx --cuda-graph-trace=node …, th
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a launch of a graph did on the GPU, or several of which each launched a part of it.
+    """What one launch of a graph did on the GPU.
 
     Args:
         process: global id of the process.
-        launches: correlation id of the launch of each activity.
+        launch: correlation id of the launch.
         thread: global id of the thread that launched it, 0 if unknown.
         launched_ns: when, on the host; -1 if unknown.
         nodes: graph node id of each activity, all 64 bits: in the upper half the graph, here an instance of the
@@ -63,16 +63,11 @@ class Replay:
     """
 
     process: int
-    launches: tuple[int, ...]
+    launch: int
     thread: int
     launched_ns: int
     nodes: tuple[int, ...]
     activities: tuple[Activity, ...]
-
-    @property
-    def launch(self) -> int:
-        """Correlation id of the launch, or the first of them."""
-        return self.launches[0]
 
     @property
     def graph(self) -> tuple[int, int]:
@@ -191,7 +186,7 @@ class _Reader:
             ran.sort(key=lambda one: (one[1].start_ns, one[1].end_ns, one[0]))
             nodes, activities = zip(*ran, strict=True)
             thread, at = launched.get((process, launch), (0, -1))
-            replays.append(Replay(process, (launch,) * len(ran), thread, at, nodes, activities))
+            replays.append(Replay(process, launch, thread, at, nodes, activities))
         replays.sort(key=lambda one: (one.activities[0].start_ns, one.process, one.launch))
         created, copied = self._nodes()
         return Export(tuple(replays), created, copied, self._ranges(), outside, self._gpu())

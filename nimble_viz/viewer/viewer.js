@@ -436,7 +436,7 @@ const NimbleViewer = (() => {
         return [el("p", null, `Width of the DAG: ${facts.width}. So many calls at most need not wait for each other; no schedule has more calls in flight.`),
           table([["Plan"], ["Streams", 1], ...(seen ? [[`${what} in flight`, 1]] : []), ...data.sync_counts.map(([, name]) => [name, 1]), ...(read ? data.sync_ends.map(([, name]) => [name, 1]) : [])], facts.plans.map((entry) => el("tr", null,
             el("td", { class: "nv-plan" }, named(entry), kept(entry), el("span", { class: "nv-small", style: "white-space:normal" }, `promises: ${entry.promises}${entry.added_order ? `; adds ${count(entry.added_order)} orders` : ""}`)),
-            number(count(entry.streams), entry.launches > 1 && el("span", { class: "nv-small" }, `${count(entry.launches)} launches`)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
+            number(count(entry.streams)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
             ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))), ...(read ? data.sync_ends.map(([key]) => optional(entry[key])) : []))))];
       };
       const rivals = (rows) => [el("p", null, `Other ways to run the model, timed in turn with ours: ${facts.best || "none"}. Above 1x ours is faster; within 2% is a tie. Prepared in: from the model to its first finished result.`),
@@ -1298,9 +1298,6 @@ const NimbleViewer = (() => {
           }
           context.save(); context.beginPath(); context.rect(left, 0, room + 8, height); context.clip();
           if (owner && view.syncs) drawSyncs(context, width);
-          context.strokeStyle = theme.value("text"); context.setLineDash([2, 3]); context.lineWidth = 1; context.beginPath();
-          for (const one of run.launches) { const at = Math.round(toX(one, width)) - 0.5; context.moveTo(at, 0); context.lineTo(at, height); }
-          context.stroke(); context.setLineDash([]);
           if (run.unprofiled_ns && run.distorted) {
             const at = toX(run.unprofiled_ns, width);
             context.strokeStyle = theme.value("bad"); context.setLineDash([4, 3]); context.lineWidth = 1.5; context.beginPath(); context.moveTo(at, 0); context.lineTo(at, height); context.stroke(); context.setLineDash([]);
@@ -1346,7 +1343,6 @@ const NimbleViewer = (() => {
               const v = owner.consumer[at], a = map.get(u), b = map.get(v);
               if (!a || !b) return;
               const p = a[a.length - 1], c = b[0], end = run.start[p] + run.length[p], start = run.start[c];
-              if (run.launches.some((one) => end <= one && one <= start)) return; // from one launch to another
               if (Math.max(end, start) >= view.from && Math.min(end, start) <= view.to) lines.push([u, v, p, c, end, start]);
             });
             const reach = Math.min(toX(run.length_ns, wideness), wideness) - Math.max(toX(0, wideness), left), crowded = 6 * lines.length > Math.max(reach, 1);
@@ -1441,7 +1437,7 @@ const NimbleViewer = (() => {
           drawn.length > 1 && drawn.map((run) => { const box = el("input", { type: "checkbox", onchange: () => { run.box.section.hidden = !box.checked; refresh(); } }); box.checked = true; return el("label", null, box, run.label); }),
           el("label", null, syncs, "Synchronisations"), tool("−", "Zoom out", () => zoomAt(1 / 1.6, middle(), axis.canvas.clientWidth)), tool("+", "Zoom in", () => zoomAt(1.6, middle(), axis.canvas.clientWidth)), ...fitTools,  tool("To selection", "Zoom to the selected call in the last run", goTo),
           el("span", { class: "nv-push" }, "drag to move, Ctrl and wheel to zoom, to 1 µs")),
-        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.launches.length) && el("span", null, el("i", { style: "display:inline-block;height:14px;margin:0 5px;border-left:1px dashed var(--text)" }), "a further launch begins"), drawn.some((run) => run.gaps.call.length) && [["launch", "launch gap"], ["line-strong", "nothing ready"], ["sync", "wait while others were ready"]].map(([colour, name]) => el("span", null, el("i", { class: "nv-edge", style: `border-top:2.5px solid var(--${colour})` }), name)), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : "", data.axis && el("span", { style: "white-space:normal" }, data.axis)),
+        el("div", { class: "nv-legend" }, el("span", null, el("i", { class: "nv-key", style: "background:var(--remainder)" }), "host"), drawn.some((run) => run.lanes.some((lane) => lane.kind === "gpu")) && el("span", null, el("i", { class: "nv-key", style: "background:var(--work)" }), "GPU, eager"), el("span", null, el("i", { class: "nv-key", style: "background:var(--idle);border:1px solid var(--line-strong)" }), "idle"), el("span", null, "replay lanes: colour and name of their stream"), el("span", null, el("i", { class: "nv-edge nv-sync" }), "synchronisation"), drawn.some((run) => run.gaps.call.length) && [["launch", "launch gap"], ["line-strong", "nothing ready"], ["sync", "wait while others were ready"]].map(([colour, name]) => el("span", null, el("i", { class: "nv-edge", style: `border-top:2.5px solid var(--${colour})` }), name)), phaseLegend(), drawn.some((run) => run.distorted) ? el("span", { style: "color:var(--bad)" }, "▼ where the unprofiled run would end") : "", data.axis && el("span", { style: "white-space:normal" }, data.axis)),
         axisBox, body);
       refresh();
       onSelect.push((from) => reveal(from !== "timeline"));

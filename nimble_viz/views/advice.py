@@ -235,7 +235,6 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
         ),
         ("gaps", found.gaps, "the device idles between neighbours on a stream"),
         ("waits", found.waits, "the device idles until another stream is done"),
-        ("launches", found.launches, "the device idles between two launches of parts of the plan"),
         (
             "outside",
             found.launch,
@@ -318,8 +317,7 @@ def _of_replay(report: Report, run: str, found: Breakdown | None) -> Iterator[Ch
         min(found.alone - limit, now - limit),
         "the chain that ran is longer than the limit of any schedule",
     )
-    between = found.gaps + found.waits + found.launches
-    yield bound("fewer and larger kernels, fewer waits", between, "the device idles between calls")
+    yield bound("fewer and larger kernels, fewer waits", found.gaps + found.waits, "the device idles between calls")
     if not _on_host(report):  # the host's replays have no buffers of their own to write to and to read
         yield bound(
             "write inputs in place and read outputs where they are",

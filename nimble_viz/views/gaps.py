@@ -31,7 +31,7 @@ __all__ = [
 
 CAUSES = (
     ("launch", "launch gap", "nothing was left to wait for, and the call had not begun"),
-    ("wait", "wait on another stream", "while other calls were ready, but queued behind calls that had to run before"),
+    ("wait", "wait on another stream", "while other calls were ready, but queued behind calls of their streams"),
     ("unready", "nothing ready", "every call left needed the result of one that was running"),
 )
 """Why a stream stood still before a call: key, name, meaning."""
@@ -92,13 +92,12 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     Before a stream's first call is a gap only if that had to wait for a call: one that waits for none delays nobody of
     its stream.
 
-    A call has to wait for its predecessors in the graph, for the waits of the plan, for the call before it on its
-    stream, and for all of the launches before its own. One that was not seen running (it launched nothing) ended when
-    all that it waits for had.
+    A call has to wait for its predecessors in the graph, for the waits of the plan, and for the call before it on its
+    stream. One that was not seen running (it launched nothing) ended when all that it waits for had.
 
     Args:
         graph: hazards.
-        plan: streams, order, waits and launches.
+        plan: streams, order and waits.
         line: a replay of ``plan``.
 
     Complexity:
@@ -245,24 +244,21 @@ def longest_gaps(report: Report, line: Timeline, found: Sequence[Gap], most: int
     return rows
 
 
-def launch_gaps(found: Sequence[Gap], line: Timeline, plan: Schedule) -> list[dict[str, Any]]:
+def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
     """Launch gaps by what came before: how many, their sum and median, as text; kinds that do not occur left out."""
-    lane_of, launch = {span.call: span.lane for span in line.spans}, plan.launch_of()
-    kinds: dict[str, list[float]] = {
-        "after a call of its stream": [],
-        "after one of another": [],
-        "after the launch before": [],
-        "inside a call": [],
-    }
+    lane_of = {span.call: span.lane for span in line.spans}
+    kinds: dict[str, list[float]] = {"after a call of its stream": [], "after one of another": [], "inside a call": []}
     for gap in found:
-        if gap.awaited is None or gap.call is None or gap.launch_ns <= 0:
+        if gap.awaited is None or gap.launch_ns <= 0:
             continue
-        if gap.awaited == gap.call:
-            kind = "inside a call"
-        elif launch[gap.awaited] != launch[gap.call]:
-            kind = "after the launch before"
-        else:
-            kind = "after a call of its stream" if lane_of[gap.awaited] == gap.lane else "after one of another"
+        inside = gap.awaited == gap.call
+        kind = (
+            "inside a call"
+            if inside
+            else "after a call of its stream"
+            if lane_of[gap.awaited] == gap.lane
+            else "after one of another"
+        )
         kinds[kind].append(gap.launch_ns)
     return [
         {"kind": kind, "count": len(ns), "ns": sum(ns), "text": format_ns(sum(ns)), "median": format_ns(median(ns))}
@@ -304,15 +300,10 @@ def _moments(graph: CallGraph, plan: Schedule, line: Timeline, zero: float) -> t
         ordered[consumer].append(producer)
     ready: list[_Moment] = [(zero, None)] * graph.size
     held, done = list(ready), list(ready)
-    launched: _Moment = (zero, None)
-    latest, begins = launched, frozenset(plan.launches)
-    for position, call in enumerate(plan.order):
-        if position in begins:
-            launched = latest
+    for call in plan.order:
         ready[call] = _latest([done[one] for one in before[call]], zero)
-        held[call] = _latest([ready[call], *(done[one] for one in ordered[call]), launched], zero)
+        held[call] = _latest([ready[call], *(done[one] for one in ordered[call])], zero)
         done[call] = (end[call], call) if call in end else held[call]
-        latest = _latest([latest, done[call]], zero)
     return ready, held
 
 

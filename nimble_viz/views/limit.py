@@ -24,7 +24,6 @@ _MEANING = {
     "slowdown": "calls one after another take longer than when each was timed by itself",
     "gaps": "the device idles between calls that follow each other on a stream",
     "waits": "the device idles until a call on another stream has been waited for",
-    "launches": "the device idles between two launches of parts of the plan",
     "order": "calls queue behind independent calls on their stream",
     "launch": "wall time before the first and after the last call: launch of the whole, inputs, outputs",
 }
@@ -34,15 +33,13 @@ _MEANING = {
 class Breakdown:
     """A replay, taken apart along the chain of calls that ran longest (``chain_that_ran``); nanoseconds.
 
-    ``alone + contention + gaps + waits + launches + launch`` is the replay's wall time, up to overlaps of neighbouring
-    calls.
+    ``alone + contention + gaps + waits + launch`` is the replay's wall time, up to overlaps of neighbouring calls.
 
     Args:
         alone: isolated time of the calls on the chain.
         contention: how much longer they took than alone; on one stream that is due to caches and clocks instead.
         gaps: idle time between neighbours on one stream, and between the kernels of one call.
         waits: idle time until a call of another stream had been waited for.
-        launches: idle time between the last call of a launch and the first of the next, of plans in several.
         launch: the rest of the wall time: before the first call and after the last one.
         calls: the chain, first call first.
     """
@@ -51,7 +48,6 @@ class Breakdown:
     contention: float
     gaps: float
     waits: float
-    launches: float
     launch: float
     calls: tuple[int, ...]
 
@@ -97,8 +93,7 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
 
     Args:
         graph: hazards.
-        plan: streams, order and launches; the call before on the stream, the calls waited for, and those of the launch
-            before count as awaited.
+        plan: streams and order; the call before on the stream, and the calls waited for, count as awaited.
         costs: isolated times.
         line: the replay of ``plan``, watched; a call may have several spans.
         wall_ns: wall time of the replay, unwatched. Where watching slowed the replay, ``launch`` is 0, and not less.
@@ -119,13 +114,10 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
             start[span.call] = min(start.get(span.call, span.start_ns), span.start_ns)
             busy[span.call] = busy.get(span.call, 0.0) + span.end_ns - span.start_ns
     end = _ends(line)
-    launch = plan.launch_of()
-    gaps = waits = launches = 0.0
+    gaps = waits = 0.0
     for earlier, call in pairwise(chain):
         idle = start[call] - end[earlier]
-        if launch[earlier] != launch[call]:
-            launches += idle
-        elif plan.stream[earlier] == plan.stream[call]:
+        if plan.stream[earlier] == plan.stream[call]:
             gaps += idle
         else:
             waits += idle
@@ -137,7 +129,6 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
         contention=sum(busy[one] for one in chain) - alone,
         gaps=gaps + inside,
         waits=waits,
-        launches=launches,
         launch=max(0.0, wall_ns - watched),
         calls=chain,
     )
@@ -147,8 +138,7 @@ def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[in
     """The calls that determined how long a replay took, first call first; empty if no span belongs to a call.
 
     The last is the call that ended last; before each stands the one whose end it had to await last, of those that
-    precede it in the graph, that the plan makes it wait for, the one before it on its stream, and of the launches
-    before its own the one that ended last. O(edges + spans).
+    precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
 
     >>> from nimble_core.graph import graph_from_edges
     >>> from nimble_core.timeline import Lane, Span
@@ -164,25 +154,13 @@ def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[in
     awaited = [list(sources) for sources in predecessors(graph, meg=True)]
     for producer, consumer in (*plan.syncs, *stream_neighbours(plan.stream, plan.order)):
         awaited[consumer].append(producer)
-    barrier = _barriers(plan, end)
-    launch = plan.launch_of()
     chain = [max(end, key=lambda index: (end[index], -index))]
     while True:
         call = chain[-1]
-        sources = (*awaited[call], *barrier[launch[call]])
-        earlier = [source for source in sources if source in end and end[source] < end[call]]
+        earlier = [source for source in awaited[call] if source in end and end[source] < end[call]]
         if not earlier:
             return tuple(reversed(chain))
         chain.append(max(earlier, key=lambda index: (end[index], plan.stream[index] == plan.stream[call], -index)))
-
-
-def _barriers(plan: Schedule, end: dict[int, float]) -> list[list[int]]:
-    """For each launch, of the calls before it the one that ended last; none before the first."""
-    found: list[list[int]] = [[]]
-    for since, until in pairwise((0, *plan.launches)):
-        ran = [*found[-1], *(call for call in plan.order[since:until] if call in end)]
-        found.append([max(ran, key=lambda call: end[call])] if ran else [])
-    return found
 
 
 def _ends(line: Timeline) -> dict[int, float]:
@@ -205,7 +183,6 @@ def _parts(found: Breakdown, bound: float, longer: str) -> list[tuple[str, float
         "order": max(order, 0.0),
         "gaps": found.gaps,
         "waits": found.waits,
-        "launches": found.launches,
         "launch": found.launch,
     }
     return sorted(parts.items(), key=lambda part: -part[1])

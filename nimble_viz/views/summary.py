@@ -201,7 +201,6 @@ def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
         "label": label_run(report, plan.policy),
         "chosen": plan.policy == report.chosen,
         "streams": plan.streams,
-        "launches": len(plan.launches) + 1,
         "full": counts.full,
         "meg": counts.meg,
         "planned": counts.planned,

@@ -41,14 +41,10 @@ def promise(plan: Schedule) -> dict[str, Any] | None:
     """Whether the captured graph holds the waits it should: ``text`` and ``kept``; None if the graph was not read.
 
     ``"emitted as promised: |E'| - |M| = 412 - 310 = 102"``. A plan that promises no minimum should hold its own waits.
-    Waits from one launch to the next need not be emitted.
     """
     emitted = plan.counts.emitted
     if emitted is None:
         return None
-    launch = plan.launch_of()
-    between = sum(launch[u] != launch[v] for u, v in plan.syncs)
-    beside = f", {format_count(between)} of them between launches, which need none" if between else ""
     if plan.minimum_syncs:
         due = plan.meg_edges - plan.matched
         sum_ = f"|E'| - |M| = {format_count(plan.meg_edges)} - {format_count(plan.matched)} = {format_count(due)}"
@@ -56,11 +52,10 @@ def promise(plan: Schedule) -> dict[str, Any] | None:
     else:
         due = plan.counts.planned
         words = "planned", f"planned: {format_count(due)}"
-    due -= between
     if emitted == due:
-        return {"kept": True, "text": f"emitted as {words[1]}{beside}"}
+        return {"kept": True, "text": f"emitted as {words[1]}"}
     more = f"{plural(abs(emitted - due), 'wait')} {'more' if emitted > due else 'fewer'} than {words[0]}"
-    return {"kept": False, "text": f"emitted {format_count(emitted)}, {more} ({words[1].partition(': ')[2]}{beside})"}
+    return {"kept": False, "text": f"emitted {format_count(emitted)}, {more} ({words[1].partition(': ')[2]})"}
 
 
 def hint(kind: str, phase: str = "") -> str:

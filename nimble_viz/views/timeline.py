@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nimble_core.schedule import Schedule
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.report import DeviceIdle, Report
@@ -18,7 +17,7 @@ from nimble_viz.views.gaps import Gap, launch_gaps, longest_gaps, lost, replay_g
 from nimble_viz.views.labels import label_run, planned, plural
 from nimble_viz.views.phases import span_phases
 
-__all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "launch_times", "timelines"]
+__all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "timelines"]
 
 DISTORTION_BOUND = 1.2
 """A profiled run this many times longer or shorter than the unprofiled one is marked as distorted."""
@@ -37,10 +36,9 @@ def timelines(report: Report) -> list[dict[str, Any]]:
 
     ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
     ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
-    and observed streams. ``launches`` says when each launch after the first begins, of a plan in several. ``marks`` are
-    what to doubt, in words. ``gaps`` are columns, too: every stretch in which a stream stood still before a call, by
-    the span that ended it. A replay that failed its self-check has none: where kernels are missing, nothing can be
-    said about the time between them.
+    and observed streams. ``marks`` are what to doubt, in words. ``gaps`` are columns, too: every stretch in which a
+    stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
+    kernels are missing, nothing can be said about the time between them.
     """
     ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
     shown = []
@@ -78,7 +76,6 @@ def timelines(report: Report) -> list[dict[str, Any]]:
                 "note": line.note,
                 "lengths": _lengths(line),
                 "marks": _marks(line),
-                "launches": [round(start - zero) for launch, start, _ in _launches(report, line) if launch],
                 "facts": _facts(report, line, found),
                 "lost": _lost(report, line, found),
                 "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
@@ -96,23 +93,6 @@ def timelines(report: Report) -> list[dict[str, Any]]:
             }
         )
     return shown
-
-
-def launch_times(plan: Schedule, line: Timeline) -> list[tuple[int, float, float]]:
-    """``(launch, first start, last end)`` of each that ran something; empty where all is launched at once.
-
-    >>> spans = tuple(Span(0, 2.0 * at, 2.0 * at + 1, at, "k") for at in range(3))
-    >>> plan = Schedule("mine", (0, 0, 0), (0, 1, 2), (), launches=(1,))
-    >>> launch_times(plan, Timeline("mine", "measured", "clock", (Lane("0", "stream"),), spans))
-    [(0, 0.0, 1.0), (1, 2.0, 5.0)]
-    """
-    launch_of = plan.launch_of() if plan.launches else []
-    found: dict[int, tuple[float, float]] = {}
-    for span in line.spans if launch_of else ():
-        if span.call is not None:
-            start, end = found.get(launch_of[span.call], (span.start_ns, span.end_ns))
-            found[launch_of[span.call]] = min(start, span.start_ns), max(end, span.end_ns)
-    return [(launch, *found[launch]) for launch in sorted(found)]
 
 
 def axis_note(report: Report) -> str:
@@ -160,11 +140,6 @@ def device_idle(report: Report, line: Timeline) -> float:
     if line.run == "eager" and report.overhead is not None:
         return report.overhead.device_idle_share
     return _idle(_drawn(line), (span for span in line.spans if _on_device(line.lanes[span.lane])))
-
-
-def _launches(report: Report, line: Timeline) -> list[tuple[int, float, float]]:
-    plan = report.schedule(line.run)
-    return launch_times(plan, line) if plan else []
 
 
 def _on_device(lane: Lane) -> bool:
@@ -239,17 +214,12 @@ def _facts(report: Report, line: Timeline, found: list[Gap]) -> list[tuple[str, 
     spent = ", ".join(f"{row['name']} {row['share']}" for row in _lost(report, line, found))
     if spent:
         facts.append(("Time of the device" if line.run == "eager" else "Time of its streams", spent))
-    plan = report.schedule(line.run)
     launches = "; ".join(
         f"{row['kind']}: {format_count(row['count'])}, median {row['median']}, together {row['text']}"
-        for row in (launch_gaps(found, line, plan) if plan else ())
+        for row in launch_gaps(found, line)
     )
     if launches:
         facts.append(("Launch gaps", launches))
-    if plan and plan.launches:
-        zero = min((span.start_ns for span in line.spans), default=0.0)
-        begin = ", ".join(format_ns(start - zero) for launch, start, _ in _launches(report, line) if launch)
-        facts.append(("Launches", f"{format_count(len(plan.launches) + 1)}; after the first they begin at {begin}"))
     path = _path(report, line)
     if path:
         facts.append(("Critical path", path))

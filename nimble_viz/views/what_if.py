@@ -40,7 +40,6 @@ def what_if(report: Report) -> dict[str, Any] | None:
     widest, _ = graph_width(report.graph)
     if widest < 2:
         return None
-    plan = report.schedule(report.chosen)
     policy = split_plan(report.chosen)[1].partition(",")[0]
     if policy not in POLICIES or policy == "single":
         policy = "contention"
@@ -69,9 +68,7 @@ def what_if(report: Report) -> dict[str, Any] | None:
             }
             for streams, ns in times
         ],
-        "note": f"simulated, not measured: policy {policy} under a cap on streams, "
-        + ("in one launch, " if plan and plan.launches else "")
-        + f"with the model of an {H200.name}"
+        "note": f"simulated, not measured: policy {policy} under a cap on streams, with the model of an {H200.name}"
         + ("" if report.costs.demand else "; how much of the GPU each call fills was not recorded"),
     }
 
