@@ -82,6 +82,8 @@ _graphs: set[int] = set()
 """Graphs of which something was seen; good for one collection."""
 _staying: list[bool] = []
 """Not empty: CUPTI stays in this process."""
+_unsure: list[bool] = []
+"""Not empty: whether CUPTI is in cannot be asked any more: torch's profiler does not subscribe again."""
 _names: dict[int, str] = {}
 """Kernel names by the address CUPTI gives; good for one collection."""
 _fields: dict[type, dict[str, int]] = {}
@@ -187,7 +189,7 @@ def collect(
 
 def claim() -> bool:
     """Whether CUPTI was not in this process: who brings it in now, at once, has to ``detach`` it afterwards."""
-    cupti = _cupti() if available() and not _staying else None
+    cupti = _cupti() if available() and not _staying and not _unsure else None
     if cupti is None:
         return False
     try:
@@ -201,8 +203,8 @@ def detach(stop: Callable[[], object] | None = None) -> None:
     """Take CUPTI out of the process, after a ``claim()`` that was granted.
 
     Args:
-        stop: ends what is collected; to be left to this, since no graph may be launched between it and the end. None:
-            activities are switched off.
+        stop: ends a session of torch's profiler, which was begun at once; to be left to this, since no graph may be
+            launched between it and the end. After one, no further claim is granted. None: activities are switched off.
     """
     import torch
 
@@ -213,6 +215,8 @@ def detach(stop: Callable[[], object] | None = None) -> None:
                 torch.cuda.synchronize(device)
         (stop or _disable)()
         cupti.finalize()
+    if stop:
+        _unsure.append(True)
 
 
 def stays() -> bool:

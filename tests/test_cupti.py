@@ -206,7 +206,14 @@ class Library:
 def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     monkeypatch.setattr(cupti, "_cupti", lambda: library)
     monkeypatch.setattr(cupti, "_kinds", lambda: {CONCURRENT_KERNEL: "kernel", MEMCPY: "memcpy"})
-    for name, empty in (("_staying", []), ("_graphs", set()), ("_seen", []), ("_names", {}), ("_fields", {})):
+    for name, empty in (
+        ("_staying", []),
+        ("_unsure", []),
+        ("_graphs", set()),
+        ("_seen", []),
+        ("_names", {}),
+        ("_fields", {}),
+    ):
         monkeypatch.setattr(cupti, name, empty)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return library
@@ -266,6 +273,8 @@ def test_a_profiler_stops_while_no_graph_is_launched(monkeypatch: pytest.MonkeyP
     cupti.detach(lambda: library.asked.append(f"stop, launching is held: {cupti.launching.locked()}"))
     assert library.asked == ["subscribe", "unsubscribe", "stop, launching is held: True", "finalize"]
     assert not cupti.launching.locked()
+    assert not cupti.claim()  # Who had subscribed does not know that it is out: whether it is in cannot be asked again.
+    assert library.asked[-1] == "finalize"
 
 
 def test_under_a_tool_the_gpu_is_not_profiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,15 +443,16 @@ def profiled():
 
 GONE = """
 never = launch_us()
-for round in range(4):
+for _ in range(4):
     taken, places = collected()
     assert len(taken) == 3 * len(places) >= 900, (len(taken), len(places))
     right()
-    assert len(profiled().kernels) >= 300
-    right()
+assert len(profiled().kernels) >= 300
+right()
 after = launch_us()
-with torch.profiler.profile() as torchs:
-    first.replay()
+with torch.profiler.profile():
+    for net in nets:
+        net(x)
     torch.cuda.synchronize()
 right()
 with warnings.catch_warnings(record=True) as said:
@@ -452,7 +462,7 @@ with warnings.catch_warnings(record=True) as said:
     right()
     collected(), profiled()
 right()
-report = nimble_viz.compare(model, x, options=options)
+report = nimble_viz.compare(layers[0], x, options=options)
 assert any(line.startswith("CUPTI was in this process") for line in report.warnings), report.warnings
 print(json.dumps({"never": never, "after": after, "left": launch_us(), "said": [str(one.message) for one in said]}))
 """
@@ -484,7 +494,7 @@ print(json.dumps({"served": served, "whole": thread.is_alive() is False and len(
 
 @pytest.mark.gpu
 def test_launches_are_as_quick_after_measuring_as_before() -> None:
-    """A launch of 300 nodes takes the host 5 µs, with CUPTI in 60 and more."""
+    """A launch of 300 nodes takes the host 5 µs, with CUPTI in 60 and more; the factor is 3 here."""
     if not cupti.available():
         pytest.skip(unavailable())
     found = alone("import json\n" + ALONE + GONE)

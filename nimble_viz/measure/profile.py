@@ -268,9 +268,9 @@ _ONE_AT_A_TIME = "leave its context first; of several threads one profiles at a 
 def claim_profiler(torch: Any, *, cuda: bool) -> None:
     """Take ``torch.profiler`` for this process until ``release_profiler``: beside another profiler it does not start.
 
-    To be started at once, and stopped by ``stop_profiler``: what CUPTI costs the process ends with it then. In one
-    thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows of its
-    own profiler it knows by thread, and Kineto is one for the process.
+    To be started at once, and stopped by ``stop_profiler``: what CUPTI costs the process ends with it, the first time.
+    In one thread a second profiler loses what either of them holds. From two threads they corrupt memory: what torch
+    knows of its own profiler it knows by thread, and Kineto is one for the process.
 
     Args:
         torch: the module.
