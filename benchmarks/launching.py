@@ -1,0 +1,111 @@
+"""What launching a graph takes of the host: before anything was measured, after we have, and after torch's profiler.
+
+    python -m benchmarks.launching --out benchmarks/results/launching-h200.json
+
+Eager's kernels of each model, on one stream and on several, in a process of its own: what a profiler leaves behind is
+there until the process ends (docs/profiling.md). Each launch finds the GPU idle; the wait for it is timed as well. Rows
+that the file holds are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.cuda import write
+from benchmarks.zoo import load, precision
+from nimble_core.devices.cuda import CudaExecutable
+from nimble_core.host_info import environment
+from nimble_core.nimble import Nimble
+from nimble_core.options import Options
+from nimble_core.pipeline import device_for, observe
+
+MODELS = ("ResNet-50", "GoogLeNet", "BERT-base 128", "NASNet-A mobile", "NASNet-A large", "HRNet-W18")
+POLICIES = ("single", "contention")
+LAUNCHES = 100
+BEFORE, OURS, PROFILER = "before", "after ours", "after torch.profiler"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the results file lacks, and print a line for each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--child", choices=POLICIES, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.child:
+        given.out.write_text(json.dumps(one_row(given.models[0], given.dtype, given.child)))
+        return
+    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}}
+    stamp = environment("cuda")
+    for name in given.models:
+        for policy in POLICIES:
+            key = f"{name}, {given.dtype}, {policy}"
+            if key not in results["rows"]:
+                results["rows"][key] = in_a_process(name, given.dtype, policy)
+                write(given.out, results, stamp)
+            print(line(key, results["rows"][key]), flush=True)
+
+
+def in_a_process(name: str, dtype: str, policy: str) -> dict[str, Any]:
+    """``one_row`` where nothing was measured before."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "benchmarks.launching", "--out", str(out), "--child", policy]
+        subprocess.run([*command, "--dtype", dtype, "--models", name], check=True)
+        return dict(json.loads(out.read_text()))
+
+
+def one_row(name: str, dtype: str, policy: str) -> dict[str, Any]:
+    """Times in µs, in the order in which they were taken."""
+    with precision(dtype):
+        model, args, kwargs = load(name, dtype)
+        net = Nimble(model, Options(fuse="none", policy=policy, tune="off")).prepare(*args, **kwargs)
+        engine = net.engines[0]
+        executable = engine.executable
+        assert isinstance(executable, CudaExecutable)
+        taken = {BEFORE: launches(executable.replay)}
+        observe(device_for(engine.signature.device), engine.recorded, executable, seconds=0.2)
+        taken[OURS] = launches(executable.replay)
+        with torch.profiler.profile():
+            executable.replay()
+            torch.cuda.synchronize()
+        taken[PROFILER] = launches(executable.replay)
+        net.close()
+    return {"nodes": len(executable.raw.nodes), "streams": engine.schedule.streams, "times": taken}
+
+
+def launches(run: Callable[[], object]) -> dict[str, float]:
+    """Medians of what one launch takes of the host, and until the GPU is done with it."""
+    launched, done = [], []
+    for _ in range(LAUNCHES):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        run()
+        launched.append(time.perf_counter_ns() - start)
+        torch.cuda.synchronize()
+        done.append(time.perf_counter_ns() - start)
+    return {"launch us": median(launched) / 1e3, "replay us": median(done) / 1e3}
+
+
+def line(key: str, row: dict[str, Any]) -> str:
+    """One row for a terminal."""
+    said = ", ".join(
+        f"{when} {taken['launch us']:.0f} µs of {taken['replay us']:.0f}" for when, taken in row["times"].items()
+    )
+    return f"{key}: {row['nodes']} nodes on {row['streams']} streams; launched {said}"
+
+
+if __name__ == "__main__":
+    main()
