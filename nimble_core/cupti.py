@@ -4,10 +4,10 @@ CUPTI serves one tool at a time. torch's own profiler may run before or after in
 CUPTI 13.0): each collection registers its callbacks anew. While it runs, or where Nsight Systems or Nsight Compute
 started the process, nothing is collected: ``unavailable`` says so.
 
-Once used, CUPTI stays in the process and makes every launch of a graph slower, with all activities switched off: 0.3 µs
-a node where 1,300 nodes take 8 µs otherwise (H200, driver 580). So each collection ends with taking it out
-(``cuptiFinalize``). A graph that was launched with CUPTI in, but not collecting, fails once CUPTI is out ("unspecified
-launch failure"), for good: hence ``launching``, and nothing is taken out that was in before, or when other graphs ran.
+Once used, CUPTI stays in the process and makes every launch of a graph slower, with all activities switched off: 350 µs
+instead of 8 for 1,290 nodes (H200, driver 580). So each collection ends with taking it out (``cuptiFinalize``). A graph
+that was timed, and then launched with CUPTI in but idle, fails once it is out ("unspecified launch failure", for good):
+hence ``launching``, and CUPTI stays where somebody else brought it in or other graphs ran meanwhile.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
+from nimble_core.collector import collector_paused
+
 __all__ = [
     "Activity",
     "attached_tool",
     "available",
-    "claim",
     "collect",
-    "detach",
     "launching",
+    "profiler_runs",
     "stays",
     "unavailable",
 ]
 
 launching = threading.Lock()
-"""Held by who launches a graph, and while CUPTI is taken out."""
+"""Held by who launches a graph, and while CUPTI is in but not collecting."""
 
 _BUFFER_BYTES = 8 << 20
 _TOOL_OF = {
@@ -80,10 +81,10 @@ class Activity:
 _seen: list[Activity] = []
 _graphs: set[int] = set()
 """Graphs of which something was seen; good for one collection."""
-_staying: list[bool] = []
-"""Not empty: CUPTI stays in this process."""
-_unsure: list[bool] = []
-"""Not empty: whether CUPTI is in cannot be asked any more: torch's profiler does not subscribe again."""
+_out = threading.Event()
+"""Set while CUPTI is not in the process, as far as is known here."""
+_out.set()
+_said = threading.Event()
 _names: dict[int, str] = {}
 """Kernel names by the address CUPTI gives; good for one collection."""
 _fields: dict[type, dict[str, int]] = {}
@@ -130,11 +131,17 @@ def unavailable() -> str:
     tool = attached_tool()
     if tool:
         return f"{tool} is attached, and CUPTI serves one tool at a time"
-    import torch
-
-    if torch._C._autograd._profiler_enabled():
+    if profiler_runs():
         return "torch.profiler is running, and CUPTI serves one tool at a time"
     return "" if _cupti() else "cupti-python is not installed"
+
+
+def profiler_runs() -> bool:
+    """Whether torch.profiler runs, in any thread."""
+    import torch
+
+    of_process = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+    return bool(of_process or torch._C._autograd._profiler_enabled())  # the second is this thread's
 
 
 def available() -> bool:
@@ -157,28 +164,30 @@ def collect(
     cupti = _cupti() if available() else None
     if cupti is None:
         return [], {}
-    ours = claim()
-    cupti.activity_register_callbacks(_requested, _completed)
     synchronize()
-    _seen.clear()
-    _names.clear()
-    _graphs.clear()
-    for kind in _kinds():
-        cupti.activity_enable(kind)
-    began = _clocks(cupti)
+    ours = False
     try:
+        with collector_paused(), launching:
+            was_out = _out.is_set()
+            _out.clear()  # before it comes in: whatever is interrupted from here on leaves it
+            ours = was_out and _alone(cupti)
+            _seen.clear()
+            _names.clear()
+            _graphs.clear()
+            cupti.activity_register_callbacks(_requested, _completed)
+            for kind in _kinds():
+                cupti.activity_enable(kind)
+        began = _clocks(cupti)
         run()
         synchronize()
-        cupti.activity_flush_all(1)
         scale = _ns_per_tick(cupti, began)
         # Before CUPTI is out: this question alone brings it back.
         places = {int(cupti.get_graph_node_id(node)) & 0xFFFFFFFF: position for position, node in enumerate(nodes)}
     finally:
-        if ours and len(_graphs) < 2:
-            detach()
-        else:
-            _disable()
-            _stay()
+        _end(cupti, ours)
+    if stays() and not _said.is_set():
+        _said.set()
+        _say()
     taken = sorted(_seen, key=lambda activity: (activity.start_ns, activity.end_ns))
     _seen.clear()
     if scale == 1.0:
@@ -187,59 +196,44 @@ def collect(
     return scaled, places
 
 
-def claim() -> bool:
-    """Whether CUPTI was not in this process: who brings it in now, at once, has to ``detach`` it afterwards."""
-    cupti = _cupti() if available() and not _staying and not _unsure else None
-    if cupti is None:
-        return False
+def _alone(cupti: Any) -> bool:
+    """Whether nobody has subscribed to CUPTI, as torch's profiler does at its first session and for good."""
     try:
-        cupti.unsubscribe(cupti.subscribe(_ignore, None))  # torch's profiler keeps its subscription, and bars others
+        cupti.unsubscribe(cupti.subscribe(_ignore, None))
     except cupti.cuptiError:
         return False
     return True
 
 
-def detach(stop: Callable[[], object] | None = None) -> None:
-    """Take CUPTI out of the process, after a ``claim()`` that was granted.
-
-    Args:
-        stop: ends a session of torch's profiler, which was begun at once; to be left to this, since no graph may be
-            launched between it and the end. After one, no further claim is granted. None: activities are switched off.
-    """
+def _end(cupti: Any, ours: bool) -> None:
+    """Collect no more, and take CUPTI out where that is safe. Where this fails, it counts as in, for good."""
     import torch
 
-    cupti = cast(Any, _cupti())
-    with launching:
+    with collector_paused(), launching:
         for device in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]  # only where built with CUDA
                 torch.cuda.synchronize(device)
-        (stop or _disable)()
-        cupti.finalize()
-    if stop:
-        _unsure.append(True)
+        cupti.activity_flush_all(1)
+        for kind in _kinds():
+            cupti.activity_disable(kind)
+        if ours and len(_graphs) < 2 and not profiler_runs():
+            cupti.finalize()
+            _out.set()
 
 
 def stays() -> bool:
-    """Whether CUPTI was found or left in this process: graphs are launched more slowly than in others."""
-    return bool(_staying)
+    """Whether a collection found or left CUPTI in this process: graphs are launched more slowly than in others."""
+    return not _out.is_set()
 
 
-def _disable() -> None:
-    for kind in _kinds():
-        cast(Any, _cupti()).activity_disable(kind)
-
-
-def _stay() -> None:
-    """Say once that CUPTI stays in."""
+def _say() -> None:
     from nimble_core.origins import warn  # which needs torch
 
-    if not _staying:
-        _staying.append(True)
-        warn(
-            "CUPTI stays in this process, since torch.profiler was used in it before, or other CUDA graphs were "
-            "replayed while kernels were timed: launching a CUDA graph takes some 0.3 µs a node longer from now on, "
-            "whoever launches it (docs/profiling.md says more)"
-        )
+    warn(
+        "CUPTI stays in this process, since torch.profiler was used in it before (compare and profile do), or other "
+        "CUDA graphs were replayed while kernels were timed: launching a CUDA graph takes 0.2 to 0.3 µs a node longer "
+        "here, whoever launches it (docs/profiling.md says more)"
+    )
 
 
 def _ignore(*_: object) -> None:

@@ -15,13 +15,10 @@ _GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
 
 def unavailable() -> str:
     """Why nothing can be collected now; empty if something can."""
-    import torch
-
     tool = cupti.attached_tool()
     if tool:
         return f"{tool} is attached, and CUPTI serves one tool at a time"
-    running = torch._C._autograd._profiler_enabled()
-    return "torch.profiler is running, and CUPTI serves one tool at a time" if running else ""
+    return "torch.profiler is running, and CUPTI serves one tool at a time" if cupti.profiler_runs() else ""
 
 
 def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:

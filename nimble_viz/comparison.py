@@ -293,6 +293,8 @@ class _Comparison:
 
         if self.peers:
             candidates |= self.peers.timed()
+        if cupti.stays():
+            self.warnings.append("CUPTI was in this process: CUDA graphs took longer to launch than they do without it")
         with progress.step("measure"):
             self.measurements = interleave(
                 candidates,
@@ -385,8 +387,6 @@ class _Comparison:
                 if name not in watched and self._replays(name):
                     seen = observe(self.device, self.replayed, one)
                     self.timelines.append(seen.timeline)
-        if cupti.stays():
-            self.warnings.append("CUPTI was in this process: CUDA graphs take longer to launch than without it")
         for line in self.timelines:
             if not line.reliable:
                 self.warnings.append(f"timeline of {line.run} is unreliable: {line.note}")

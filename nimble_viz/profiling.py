@@ -34,7 +34,6 @@ from nimble_viz.measure.profile import (
     claim_profiler,
     quiet_kineto,
     release_profiler,
-    stop_profiler,
     watched_prints,
 )
 from nimble_viz.measure.unwrapped import LOADER, TICK
@@ -494,7 +493,7 @@ class _Session:
         self._running = False
         with self._watching, quiet_kineto():
             calibrate(torch, torch.profiler.record_function)
-            stop_profiler(self._profiler)
+            self._profiler.stop()
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""

@@ -20,7 +20,7 @@ from statistics import median
 from threading import Lock
 from typing import Any, Literal, get_args
 
-from nimble_core import cupti
+from nimble_core.cupti import attached_tool, profiler_runs
 from nimble_core.errors import DeviceError
 from nimble_core.program import Phase
 from nimble_viz.report import Stage
@@ -46,7 +46,6 @@ __all__ = [
     "profile_eager",
     "quiet_kineto",
     "release_profiler",
-    "stop_profiler",
     "trace_from_events",
     "watched_prints",
 ]
@@ -252,7 +251,7 @@ def profile_eager(
                 if device == "cpu":
                     calibrate(torch, mark)
             finally:
-                stop_profiler(profiler)
+                profiler.stop()
     finally:
         release_profiler()
     warnings = ("this build of torch cannot profile CUDA: no device events",) if missing else ()
@@ -260,17 +259,14 @@ def profile_eager(
 
 
 _CLAIMED = Lock()
-_BROUGHT: list[bool] = []
-"""Not empty: CUPTI came into the process with the profiler that claimed, and goes with it."""
 _ONE_AT_A_TIME = "leave its context first; of several threads one profiles at a time"
 
 
 def claim_profiler(torch: Any, *, cuda: bool) -> None:
     """Take ``torch.profiler`` for this process until ``release_profiler``: beside another profiler it does not start.
 
-    To be started at once, and stopped by ``stop_profiler``: what CUPTI costs the process ends with it, the first time.
-    In one thread a second profiler loses what either of them holds. From two threads they corrupt memory: what torch
-    knows of its own profiler it knows by thread, and Kineto is one for the process.
+    In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
+    of its own profiler it knows by thread, and Kineto is one for the process.
 
     Args:
         torch: the module.
@@ -282,33 +278,18 @@ def claim_profiler(torch: Any, *, cuda: bool) -> None:
     if not _CLAIMED.acquire(blocking=False):
         raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
     try:
-        elsewhere = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-        if elsewhere or torch._C._autograd._profiler_enabled():
+        if profiler_runs():
             raise DeviceError("another profiler is running in this process", fix=_ONE_AT_A_TIME)
-        tool = cupti.attached_tool() if cuda else ""
+        tool = attached_tool() if cuda else ""
         if tool:
             raise DeviceError(f"{tool} is attached, and CUPTI serves one tool at a time", fix="run without that tool")
-        if cuda and cupti.claim():
-            _BROUGHT.append(True)
     except BaseException:
         _CLAIMED.release()
         raise
 
 
-def stop_profiler(profiler: Any) -> None:
-    """Stop what was started after ``claim_profiler``."""
-    if _BROUGHT:
-        _BROUGHT.clear()
-        cupti.detach(profiler.stop)
-    else:
-        profiler.stop()
-
-
 def release_profiler() -> None:
     """What was claimed is free again. After the profiler has stopped, once for each claim."""
-    if _BROUGHT:  # it never started
-        _BROUGHT.clear()
-        cupti.detach()
     _CLAIMED.release()
 
 
