@@ -281,6 +281,10 @@ def _needs(raw: RawGraph, timed: set[int]) -> dict[int, frozenset[int]]:
     return needs
 
 
+_TRIES = 1000
+"""Exchanges that may be tried where no node explains an activity; after that the replay counts as not the graph's."""
+
+
 @dataclass(slots=True)
 class _Placing:
     """Activities of one replay, given to nodes in the order in which they started."""
@@ -293,9 +297,14 @@ class _Placing:
     left: dict[int, int] = field(default_factory=dict)
     after: dict[int, list[int]] = field(default_factory=dict)
     ready: dict[_Key, set[int]] = field(default_factory=dict)
+    alike: dict[_Key, list[int]] = field(default_factory=dict)
+    tries: int = 0
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    """Nodes that were given another's activity, and whose it was."""
 
     def __post_init__(self) -> None:
         for node, needed in self.needs.items():
+            self.alike.setdefault(self.keys[node], []).append(node)
             self.left[node] = len(needed)
             for one in needed:
                 self.after.setdefault(one, []).append(node)
@@ -304,29 +313,36 @@ class _Placing:
 
     def place(self, node: int, at: int) -> None:
         self.at[node] = at
-        self.ready[self.keys[node]].discard(node)
+        self.ready.get(self.keys[node], set()).discard(node)
         for one in self.after.get(node, ()):
             self.left[one] -= 1
-            if not self.left[one]:
+            if not self.left[one] and one not in self.at:
                 self.ready.setdefault(self.keys[one], set()).add(one)
 
     def take_back(self, node: int) -> int:
-        """Undo ``place`` of a node after which nothing was placed."""
+        """Undo ``place``."""
         for one in self.after.get(node, ()):
             self.ready.get(self.keys[one], set()).discard(one)
             self.left[one] += 1
-        self.ready.setdefault(self.keys[node], set()).add(node)
-        return self.at.pop(node)
+        at = self.at.pop(node)
+        if not self.left[node]:
+            self.ready.setdefault(self.keys[node], set()).add(node)
+        return at
 
     def ended(self, node: int, start_ns: int) -> bool:
         """Whether all that ``node`` waits for had ended then."""
-        return all(one in self.at and self.part[self.at[one]].end_ns <= start_ns for one in self.needs[node])
+        return all(self._ended(one, start_ns) for one in self.needs[node])
 
-    def candidates(self, key: _Key, at: int) -> list[int]:
-        """Nodes that this activity can be, the likeliest first: one that follows a node on the activity's stream."""
-        activity, open_ = self.part[at], sorted(self.ready.get(key, ()))
-        # A kernel may start before the one it waits for has ended where the library asks for that.
-        able = [node for node in open_ if self.ended(node, activity.start_ns)] or open_
+    def candidates(self, key: _Key, at: int, *, early: bool = False) -> list[int]:
+        """Nodes that this activity can be, the likeliest first: one that follows a node on the activity's stream.
+
+        Args:
+            key: of the activity.
+            at: its place in ``part``.
+            early: also nodes that wait for one that had not ended.
+        """
+        activity = self.part[at]
+        able = [node for node in sorted(self.ready.get(key, ())) if early or self.ended(node, activity.start_ns)]
         return sorted(able, key=lambda node: not self._continues(node, activity.stream))
 
     def _continues(self, node: int, stream: int) -> bool:
@@ -334,25 +350,61 @@ class _Placing:
         return before >= 0 and self.part[before].stream == stream
 
     def make_way(self, key: _Key, at: int) -> bool:
-        """Give a node that this activity could follow what was given to another with the same kernel.
+        """Exchange activities of one kernel until a node that this activity could be may have begun; whether it may.
 
-        Of two nodes with the same kernel that ran side by side the wrong one may have been taken: it shows when
-        something starts that only the other explains.
+        Of nodes with the same kernel that ran side by side the wrong one may have been taken: it shows when something
+        starts that only the other explains. An exchange may need others before it.
         """
-        for node in sorted(one for one, of in self.keys.items() if of == key and one not in self.at):
-            missing = [one for one in self.needs[node] if one not in self.at]
-            if len(missing) != 1 or self.left[missing[0]]:
-                continue
-            for taken in sorted(self.at):
-                if (
-                    self.keys[taken] == self.keys[missing[0]]
-                    and not any(one in self.at for one in self.after.get(taken, ()))
-                    and self.ended(missing[0], self.part[self.at[taken]].start_ns)
-                    and self.part[self.at[taken]].end_ns <= self.part[at].start_ns
-                ):
-                    self.place(missing[0], self.take_back(taken))
-                    return True
+        self.tries, self.moved = _TRIES, []
+        waiting = [node for node in self.alike[key] if node not in self.at]
+        return any(self._bring(node, self.part[at].start_ns) for node in waiting)
+
+    def _bring(self, node: int, start_ns: int) -> bool:
+        """Have all that ``node`` waits for on activities that had ended then; else everything stays as it is."""
+        before = len(self.moved)
+        if all(self._ended(one, start_ns) or self._take(one, start_ns) for one in sorted(self.needs[node])):
+            return True
+        while len(self.moved) > before:
+            self._exchange(*reversed(self.moved.pop()))
         return False
+
+    def _take(self, node: int, end_ns: int) -> bool:
+        """Give ``node`` an activity that had ended then, and its own, if it has one, to whose that was."""
+        for other in self._others(node, end_ns):
+            if not self.tries:
+                return False
+            self.tries -= 1
+            self._exchange(node, other)
+            if self._bring(node, self.part[self.at[node]].start_ns):
+                self.moved.append((node, other))
+                return True
+            self._exchange(other, node)
+        return False
+
+    def _exchange(self, node: int, other: int) -> None:
+        """Each gets what the other has; one of them may have nothing."""
+        places = [(one, self.at.get(two)) for one, two in ((node, other), (other, node))]
+        for one, _ in places:
+            if one in self.at:
+                self.take_back(one)
+        for one, at in places:
+            if at is not None:
+                self.place(one, at)
+
+    def _others(self, node: int, end_ns: int) -> list[int]:
+        """Nodes with the same kernel that have ended then and can do with what ``node`` has, the latest first."""
+        own = self.part[self.at[node]].end_ns if node in self.at else None
+        found = []
+        for other in self.alike[self.keys[node]]:
+            if other == node or not self._ended(other, end_ns):
+                continue
+            follow = [self.part[self.at[one]].start_ns for one in self.after.get(other, ()) if one in self.at]
+            if not follow or (own is not None and own <= min(follow)):
+                found.append(other)
+        return sorted(found, key=lambda one: -self.at[one])
+
+    def _ended(self, node: int, end_ns: int) -> bool:
+        return node in self.at and self.part[self.at[node]].end_ns <= end_ns
 
 
 def _in_order(
@@ -364,6 +416,8 @@ def _in_order(
         found = placing.candidates(key, at)
         if not found and placing.make_way(key, at):
             found = placing.candidates(key, at)
+        # A kernel may start before the one it waits for has ended where the library asks for that.
+        found = found or placing.candidates(key, at, early=True)
         if not found:
             return None
         placing.place(found[0], at)

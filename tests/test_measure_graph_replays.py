@@ -152,6 +152,16 @@ def test_what_does_not_match_is_counted_by_name(given_: tuple[Report, Names], da
     assert calls(joined) == {node: None if node in changed else call for node, call in profile.call_of.items()}
 
 
+def test_by_order_many_kernels_of_one_name_on_four_branches() -> None:
+    report = sample_report(11, width=4)
+    names: Names = {call: [] for call in range(11)}
+    names |= {3: ["gemm"] * 3, 4: ["gemm"], 10: ["gemm", "gemm", "add"]}
+    line = replace(seen_before(report, names), nodes=())
+    joined = join(exported(profile_of(report, report.chosen, 2, names=names, marked=False)), plan_of(report, line))
+    assert joined.way == "name and order"
+    assert joined.told.check.passed
+
+
 def test_by_order_launch_shapes_tell_kernels_of_one_name() -> None:
     report = sample_report(13, width=4)
     names = {call: ["kernel"] for call in range(13)}
