@@ -85,6 +85,7 @@ _out = threading.Event()
 """Set while CUPTI is not in the process, as far as is known here."""
 _out.set()
 _said = threading.Event()
+"""Set once it was said that CUPTI stays."""
 _names: dict[int, str] = {}
 """Kernel names by the address CUPTI gives; good for one collection."""
 _fields: dict[type, dict[str, int]] = {}
