@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -73,6 +76,20 @@ def write(path: Path, results: dict[str, Any], stamp: Any) -> None:
     """Write the results with their environment."""
     results["environment"] = asdict(finish(stamp))
     path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def in_a_process(module: str, *options: str) -> dict[str, Any]:
+    """What ``python -m module --child --out FILE`` and ``options`` writes. Raises CalledProcessError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        command = [sys.executable, "-m", module, "--child", "--out", str(out), *options]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            error.add_note(error.stderr)
+            raise
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda import write
+from benchmarks.cuda import in_a_process, write
 from benchmarks.zoo import load, precision
 from nimble_core.devices.cuda import CudaExecutable
 from nimble_core.host_info import environment
@@ -42,29 +39,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--child", choices=POLICIES, help=argparse.SUPPRESS)
+    parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.child:
-        given.out.write_text(json.dumps(one_row(given.models[0], given.dtype, given.child)))
+        given.out.write_text(json.dumps(one_row(given.models[0], given.dtype, given.policies[0])))
         return
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}}
     stamp = environment("cuda")
     for name in given.models:
-        for policy in POLICIES:
+        for policy in given.policies:
             key = f"{name}, {given.dtype}, {policy}"
             if key not in results["rows"]:
-                results["rows"][key] = in_a_process(name, given.dtype, policy)
+                options = ("--models", name, "--dtype", given.dtype, "--policies", policy)
+                results["rows"][key] = in_a_process("benchmarks.launching", *options)
                 write(given.out, results, stamp)
             print(line(key, results["rows"][key]), flush=True)
-
-
-def in_a_process(name: str, dtype: str, policy: str) -> dict[str, Any]:
-    """``one_row`` where nothing was measured before."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "benchmarks.launching", "--out", str(out), "--child", policy]
-        subprocess.run([*command, "--dtype", dtype, "--models", name], check=True)
-        return dict(json.loads(out.read_text()))
 
 
 def one_row(name: str, dtype: str, policy: str) -> dict[str, Any]:

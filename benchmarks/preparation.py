@@ -14,7 +14,6 @@ import gc
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.cuda import write
+from benchmarks.cuda import in_a_process, write
 from benchmarks.zoo import SUITE, load, precision
 from nimble_core.host_info import environment
 from nimble_core.nimble import Nimble
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in given.models:
         missing = [dtype for dtype in given.dtypes if f"{name}, {dtype}" not in results["rows"]]
         try:
-            found = in_a_process(name, missing) if missing else {}
+            found = in_a_process("benchmarks.preparation", "--models", name, "--dtypes", *missing) if missing else {}
         except subprocess.CalledProcessError as error:
             failed += 1
             print(f"{name}: failed: {error.stderr.strip().splitlines()[-1]}", flush=True)
@@ -69,17 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for target, one in targets.items():
         print(f"{'met' if one['met'] else 'MISSED'}: {target}: {one['value']:.3f} s")
     return int(failed > 0 or not all(one["met"] for one in targets.values()))
-
-
-def in_a_process(name: str, dtypes: Sequence[str]) -> dict[str, Any]:
-    """``one_row`` for each type in a process of its own. Raises CalledProcessError where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "benchmarks.preparation", "--child", "--out", str(out)]
-        command += ["--models", name, "--dtypes", *dtypes]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
 
 
 def one_row(name: str, dtype: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "launching",
     "profiler_runs",
     "stays",
+    "taken",
     "unavailable",
 ]
 
@@ -129,12 +130,14 @@ def attached_tool() -> str:
 
 def unavailable() -> str:
     """Why nothing can be collected now; empty if something can."""
+    return taken() or ("" if _cupti() else "cupti-python is not installed")
+
+
+def taken() -> str:
+    """Why CUPTI is somebody else's now; empty if it is not."""
     tool = attached_tool()
-    if tool:
-        return f"{tool} is attached, and CUPTI serves one tool at a time"
-    if profiler_runs():
-        return "torch.profiler is running, and CUPTI serves one tool at a time"
-    return "" if _cupti() else "cupti-python is not installed"
+    by = f"{tool} is attached" if tool else "torch.profiler is running" if profiler_runs() else ""
+    return f"{by}, and CUPTI serves one tool at a time" if by else ""
 
 
 def profiler_runs() -> bool:

@@ -776,13 +776,13 @@ def _lent(
     order = sorted((at for at in range(len(spans)) if inside[at] and spans[at][1]), key=spans.__getitem__)
     stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved] + [True] * len(shown)
     kept = {at for at in order if stays[at] or at in leading}
-    reach, last = 0, -1
+    until, last = 0, -1
     for at in order:
         offset, nbytes = spans[at]
-        if offset < reach:
+        if offset < until:
             kept |= {at, last}
-        if offset + nbytes > reach:
-            reach, last = offset + nbytes, at
+        if offset + nbytes > until:
+            until, last = offset + nbytes, at
     found = list(saved)
     for at in order:
         if at < count and at not in kept:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nimble_core import cupti
 from nimble_core.cupti import Activity
 
-__all__ = ["collect", "graph_activities", "unavailable"]
+__all__ = ["collect", "graph_activities"]
 
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
-
-
-def unavailable() -> str:
-    """Why nothing can be collected now; empty if something can."""
-    tool = cupti.attached_tool()
-    if tool:
-        return f"{tool} is attached, and CUPTI serves one tool at a time"
-    return "torch.profiler is running, and CUPTI serves one tool at a time" if cupti.profiler_runs() else ""
 
 
 def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:

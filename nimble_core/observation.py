@@ -329,7 +329,7 @@ class _Placing:
             self.ready.setdefault(self.keys[node], set()).add(node)
         return at
 
-    def ended(self, node: int, start_ns: int) -> bool:
+    def may_begin(self, node: int, start_ns: int) -> bool:
         """Whether all that ``node`` waits for had ended then."""
         return all(self._ended(one, start_ns) for one in self.needs[node])
 
@@ -342,7 +342,7 @@ class _Placing:
             early: also nodes that wait for one that had not ended.
         """
         activity = self.part[at]
-        able = [node for node in sorted(self.ready.get(key, ())) if early or self.ended(node, activity.start_ns)]
+        able = [node for node in sorted(self.ready.get(key, ())) if early or self.may_begin(node, activity.start_ns)]
         return sorted(able, key=lambda node: not self._continues(node, activity.stream))
 
     def _continues(self, node: int, stream: int) -> bool:
@@ -422,7 +422,7 @@ def _in_order(
             return None
         placing.place(found[0], at)
     starts = {node: part[at].start_ns for node, at in placing.at.items()}
-    early = not all(placing.ended(node, start) for node, start in starts.items())
+    early = not all(placing.may_begin(node, start) for node, start in starts.items())
     return placing.at, _doubtful(part, said, keys, needs, early=early)
 
 

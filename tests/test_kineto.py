@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nimble_core.cupti import Activity
+from nimble_core.cupti import Activity, taken
 from nimble_core.devices import cuda
 from nimble_core.devices.cuda import _observation
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
-from nimble_core.kineto import collect, graph_activities, unavailable
+from nimble_core.kineto import collect, graph_activities
 from nimble_core.observation import Launch
 from nimble_core.occupancy import Multiprocessors
 from nimble_core.schedule import Schedule
@@ -47,11 +47,11 @@ def test_what_graph_launches_caused_is_kept() -> None:
 
 
 def test_a_tool_or_a_running_profiler_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unavailable() == ""
+    assert taken() == ""
     with torch.profiler.profile():
-        assert unavailable() == "torch.profiler is running, and CUPTI serves one tool at a time"
+        assert taken() == "torch.profiler is running, and CUPTI serves one tool at a time"
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert unavailable().startswith("Nsight Systems (NSYS_PROFILING_SESSION_ID is set) is attached")
+    assert taken().startswith("Nsight Systems (NSYS_PROFILING_SESSION_ID is set) is attached")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

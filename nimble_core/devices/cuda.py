@@ -267,7 +267,7 @@ class CudaDevice:
         places: dict[int, int] = {}
         if not why_not:
             seen, places = cupti.collect(replay, self.synchronize, executable.raw.nodes)
-        elif not kineto.unavailable():
+        elif not cupti.taken():
             seen, clock = kineto.collect(replay, self.synchronize), "torch.profiler, GPU clock"
         note = f"{why_not}: replayed kernels have no times" if why_not and not seen else ""
         profiled = median(watched) if watched else 0.0
