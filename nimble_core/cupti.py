@@ -5,9 +5,10 @@ CUPTI 13.0): each collection registers its callbacks anew. While it runs, or whe
 started the process, nothing is collected: ``unavailable`` says so.
 
 Once used, CUPTI stays in the process and makes every launch of a graph slower, with all activities switched off: 350 µs
-instead of 8 for 1,290 nodes (H200, driver 580). So each collection ends with taking it out (``cuptiFinalize``). A graph
-that was timed, and then launched with CUPTI in but idle, fails once it is out ("unspecified launch failure", for good):
-hence ``launching``, and CUPTI stays where somebody else brought it in or other graphs ran meanwhile.
+instead of 8 for 1,290 nodes (H200, driver 580). So who brings it in here, a collection or a session of torch's profiler
+(``nimble_core.kineto``), takes it out (``cuptiFinalize``). A graph that was timed, and then launched with
+CUPTI in but idle, fails once it is out ("unspecified launch failure", for good): hence ``launching``, and CUPTI stays
+where somebody else brought it in or other graphs ran meanwhile.
 """
 
 from __future__ import annotations
@@ -21,21 +22,20 @@ from functools import cache
 from typing import Any, cast
 
 from nimble_core.collector import collector_paused
+from nimble_core.locks import capturing, launching
+from nimble_core.probe import launches_are_slow
 
 __all__ = [
     "Activity",
     "attached_tool",
     "available",
     "collect",
-    "launching",
+    "present",
     "profiler_runs",
-    "stays",
+    "take_out",
     "taken",
     "unavailable",
 ]
-
-launching = threading.Lock()
-"""Held by who launches a graph, and while CUPTI is in but not collecting."""
 
 _BUFFER_BYTES = 8 << 20
 _TOOL_OF = {
@@ -82,9 +82,6 @@ class Activity:
 _seen: list[Activity] = []
 _graphs: set[int] = set()
 """Graphs of which something was seen; good for one collection."""
-_out = threading.Event()
-"""Set while CUPTI is not in the process, as far as is known here."""
-_out.set()
 _said = threading.Event()
 """Set once it was said that CUPTI stays."""
 _names: dict[int, str] = {}
@@ -169,12 +166,10 @@ def collect(
     if cupti is None:
         return [], {}
     synchronize()
-    ours = False
+    found, out = True, False
     try:
-        with collector_paused(), launching:
-            was_out = _out.is_set()
-            _out.clear()  # before it comes in: whatever is interrupted from here on leaves it
-            ours = was_out and _alone(cupti)
+        with collector_paused(), capturing, launching:
+            found = present()
             _seen.clear()
             _names.clear()
             _graphs.clear()
@@ -188,10 +183,9 @@ def collect(
         # Before CUPTI is out: this question alone brings it back.
         places = {int(cupti.get_graph_node_id(node)) & 0xFFFFFFFF: position for position, node in enumerate(nodes)}
     finally:
-        _end(cupti, ours)
-    if stays() and not _said.is_set():
-        _said.set()
-        _say()
+        out = _end(cupti, found)
+    if not out:
+        _say_that_it_stays()
     taken = sorted(_seen, key=lambda activity: (activity.start_ns, activity.end_ns))
     _seen.clear()
     if scale == 1.0:
@@ -200,48 +194,49 @@ def collect(
     return scaled, places
 
 
-def _alone(cupti: Any) -> bool:
-    """Whether nobody has subscribed to CUPTI, as torch's profiler does at its first session and for good."""
-    try:
-        cupti.unsubscribe(cupti.subscribe(_ignore, None))
-    except cupti.cuptiError:
-        return False
-    return True
-
-
-def _end(cupti: Any, ours: bool) -> None:
-    """Collect no more, and take CUPTI out where that is safe. Where this fails, it counts as in, for good."""
+def _end(cupti: Any, found: bool) -> bool:
+    """Collect no more, and take CUPTI out if it was not found in; whether it is out. Where this fails, it stays."""
     import torch
 
-    with collector_paused(), launching:
+    with collector_paused(), capturing, launching:
         for device in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]  # only where built with CUDA
                 torch.cuda.synchronize(device)
         cupti.activity_flush_all(1)
         for kind in _kinds():
             cupti.activity_disable(kind)
-        if ours and len(_graphs) < 2 and not profiler_runs():
-            cupti.finalize()
-            _out.set()
+        if found or len(_graphs) > 1 or profiler_runs():
+            return False
+        take_out()
+        return True
 
 
-def stays() -> bool:
-    """Whether a collection found or left CUPTI in this process: graphs are launched more slowly than in others."""
-    return not _out.is_set()
+def take_out() -> None:
+    """Take CUPTI out of the process, where ``cupti-python`` can and no tool is attached.
+
+    Who asks holds ``launching`` since before the last thing that used CUPTI began to end.
+    """
+    cupti = None if attached_tool() else _cupti()
+    if cupti is not None:
+        cupti.finalize()
 
 
-def _say() -> None:
+def present() -> bool:
+    """Whether CUPTI is in this process: graphs are launched more slowly than in others."""
+    return bool(taken()) or launches_are_slow()
+
+
+def _say_that_it_stays() -> None:
     from nimble_core.origins import warn  # which needs torch
 
+    if _said.is_set():
+        return
+    _said.set()
     warn(
-        "CUPTI stays in this process, since torch.profiler was used in it before (compare and profile do), or other "
-        "CUDA graphs were replayed while kernels were timed: launching a CUDA graph takes 0.2 to 0.3 µs a node longer "
-        "here, whoever launches it (docs/profiling.md says more)"
+        "CUPTI stays in this process, since a profiler brought it in before, or other CUDA graphs were replayed while "
+        "kernels were timed: launching a CUDA graph takes 0.2 to 0.4 µs a node longer here, whoever launches it "
+        "(docs/profiling.md says more)"
     )
-
-
-def _ignore(*_: object) -> None:
-    """What CUPTI would call for a subscriber who only asks whether there is none."""
 
 
 def _clocks(cupti: Any) -> tuple[int, int]:

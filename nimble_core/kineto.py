@@ -1,15 +1,41 @@
-"""Times of replayed kernels through ``torch.profiler``, where ``cupti-python`` is not installed: without node ids."""
+"""Sessions of ``torch.profiler`` that take CUPTI out again.
+
+Where ``cupti-python`` is not installed, replayed kernels are timed in one: without node ids.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from nimble_core.cupti import Activity
+from nimble_core.cupti import Activity, present, take_out
+from nimble_core.locks import capturing, launching
 
-__all__ = ["collect", "graph_activities"]
+__all__ = ["collect", "graph_activities", "start", "stop"]
 
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
+
+
+def start(profiler: Any) -> bool:
+    """Start a ``torch.profiler.profile``; whether CUPTI was in the process already, for ``stop``."""
+    with capturing, launching:
+        found = present()
+        profiler.start()
+    return found
+
+
+def stop(profiler: Any, found: bool) -> None:
+    """Stop it, and take CUPTI out if it was not ``found`` in.
+
+    It stays where graphs were launched meanwhile: another thread might launch them at this moment
+    (``nimble_core.cupti`` says what that does).
+    """
+    import torch
+
+    with capturing, launching:
+        profiler.stop()
+        if torch.cuda.is_initialized() and not found and not _launched_graphs(profiler):
+            take_out()
 
 
 def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:
@@ -33,17 +59,21 @@ def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> lis
 def graph_activities(events: Any) -> list[Activity]:
     """The device events among Kineto's that a launched graph caused: they share the number of its launch."""
     listed = list(events)
-    launches = {
-        event.correlation_id()
-        for event in listed
-        if event.device_type().name == "CPU" and event.name().startswith(_GRAPH_LAUNCH)
-    }
+    launches = {event.correlation_id() for event in listed if _launches_graph(event)}
     found = [
         _activity(event)
         for event in listed
         if event.device_type().name != "CPU" and not event.is_user_annotation() and event.correlation_id() in launches
     ]
     return sorted(found, key=lambda one: (one.start_ns, one.end_ns))
+
+
+def _launched_graphs(profiler: Any) -> bool:
+    return any(map(_launches_graph, profiler.profiler.kineto_results.events()))
+
+
+def _launches_graph(event: Any) -> bool:
+    return bool(event.name().startswith(_GRAPH_LAUNCH)) and event.device_type().name == "CPU"
 
 
 def _activity(event: Any) -> Activity:

@@ -293,7 +293,7 @@ class _Comparison:
 
         if self.peers:
             candidates |= self.peers.timed()
-        if cupti.stays():
+        if self.device.kind == "cuda" and cupti.present():
             self.warnings.append("CUPTI was in this process: CUDA graphs took longer to launch than they do without it")
         with progress.step("measure"):
             self.measurements = interleave(

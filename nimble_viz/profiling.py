@@ -22,6 +22,7 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
+from nimble_core import kineto
 from nimble_core.errors import InputError, ReportFileError
 from nimble_core.measurement import summarize
 from nimble_core.preserve import only_watches
@@ -453,9 +454,10 @@ def _report(
 class _Session:
     """One run of ``torch.profiler``."""
 
-    def __init__(self, profiler: Any, watching: ExitStack) -> None:
+    def __init__(self, profiler: Any, found: bool, watching: ExitStack) -> None:
         self.ticks = 0
         self._profiler = profiler
+        self._found = found
         self._watching = watching
         self._running = True
 
@@ -472,9 +474,9 @@ class _Session:
         with ExitStack() as undo:
             undo.callback(release_profiler)
             with quiet_kineto():
-                profiler.start()
+                found = kineto.start(profiler)
             undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
-            return _Session(profiler, undo.pop_all())
+            return _Session(profiler, found, undo.pop_all())
 
     def tick(self) -> None:
         """Mark that an iteration begins."""
@@ -493,7 +495,7 @@ class _Session:
         self._running = False
         with self._watching, quiet_kineto():
             calibrate(torch, torch.profiler.record_function)
-            self._profiler.stop()
+            kineto.stop(self._profiler, self._found)
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""

@@ -27,6 +27,7 @@ from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.layout import Layout, lay_out
+from nimble_core.locks import capturing, launching
 from nimble_core.memory import release_plan
 from nimble_core.observation import TIMED, Launch, observation, tell_by_id, tell_by_order
 from nimble_core.occupancy import Multiprocessors
@@ -44,7 +45,6 @@ from nimble_core.structure import builder, flatten
 
 __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 
-_CAPTURE_LOCK = threading.RLock()
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 _TRIES = 8
 _TIMED_CALLS = 10
@@ -109,12 +109,12 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """Wait for everything on this GPU; not while another thread captures, which CUDA does not allow."""
-        with _CAPTURE_LOCK:
+        with capturing:
             torch.cuda.synchronize(self.device)
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run once as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
-        with _CAPTURE_LOCK, random_state_kept(self.device), _errors_explained():
+        with capturing, random_state_kept(self.device), _errors_explained():
             run_preserved(model, args, kwargs)
             self.synchronize()
 
@@ -282,7 +282,7 @@ class CudaDevice:
     def _call_time_ns(self, call: Callable[[], object]) -> float | None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
-            with _CAPTURE_LOCK:
+            with capturing:
                 call()  # libraries choose their routines
                 self.synchronize()
             with self._capturing(graph, 1):
@@ -295,7 +295,7 @@ class CudaDevice:
         for _ in range(4):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            with cupti.launching:
+            with launching:
                 graph.replay()
             end.record()
             end.synchronize()
@@ -339,7 +339,7 @@ class CudaDevice:
     ) -> Iterator[tuple[list[torch.cuda.Stream], CaptureProbe]]:
         """Capture on ``count`` streams, forked from the first and joined into it, whatever happens inside."""
         with (
-            _CAPTURE_LOCK,
+            capturing,
             collector_paused(),
             torch.cuda.device(self.device),
             random_state_kept(self.device),
@@ -428,7 +428,7 @@ class CudaExecutable:
                     buffers[0].copy_(inputs[0], non_blocking=True)
                 else:
                     torch._foreach_copy_(buffers, list(inputs), non_blocking=True)
-                with cupti.launching:
+                with launching:
                     graph.replay()
                 for position in self._written:
                     inputs[position].copy_(buffers[position])
@@ -443,7 +443,7 @@ class CudaExecutable:
             if self.graph is None:
                 raise _closed()
             self._follow_last_run()
-            with cupti.launching:
+            with launching:
                 self.graph.replay()
 
     @property
@@ -478,7 +478,7 @@ class CudaExecutable:
             kept, self._kept = self._kept, ()
         if graph is not None:
             # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
-            with _CAPTURE_LOCK:
+            with capturing:
                 torch.cuda.synchronize(self.device)
                 graph.reset()
                 if arena is not None:

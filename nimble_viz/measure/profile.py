@@ -20,6 +20,7 @@ from statistics import median
 from threading import Lock
 from typing import Any, Literal, get_args
 
+from nimble_core import kineto
 from nimble_core.cupti import attached_tool, profiler_runs
 from nimble_core.errors import DeviceError
 from nimble_core.program import Phase
@@ -238,7 +239,7 @@ def profile_eager(
     try:
         synchronize()
         with quiet_kineto(), watched_prints(lambda: mark(PRINT)):
-            profiler.start()
+            found = kineto.start(profiler)
             try:
                 for _ in range(warmup):
                     run()
@@ -251,7 +252,7 @@ def profile_eager(
                 if device == "cpu":
                     calibrate(torch, mark)
             finally:
-                profiler.stop()
+                kineto.stop(profiler, found)
     finally:
         release_profiler()
     warnings = ("this build of torch cannot profile CUDA: no device events",) if missing else ()
