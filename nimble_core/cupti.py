@@ -7,8 +7,8 @@ started the process, nothing is collected: ``unavailable`` says so.
 Once used, CUPTI stays in the process and makes every launch of a graph slower, with all activities switched off: 350 µs
 instead of 8 for 1,290 nodes (H200, driver 580). So who brings it in here, a collection or a session of torch's profiler
 (``nimble_core.kineto``), takes it out (``cuptiFinalize``). A graph that was timed, and then launched with
-CUPTI in but idle, fails once it is out ("unspecified launch failure", for good): hence ``launching``, and CUPTI stays
-where somebody else brought it in or other graphs ran meanwhile.
+CUPTI in but idle, fails once it is out ("unspecified launch failure", for good): hence torch's replays are held back
+(``Replays``), and CUPTI stays where somebody else brought it in or launched graphs without torch meanwhile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, cast
 from nimble_core.collector import collector_paused
 from nimble_core.locks import capturing, launching
 from nimble_core.probe import launches_are_slow
+from nimble_core.replays import Replays
 
 __all__ = [
     "Activity",
@@ -80,8 +81,8 @@ class Activity:
 # CUPTI fills its buffers and hands them back on a thread of its own, for buffers under way even after a collection has
 # ended: it is always given the same two functions, which live as long as the process.
 _seen: list[Activity] = []
-_graphs: set[int] = set()
-"""Graphs of which something was seen; good for one collection."""
+_launches: set[int] = set()
+"""Launches of graphs of which something was seen, by CUPTI's number; good for one collection."""
 _said = threading.Event()
 """Set once it was said that CUPTI stays."""
 _names: dict[int, str] = {}
@@ -166,13 +167,14 @@ def collect(
     if cupti is None:
         return [], {}
     synchronize()
-    found, out = True, False
+    found, out, replays = True, False, None
     try:
         with collector_paused(), capturing, launching:
             found = present()
+            replays = Replays()
             _seen.clear()
             _names.clear()
-            _graphs.clear()
+            _launches.clear()
             cupti.activity_register_callbacks(_requested, _completed)
             for kind in _kinds():
                 cupti.activity_enable(kind)
@@ -183,7 +185,7 @@ def collect(
         # Before CUPTI is out: this question alone brings it back.
         places = {int(cupti.get_graph_node_id(node)) & 0xFFFFFFFF: position for position, node in enumerate(nodes)}
     finally:
-        out = _end(cupti, found)
+        out = _end(cupti, found, replays)
     if not out:
         _say_that_it_stays()
     taken = sorted(_seen, key=lambda activity: (activity.start_ns, activity.end_ns))
@@ -194,21 +196,25 @@ def collect(
     return scaled, places
 
 
-def _end(cupti: Any, found: bool) -> bool:
+def _end(cupti: Any, found: bool, replays: Replays | None) -> bool:
     """Collect no more, and take CUPTI out if it was not found in; whether it is out. Where this fails, it stays."""
     import torch
 
     with collector_paused(), capturing, launching:
-        for device in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]  # only where built with CUDA
-                torch.cuda.synchronize(device)
-        cupti.activity_flush_all(1)
-        for kind in _kinds():
-            cupti.activity_disable(kind)
-        if found or len(_graphs) > 1 or profiler_runs():
-            return False
-        take_out()
-        return True
+        try:
+            for device in range(torch.cuda.device_count()):
+                if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]  # only where built with CUDA
+                    torch.cuda.synchronize(device)
+            cupti.activity_flush_all(1)
+            for kind in _kinds():
+                cupti.activity_disable(kind)
+            if found or replays is None or len(_launches) > replays.count or profiler_runs():
+                return False
+            take_out()
+            return True
+        finally:
+            if replays is not None:
+                replays.end()
 
 
 def take_out() -> None:
@@ -233,8 +239,8 @@ def _say_that_it_stays() -> None:
         return
     _said.set()
     warn(
-        "CUPTI stays in this process, since a profiler brought it in before, or other CUDA graphs were replayed while "
-        "kernels were timed: launching a CUDA graph takes 0.2 to 0.4 µs a node longer here, whoever launches it "
+        "CUPTI stays in this process, since a profiler brought it in before, or CUDA graphs were launched without "
+        "torch while kernels were timed: launching a CUDA graph takes 0.2 to 0.4 µs a node longer here, whoever does "
         "(docs/profiling.md says more)"
     )
 
@@ -268,7 +274,7 @@ def _activity(kind: str, record: Any, row: tuple[Any, ...]) -> Activity:
     node_id = row[at["graph_node_id"]]  # in the upper half the graph; 0 as a whole outside graphs
     node = node_id & 0xFFFFFFFF if node_id else -1
     if node_id:
-        _graphs.add(node_id >> 32)
+        _launches.add(row[at["correlation_id"]])
     if kind != "kernel":
         return Activity(kind, kind, start, end, stream, node)
     pointer = row[at["name"]]

@@ -10,32 +10,41 @@ from typing import Any
 
 from nimble_core.cupti import Activity, present, take_out
 from nimble_core.locks import capturing, launching
+from nimble_core.replays import Replays
 
-__all__ = ["collect", "graph_activities", "start", "stop"]
+__all__ = ["Session", "collect", "graph_activities"]
 
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
-def start(profiler: Any) -> bool:
-    """Start a ``torch.profiler.profile``; whether CUPTI was in the process already, for ``stop``."""
-    with capturing, launching:
-        found = present()
-        profiler.start()
-    return found
+class Session:
+    """A session of ``torch.profiler``, from now until ``stop``."""
 
+    def __init__(self, profiler: Any) -> None:
+        self._profiler = profiler
+        with capturing, launching:
+            self._found = present()
+            self._replays = Replays()
+            try:
+                profiler.start()
+            except BaseException:
+                self._replays.end()
+                raise
 
-def stop(profiler: Any, found: bool) -> None:
-    """Stop it, and take CUPTI out if it was not ``found`` in.
+    def stop(self) -> None:
+        """Stop it, and take CUPTI out if it was not in before and nobody launched graphs without torch meanwhile."""
+        import torch
 
-    It stays where graphs were launched meanwhile: another thread might launch them at this moment
-    (``nimble_core.cupti`` says what that does).
-    """
-    import torch
+        with capturing, launching:
+            try:
+                self._profiler.stop()
+                if torch.cuda.is_initialized() and not self._found and self._launches() <= self._replays.count:
+                    take_out()
+            finally:
+                self._replays.end()
 
-    with capturing, launching:
-        profiler.stop()
-        if torch.cuda.is_initialized() and not found and not _launched_graphs(profiler):
-            take_out()
+    def _launches(self) -> int:
+        return sum(map(_launches_graph, self._profiler.profiler.kineto_results.events()))
 
 
 def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> list[Activity]:
@@ -66,10 +75,6 @@ def graph_activities(events: Any) -> list[Activity]:
         if event.device_type().name != "CPU" and not event.is_user_annotation() and event.correlation_id() in launches
     ]
     return sorted(found, key=lambda one: (one.start_ns, one.end_ns))
-
-
-def _launched_graphs(profiler: Any) -> bool:
-    return any(map(_launches_graph, profiler.profiler.kineto_results.events()))
 
 
 def _launches_graph(event: Any) -> bool:

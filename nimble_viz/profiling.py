@@ -454,10 +454,10 @@ def _report(
 class _Session:
     """One run of ``torch.profiler``."""
 
-    def __init__(self, profiler: Any, found: bool, watching: ExitStack) -> None:
+    def __init__(self, profiler: Any, running: kineto.Session, watching: ExitStack) -> None:
         self.ticks = 0
         self._profiler = profiler
-        self._found = found
+        self._session = running
         self._watching = watching
         self._running = True
 
@@ -474,9 +474,9 @@ class _Session:
         with ExitStack() as undo:
             undo.callback(release_profiler)
             with quiet_kineto():
-                found = kineto.start(profiler)
+                running = kineto.Session(profiler)
             undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
-            return _Session(profiler, found, undo.pop_all())
+            return _Session(profiler, running, undo.pop_all())
 
     def tick(self) -> None:
         """Mark that an iteration begins."""
@@ -495,7 +495,7 @@ class _Session:
         self._running = False
         with self._watching, quiet_kineto():
             calibrate(torch, torch.profiler.record_function)
-            kineto.stop(self._profiler, self._found)
+            self._session.stop()
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""

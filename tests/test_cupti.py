@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nimble_viz
-from nimble_core import Nimble, Options, cupti, kineto
+from nimble_core import Nimble, Options, cupti, kineto, replays
 from nimble_core.cupti import Activity, attached_tool, collect, unavailable
 from nimble_core.devices.cuda import CudaDevice, CudaExecutable, _observation
 from nimble_core.emitted import RawGraph
@@ -111,6 +111,7 @@ GRAPH = 7 << 32
 KERNEL_FIELDS = (
     *("kind", "start", "end", "stream_id", "graph_node_id", "name", "grid_x", "grid_y", "grid_z"),
     *("block_x", "block_y", "block_z", "registers_per_thread", "static_shared_memory", "dynamic_shared_memory"),
+    "correlation_id",
 )
 CONCURRENT_KERNEL, MEMCPY = 10, 1
 
@@ -118,9 +119,9 @@ CONCURRENT_KERNEL, MEMCPY = 10, 1
 class KernelRecord:
     """A record as CUPTI hands it over: one row of a structured array, and the name behind the pointer in it."""
 
-    def __init__(self, name: str, start: int, node_id: int) -> None:
+    def __init__(self, name: str, start: int, node_id: int, launch: int = 0) -> None:
         numpy = pytest.importorskip("numpy")
-        row = (CONCURRENT_KERNEL, start, start + 5, 7, node_id, 4096 + start, 8, 1, 1, 64, 1, 1, 32, 16, 4)
+        row = (CONCURRENT_KERNEL, start, start + 5, 7, node_id, 4096 + start, 8, 1, 1, 64, 1, 1, 32, 16, 4, launch)
         self._data = numpy.array(row, dtype=[(field, "u8") for field in KERNEL_FIELDS])
         self.name = name
 
@@ -130,8 +131,10 @@ class CopyRecord:
 
     def __init__(self, start: int, node_id: int) -> None:
         numpy = pytest.importorskip("numpy")
-        fields = ("kind", "bytes", "start", "end", "stream_id", "graph_node_id")
-        self._data = numpy.array((MEMCPY, 64, start, start + 5, 7, node_id), dtype=[(field, "u8") for field in fields])
+        fields = ("kind", "bytes", "start", "end", "stream_id", "graph_node_id", "correlation_id")
+        self._data = numpy.array(
+            (MEMCPY, 64, start, start + 5, 7, node_id, 0), dtype=[(field, "u8") for field in fields]
+        )
 
 
 def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +205,7 @@ class Library:
         self.asked: list[str] = []
         self.attached = False
         self.enabled: set[int] = set()
+        self.launches: list[SimpleNamespace] = []
         self.fail_at = -1
 
     def _ask(self, what: str, attach: bool = True) -> None:
@@ -242,38 +246,51 @@ class Library:
             graph.broken |= graph.idle
 
     def launch(self, number: int) -> None:
+        """A graph is launched, without torch."""
         graph = self.graphs[number]
         assert not graph.broken, "unspecified launch failure"
         if self.enabled:
             graph.timed, graph.idle = True, False
-            cupti._completed([KernelRecord("gemm", 30, GRAPH * (number + 1) + 3)])
+            cpu = SimpleNamespace(name="CPU")
+            self.launches.append(SimpleNamespace(name=lambda: "cudaGraphLaunch", device_type=lambda: cpu))
+            cupti._completed([KernelRecord("gemm", 30, GRAPH * (number + 1) + 3, len(self.launches))])
         elif self.attached:
             graph.idle = graph.timed
 
+    def replay(self, number: int) -> None:
+        """Torch replays a graph."""
+        torch.cuda.CUDAGraph(self, number).replay()  # type: ignore[call-arg]  # what stands for it takes these
+
     def profile(self, number: int) -> None:
         """Somebody's session of torch's profiler."""
-        session = Session(self)
+        session = Profiler(self)
         session.start()
         self.launch(number)
         session.stop()
 
 
-class Session:
-    """What is used of a ``torch.profiler.profile``: it says which graphs were launched."""
+@dataclass
+class TorchGraph:
+    """A ``torch.cuda.CUDAGraph``."""
+
+    library: Library
+    number: int
+
+    def replay(self) -> None:
+        self.library.launch(self.number)
+
+
+class Profiler:
+    """What is used of a ``torch.profiler.profile``: it says what was launched."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self.launches: list[SimpleNamespace] = []
-        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: self.launches))
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: library.launches))
 
     def start(self) -> None:
         self._library.attached = True
+        self._library.launches.clear()
         self._library.enabled.add(CONCURRENT_KERNEL)
-
-    def launch(self, number: int) -> None:
-        self._library.launch(number)
-        cpu = SimpleNamespace(name="CPU")
-        self.launches.append(SimpleNamespace(name=lambda: "cudaGraphLaunch", device_type=lambda: cpu))
 
     def stop(self) -> None:
         self._library.enabled.clear()
@@ -290,10 +307,12 @@ def installed() -> Iterator[Library]:
         patch.setattr(cupti, "launches_are_slow", lambda: library.attached)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        for name, new in (("_graphs", set()), ("_seen", []), ("_names", {}), ("_fields", {})):
+        patch.setattr(torch.cuda, "CUDAGraph", TorchGraph)
+        for name, new in (("_launches", set()), ("_seen", []), ("_names", {}), ("_fields", {})):
             patch.setattr(cupti, name, new)
         patch.setattr(cupti, "_said", threading.Event())
         yield library
+    assert not replays._counting
     for lock in (capturing, launching):
         assert not lock._is_owned()  # type: ignore[attr-defined]
 
@@ -304,7 +323,7 @@ ENDS = ["flush", "disable", "disable"]
 
 def test_a_collection_takes_cupti_out_again() -> None:
     with installed() as library:
-        taken, places = collect(lambda: library.launch(0), lambda: None, (1003, 1001))
+        taken, places = collect(lambda: library.replay(0), lambda: None, (1003, 1001))
         assert [one.name for one in taken] == ["gemm"]
         assert places == {3: 0, 1: 1}
         assert library.asked == [*IN, "id", "id", *ENDS, "finalize"]
@@ -319,6 +338,14 @@ def test_what_fails_leaves_no_cupti_behind() -> None:
         assert not cupti.present()
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_what_torch_replays_meanwhile_is_no_reason_to_stay(others: int) -> None:
+    with installed() as library:
+        collect(lambda: [library.replay(number) for number in range(1 + others)], lambda: None)
+        assert not cupti.present()
+        assert not hasattr(torch.cuda.CUDAGraph.replay, "__wrapped__")
+
+
 @pytest.mark.parametrize("why", ["torch's profiler was there", "another graph ran"])
 def test_cupti_stays_where_taking_it_out_could_break_graphs(why: str) -> None:
     with installed() as library:
@@ -326,7 +353,7 @@ def test_cupti_stays_where_taking_it_out_could_break_graphs(why: str) -> None:
             library.profile(0)
 
         def run() -> None:
-            library.launch(0)
+            library.replay(0)
             if why.startswith("another"):
                 library.launch(1)
 
@@ -336,17 +363,18 @@ def test_cupti_stays_where_taking_it_out_could_break_graphs(why: str) -> None:
         assert cupti.present()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            collect(lambda: library.launch(0), lambda: None)  # said once
+            collect(lambda: library.replay(0), lambda: None)  # said once
         assert "finalize" not in library.asked
 
 
-def test_a_session_takes_cupti_out_again() -> None:
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_session_takes_cupti_out_again(replayed: bool) -> None:
     with installed() as library:
-        session = Session(library)
-        found = kineto.start(session)
+        session = kineto.Session(Profiler(library))
         assert library.attached
-        assert not found
-        kineto.stop(session, found)
+        if replayed:
+            library.replay(0)
+        session.stop()
         assert library.asked == ["finalize"]
         assert not cupti.present()
 
@@ -354,63 +382,69 @@ def test_a_session_takes_cupti_out_again() -> None:
 @pytest.mark.parametrize("why", ["it was in before", "a graph was launched", "a tool is attached", "no cupti-python"])
 def test_cupti_stays_after_a_session_where_taking_it_out_is_not_safe(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with installed() as library:
-        session = Session(library)
         library.attached = why == "it was in before"
         if why == "a tool is attached":
             monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
         if why == "no cupti-python":
             monkeypatch.setattr(cupti, "_cupti", lambda: None)
-        found = kineto.start(session)
+        session = kineto.Session(Profiler(library))
         if why == "a graph was launched":
-            session.launch(0)
-        kineto.stop(session, found)
+            library.launch(0)
+        session.stop()
         assert library.asked == []
         assert cupti.present()
 
 
+def test_a_profiler_that_does_not_start_leaves_replays_alone() -> None:
+    with installed() as library:
+        profiler = Profiler(library)
+        profiler.start = never  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match="nothing should run"):
+            kineto.Session(profiler)
+
+
+GRAPHS = st.integers(0, 2)
+LAUNCHES = st.lists(st.tuples(st.sampled_from(("replay", "launch")), GRAPHS), max_size=3)
 EVENTS = st.one_of(
-    st.tuples(st.just("collect"), st.integers(0, 2), st.integers(0, 3)),
-    st.tuples(st.just("interrupted"), st.integers(0, 2), st.integers(0, 12)),
-    st.tuples(st.sampled_from(("profile", "replay", "session")), st.integers(0, 2), st.just(0)),
-    st.tuples(st.just("session"), st.just(3), st.just(0)),
+    st.tuples(st.sampled_from(("collect", "session", "profile", "between")), LAUNCHES, st.just(-1)),
+    st.tuples(st.just("collect"), LAUNCHES, st.integers(0, 12)),
 )
 
 
 @settings(max_examples=500)
 @given(st.lists(EVENTS, max_size=12))
 def test_no_graph_breaks_whatever_is_measured_profiled_replayed_and_interrupted(
-    events: list[tuple[str, int, int]],
+    events: list[tuple[str, list[tuple[str, int]], int]],
 ) -> None:
     with installed() as library:
         quiet = True
-        for what, graph, other in events:
-            if what == "profile":
-                library.profile(graph)
-                quiet = False
-            elif what == "replay":
-                library.launch(graph)
-            elif what == "session":
-                session = Session(library)
-                found = kineto.start(session)
-                if graph < 3:
-                    session.launch(graph)
-                    quiet = False
-                kineto.stop(session, found)
-            elif what == "interrupted":
-                library.fail_at = other
+        for what, launches, fail_at in events:
+
+            def run(launches: list[tuple[str, int]] = launches) -> None:
+                for how, graph in launches:
+                    getattr(library, how)(graph)
+
+            if what == "between":
+                run()
+                continue
+            foreign = any(how == "launch" for how, _ in launches)
+            if what == "collect":
+                library.fail_at = fail_at
                 with suppress(KeyboardInterrupt):
-                    collect(lambda graph=graph: library.launch(graph), lambda: None, (1003,))
-                quiet = quiet and library.fail_at >= 0
+                    collect(run, lambda: None, (1003,))
+                quiet = quiet and not foreign and (fail_at < 0 or library.fail_at >= 0)
                 library.fail_at = -1
+            elif what == "session":
+                session = kineto.Session(Profiler(library))
+                run()
+                session.stop()
+                quiet = quiet and not foreign
             else:
-
-                def run(graph: int = graph, other: int = other) -> None:
-                    library.launch(graph)
-                    if other < 3:
-                        library.launch(other)
-
-                collect(run, lambda: None)
-                quiet = quiet and other in (graph, 3)
+                profiler = Profiler(library)
+                profiler.start()
+                run()
+                profiler.stop()
+                quiet = False
             if quiet:
                 assert not library.attached
                 assert not cupti.present()
@@ -549,7 +583,7 @@ def test_every_node_of_a_model_with_dropout_is_seen_once_in_every_replay(policy:
 ALONE = """
 import threading, time, warnings
 import torch, nimble_viz
-from nimble_core import Nimble, Options, cupti, kineto
+from nimble_core import Nimble, Options, cupti, kineto, replays
 from nimble_core.errors import NimbleWarning
 from nimble_viz.measure.profile import profile_eager
 
@@ -672,7 +706,7 @@ def test_replays_of_other_threads_survive_measuring() -> None:
     found = alone("import json\n" + ALONE + BESIDE)
     assert found["failed"] == []
     assert found["served"] > 20
-    assert found["present"]  # its graph was seen beside the one that was timed
+    assert not found["present"]
 
 
 @pytest.mark.gpu

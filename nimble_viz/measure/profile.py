@@ -20,9 +20,9 @@ from statistics import median
 from threading import Lock
 from typing import Any, Literal, get_args
 
-from nimble_core import kineto
 from nimble_core.cupti import attached_tool, profiler_runs
 from nimble_core.errors import DeviceError
+from nimble_core.kineto import Session
 from nimble_core.program import Phase
 from nimble_viz.report import Stage
 
@@ -239,7 +239,7 @@ def profile_eager(
     try:
         synchronize()
         with quiet_kineto(), watched_prints(lambda: mark(PRINT)):
-            found = kineto.start(profiler)
+            session = Session(profiler)
             try:
                 for _ in range(warmup):
                     run()
@@ -252,7 +252,7 @@ def profile_eager(
                 if device == "cpu":
                     calibrate(torch, mark)
             finally:
-                kineto.stop(profiler, found)
+                session.stop()
     finally:
         release_profiler()
     warnings = ("this build of torch cannot profile CUDA: no device events",) if missing else ()
