@@ -509,6 +509,7 @@ class _Arena:
         self._device = device.index
         self._asked = {} if layout is None else dict(enumerate(layout.asked))
         self._as_asked = True
+        self._allocated: tuple[int, int] | None = None  # up to the last placed call: to ask takes long
         self._surprises = 0
         self.nbytes = 0
         self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
@@ -573,15 +574,17 @@ class _Arena:
         """Inside, what ``call`` allocates goes where it was planned."""
         if self._placer is None or not self._planned[call]:
             yield
+            self._allocated = None
             return
         # A library's workspace that an earlier call got is not this call's: it asks for its own.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            with self._placer.placing(self._planned[call]):
-                before = _allocations(self._device)
+            before = self._allocated or _allocations(self._device)
+            with self._placer.placing(self._planned[call]) as made:
                 yield
-                after = _allocations(self._device)
-            self._as_asked = self._asked[call] == (after[0] - before[0], after[1] - before[1])
+                after = self._allocated = _allocations(self._device)
+            asked = (after[0] - before[0] - made[0], after[1] - before[1] - made[1])
+            self._as_asked = self._asked[call] == asked
         finally:
             torch._C._cuda_clearCublasWorkspaces()
 

@@ -61,22 +61,27 @@ class Placer:
         return address
 
     @contextmanager
-    def placing(self, blocks: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Inside, this thread's allocations are served from ``blocks``: ``(address, bytes)``, in order of first use."""
+    def placing(self, blocks: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Inside, this thread's allocations are served from ``blocks``: ``(address, bytes)``, in order of first use.
+
+        Yields ``(allocations, bytes asked for)`` that making the blocks took.
+        """
         allocator = torch._C._cuda_customAllocator(*self._functions)
         pool = torch.cuda.MemPool(allocator, no_split=True)
         self._pools.append((pool, allocator))
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, pool.id)
         try:
             made = []
-            claim = 0
+            claim = asked = 0
             for address, nbytes in blocks:
                 self._next = address
                 if nbytes > SMALL_NBYTES:
                     nbytes = claim = next_claim(nbytes, claim)
+                asked += nbytes
                 made.append(torch.UntypedStorage(nbytes, device=f"cuda:{self._device}"))
+            count = len(made)
             del made
-            yield
+            yield count, asked
         finally:
             torch._C._cuda_endAllocateToPool(self._device, pool.id)
             torch._C._cuda_releasePool(self._device, pool.id)
