@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,17 @@ def write(path: Path, results: dict[str, Any], stamp: Any) -> None:
     path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
-def in_a_process(module: str, *options: str) -> dict[str, Any]:
-    """What ``python -m module --child --out FILE`` and ``options`` writes. Raises CalledProcessError where it fails."""
+def in_a_process(module: str, *options: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What ``python -m module --child --out FILE`` and ``options`` writes, with further environment variables.
+
+    Raises CalledProcessError where it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         command = [sys.executable, "-m", module, "--child", "--out", str(out), *options]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            environ = {**os.environ, **(variables or {})}
+            subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
         except subprocess.CalledProcessError as error:
             error.add_note(error.stderr)
             raise
