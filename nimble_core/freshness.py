@@ -12,8 +12,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
+from inspect import getclosurevars, signature, unwrap
+from itertools import chain
 from operator import attrgetter, getitem
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from nimble_core.around import Around
 from nimble_core.preserve import installed_by_runs
 
-__all__ = ["Watch", "announce", "hooks_of_users", "same_objects"]
+__all__ = ["Watch", "announce", "hooks_of_users", "modules_behind", "same_objects"]
 
 _version = attrgetter("_version")
 
@@ -65,9 +69,9 @@ class Watch:
     """Remembers a model's parameters, buffers, submodules, their modes and hooks, and the values of what was folded.
 
     Values may change. What a replay cannot follow is another tensor, other memory behind the same tensor, another
-    submodule, a submodule in another mode, or a hook more or less. Other entries that a table of a module's gains do
-    not count; nor do hooks that the model's own runs install (``installed_by_runs``), nor hooks of the backward where
-    a replay has none: of a plain model in evaluation mode.
+    submodule, a submodule in another mode, or a hook more or less; a parameter or a submodule more, where there were
+    some. Buffers that come do not count; nor do hooks that the model's own runs install (``installed_by_runs``), nor
+    hooks of the backward where a replay has none: of a plain model in evaluation mode.
 
     Asked often, and polled each time: nothing tells of every change, since modules keep plain dicts, and memory is
     replaced (``.data = …``, ``share_memory_``) without a count. So the answer "unchanged" is looked up by loops in C,
@@ -75,13 +79,13 @@ class Watch:
     none has come, only the tables that hold some are looked at. Any thread may ask.
 
     Args:
-        model: module, or a function, of which there is nothing to remember.
+        model: module; or a function, of which the modules that it names are remembered (``modules_behind``).
         sources: name and tensor of each parameter and buffer that constants were folded from. They count as changed
             until the first ``folding``.
     """
 
     def __init__(self, model: Callable[..., Any], sources: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-        modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+        modules = modules_behind(model)
         slots = [
             (module, attribute, path)
             for path, module in modules.items()
@@ -111,6 +115,12 @@ class Watch:
             if entry is not None
         ]
         self._tensors = [entry for entry in entries if isinstance(entry[2], torch.Tensor)]
+        self._layouts = [_layout(tensor) for _, _, tensor, _ in self._tensors]
+        self._tables = [
+            (slot, path, frozenset(key for key, entry in self._remembered[slot].items() if entry is not None))
+            for slot, (_, attribute, path) in enumerate(slots)
+            if attribute in ("_parameters", "_modules")
+        ]
         self._modules = [
             (*entry, modes[id(entry[2])], self._remembered[modes[id(entry[2])]])
             for entry in entries
@@ -146,11 +156,15 @@ class Watch:
             with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
                 if list(map(torch.Tensor.data_ptr, self._watched)) == self._memory:
                     return ""
+        return self.looked_through()
+
+    def looked_through(self) -> str:
+        """The same, found in the long way: also another layout of the same memory (``p.data = p.data.t()``)."""
         now = self._now()
         with torch._C.DisableTorchFunction():
             change = self._difference(now) or self._hook_difference()
         if not change:
-            self._remembered = now  # entries were added, which is nothing to look into again
+            self._remembered = now  # buffers were added, which is nothing to look into again
         return change
 
     def stale(self) -> bool:
@@ -186,16 +200,22 @@ class Watch:
 
     def _difference(self, now: list[Any]) -> str:
         """The first difference of ``now`` and of memory to what is remembered, in words."""
-        for (slot, key, tensor, name), pointer in zip(self._tensors, self._memory, strict=True):
+        for (slot, key, tensor, name), pointer, layout in zip(self._tensors, self._memory, self._layouts, strict=True):
             if now[slot].get(key) is not tensor:
                 return f"{name} is another tensor than it was"
             if tensor.data_ptr() != pointer:
                 return f"{name} has other memory than it had"
+            if _layout(tensor) != layout:
+                return f"{name} has another shape or other strides than it had"
         for slot, key, child, name, mode, training in self._modules:
             if now[slot].get(key) is not child:
                 return f"{name} is another module than it was"
             if now[mode] != training:
                 return f"{name} is in {'training' if now[mode] else 'evaluation'} mode now"
+        for slot, path, before in self._tables:
+            for key, entry in now[slot].items():
+                if entry is not None and key not in before:
+                    return f"{f'{path}.{key}'.lstrip('.')} was not there"
         return ""
 
     def _hook_difference(self) -> str:
@@ -255,9 +275,45 @@ def _hook_tables(
         )
 
 
+def modules_behind(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
+    """Modules that a run of ``model`` calls, by path: a module's own; of a function those that it names.
+
+    Those are: what it is bound to, or the attributes of that or of an object that is called; what a ``partial`` holds;
+    closures, defaults and globals that its code mentions. A module that it finds in another way is not known.
+    """
+    if isinstance(model, torch.nn.Module):
+        return dict(model.named_modules())
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    for name, value in _mentioned(model):
+        if isinstance(value, torch.nn.Module):
+            for path, module in value.named_modules():
+                found.setdefault(id(module), (f"{name}.{path}".strip("."), module))
+    return dict(found.values())
+
+
+def _mentioned(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function names: names and values."""
+    if isinstance(function, partial):
+        yield from _mentioned(function.func)
+        yield from ((f"args[{place}]", value) for place, value in enumerate(function.args))
+        yield from function.keywords.items()
+        return
+    bound, function = getattr(function, "__self__", function), getattr(function, "__func__", function)
+    if isinstance(bound, torch.nn.Module):
+        yield "", bound
+    else:
+        yield from getattr(bound, "__dict__", {}).items()
+    function = unwrap(function)
+    if isinstance(function, FunctionType):
+        with suppress(ValueError):  # a variable that has no value yet
+            variables = getclosurevars(function)
+            yield from chain(variables.nonlocals.items(), variables.globals.items())
+        yield from ((name, one.default) for name, one in signature(function).parameters.items())
+
+
 def hooks_of_users(model: Callable[..., Any]) -> list[str]:
     """Forward hooks and pre-hooks that no known library has registered: ``"the forward hook keep of layer1.0"``."""
-    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    modules = modules_behind(model)
     return [
         f"the {kind} {_called(hook)} of {'all modules' if path is None else path or 'the model'}"
         for owner, attribute, path, kind in _hook_tables(model, modules)
@@ -287,6 +343,10 @@ def _is_plain(module: Any, attribute: str) -> bool:
     """Whether the attribute is an entry of the instance, and if it is a table, a dict."""
     held = vars(module).get(attribute)
     return not hasattr(type(module), attribute) and isinstance(held, bool if attribute == "training" else dict)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype) if _has_memory(tensor) else (tensor.shape, tensor.dtype)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -121,9 +121,9 @@ class Engine:
         if self.backward is not None:
             self.backward.close()
 
-    def check(self) -> None:
+    def check(self, *, thorough: bool = False) -> None:
         """Refuse a model that a replay cannot follow; fold again what has changed."""
-        change = self.watch.change()
+        change = self.watch.looked_through() if thorough else self.watch.change()
         if change:
             raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
         if self.folded is not None and self.watch.stale():
@@ -283,7 +283,8 @@ class Nimble(torch.nn.Module):
 
         Only needed after writes that torch does not count: through ``.data``, numpy, DLPack or a CUDA graph of yours,
         and to tensors made under ``inference_mode``. Other changes of values (optimizers, ``load_state_dict``, in-place
-        operators) are noticed by the next call. Engines without folded weights read all of them live.
+        operators) are noticed by the next call. Engines without folded weights read all of them live. Where ``.data``
+        was given another shape or other strides on the same memory, which calls do not look for either, this refuses.
 
         Raises:
             InputError: the model is not the one that was prepared.
@@ -293,7 +294,7 @@ class Nimble(torch.nn.Module):
         for engine in self._engines:
             engine.watch.doubt()
             if engine.mode == mode:  # the others when they are called
-                engine.check()
+                engine.check(thorough=True)
 
     def _unprepared(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Any:
         answer = self._options.on_new_shape

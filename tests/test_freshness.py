@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from nimble_core import InputError, Nimble, Options, TrainStep
 from nimble_core.around import Around
-from nimble_core.freshness import Watch, same_objects
+from nimble_core.freshness import Watch, modules_behind, same_objects
 
 
 def model() -> nn.Sequential:
@@ -87,8 +87,135 @@ def test_values_may_change() -> None:
     assert torch.equal(replayed(x), net(x))
 
 
-def test_a_function_has_nothing_to_watch() -> None:
+def test_a_function_without_modules_has_nothing_to_watch() -> None:
     assert Watch(lambda x: x).change() == ""
+    assert Watch(torch.relu).change() == ""
+
+
+NAMED = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval()
+
+
+class Pipeline:
+    """A plain object that holds a module."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.unet = net
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unet(x)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unet(x)
+
+
+def with_default(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor, through: nn.Module = net) -> torch.Tensor:
+        return through(x)
+
+    return run
+
+
+def wrapped(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    @torch.no_grad()
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return net(x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda net: lambda x: net(x), "net."),
+        (lambda net: net.forward, ""),
+        (lambda net: Pipeline(net).decode, "unet."),
+        (Pipeline, "unet."),
+        (lambda net: partial(torch.func.functional_call, net, {}), "args[0]."),
+        (lambda net: partial(lambda x, through: through(x), through=net), "through."),
+        (with_default, "through."),
+        (wrapped, "net."),
+    ],
+)
+@pytest.mark.parametrize(
+    ("change", "word"), [(assign_state, "0.weight is another tensor"), (nn.Module.train, "2 is in training mode")]
+)
+def test_modules_that_a_function_names_are_watched(
+    make: Callable[[nn.Module], Callable[..., Any]],
+    name: str,
+    change: Callable[[nn.Module], object],
+    word: str,
+) -> None:
+    net, x = model(), torch.randn(2, 4)
+    function = make(net)
+    watch = Watch(function)
+    replayed = Nimble(function, Options(tune="off")).prepare(x)
+    assert watch.change() == ""
+    torch.testing.assert_close(replayed(x), net(x))
+    change(net)
+    assert watch.change().startswith(name)
+    assert word.split(" ", 1)[1] in watch.change()
+    with pytest.raises(InputError, match="not the one that was prepared"):
+        replayed(x)
+
+
+def test_globals_that_a_function_names_are_watched() -> None:
+    watch = Watch(lambda x: NAMED(x))
+    NAMED[1].train()
+    try:
+        assert watch.change() == "NAMED.1 is in training mode now"
+    finally:
+        NAMED[1].eval()
+
+
+def test_a_function_with_a_variable_that_has_no_value_yet() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return later(x)
+
+    assert Watch(run).change() == ""
+    later = model()
+    assert Watch(run).change() == ""
+    assert next(iter(modules_behind(run))) == "later"
+
+
+def transpose(net: nn.Sequential) -> None:
+    net[0].weight.data = net[0].weight.data.t()
+
+
+def shorten(net: nn.Sequential) -> None:
+    net[0].weight.data = net[0].weight.data[:2]
+
+
+@pytest.mark.parametrize("change", [transpose, shorten])
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_another_layout_of_the_same_memory_is_found_when_asked_thoroughly(
+    change: Callable[[nn.Sequential], object], fuse: str
+) -> None:
+    net, x = model(), torch.randn(2, 4)
+    replayed = Nimble(net, Options(tune="off", fuse=fuse)).prepare(x)
+    watch = Watch(net)
+    change(net)
+    assert watch.looked_through() == "0.weight has another shape or other strides than it had"
+    with pytest.raises(InputError, match=r"0\.weight has another shape or other strides"):
+        replayed.refresh()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda net: net.append(nn.ReLU()), "3"),
+        (lambda net: setattr(net[3], "bias", nn.Parameter(torch.ones(4))), "3.bias"),
+        (lambda net: net[0].register_parameter("scale", nn.Parameter(torch.ones(4))), "0.scale"),
+    ],
+)
+def test_a_module_or_parameter_more_is_a_change(change: Callable[[nn.Sequential], object], name: str) -> None:
+    net, x = model(), torch.randn(2, 4)
+    if name.startswith("3."):
+        net.append(nn.Linear(4, 4, bias=False))
+    replayed = Nimble(net, Options(tune="off")).prepare(x)
+    change(net)
+    for _ in range(2):
+        with pytest.raises(InputError, match=rf"{name} was not there"):
+            replayed(x)
 
 
 def test_a_submodule_or_tensor_more_or_less() -> None:
