@@ -90,7 +90,7 @@ class Watch:
             (module, attribute, path)
             for path, module in modules.items()
             for attribute in ("training", *_TABLES)
-            if attribute == "training" or _held(module, attribute)
+            if attribute == "training" or getattr(module, attribute, None)
         ]
         self._registered = RemovableHandle.next_id  # read before tables are: who registers meanwhile is noticed
         self._hooks = list(_hook_tables(model, modules))
@@ -311,14 +311,17 @@ def _mentioned(function: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, one.default) for name, one in signature(function).parameters.items())
 
 
-def hooks_of_users(model: Callable[..., Any]) -> list[str]:
-    """Forward hooks and pre-hooks that no known library has registered: ``"the forward hook keep of layer1.0"``."""
+def hooks_of_users(model: Callable[..., Any], *, backward: bool = False) -> list[str]:
+    """Forward hooks and pre-hooks that no known library has registered: ``"the forward hook keep of layer1.0"``.
+
+    With ``backward`` those of the backward too.
+    """
     modules = modules_behind(model)
     return [
         f"the {kind} {_called(hook)} of {'all modules' if path is None else path or 'the model'}"
         for owner, attribute, path, kind in _hook_tables(model, modules)
-        if attribute.removeprefix("_global") in _FORWARD_HOOKS
-        for hook in _held(owner, attribute).values()
+        if backward or attribute.removeprefix("_global") in _FORWARD_HOOKS
+        for hook in list(getattr(owner, attribute).values())
         if not installed_by_runs(hook) and str(_inner(hook).__module__).partition(".")[0] not in _LIBRARIES
     ]
 
@@ -336,7 +339,9 @@ def _inner(hook: Any) -> Any:
 def _held(module: Any, attribute: str) -> Any:
     """A module's mode, or a copy of one of its tables; an empty one where it has none."""
     held = getattr(module, attribute, {})
-    return held if attribute == "training" else dict(held.items())
+    if attribute == "training":
+        return held
+    return held.copy() if type(held) is dict else dict(held.items())
 
 
 def _is_plain(module: Any, attribute: str) -> bool:

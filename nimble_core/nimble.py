@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from nimble_core.fusing import follow
 from nimble_core.judging import eager_cases
 from nimble_core.options import Options, require_options
 from nimble_core.origins import warn
+from nimble_core.overlaps import Apart
 from nimble_core.pipeline import (
     Recorded,
     Stopwatch,
@@ -40,7 +41,8 @@ from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
 from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
-from nimble_core.structure import builder
+from nimble_core.structure import builder, flatten
+from nimble_core.transforms import transform_of, transforming
 from nimble_core.tuning import tune
 
 __all__ = ["Engine", "Nimble"]
@@ -67,6 +69,8 @@ class Engine:
         folded: constants that it reads in place of weights; None if it reads all weights live.
         writes: addresses of the storages outside of it, inputs not counted, that a run writes.
         backward: what follows a forward that was prepared for training; None for inference.
+        apart: asks whether inputs share memory; None if a run writes none of them.
+        unlinked: set once it was said that outputs carry no gradient to an input that requires one.
     """
 
     signature: Signature
@@ -84,6 +88,8 @@ class Engine:
     folded: Folded | None = None
     writes: frozenset[int] = frozenset()
     backward: Backward | None = None
+    apart: Apart | None = None
+    unlinked: threading.Event = field(default_factory=threading.Event)
 
     @property
     def schedule(self) -> Schedule:
@@ -99,9 +105,11 @@ class Engine:
         """Run on ``tensors`` and on the weights as they are now; see ``Executable.run``.
 
         Raises:
-            InputError: the model is not the one that was prepared.
+            InputError: the model is not the one that was prepared, or inputs share memory that a run writes.
             DeviceError: closed, or a call failed.
         """
+        if self.apart is not None:
+            self.apart.require(tensors)
         if self.check_first:
             self.check()
             outputs = self.executable.run(tensors, static=static)
@@ -114,6 +122,28 @@ class Engine:
         if self.writes:
             announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
         return outputs
+
+    def require_no_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a run under autograd of what was prepared for inference: warn, once, of inputs that require gradients.
+
+        Raises:
+            InputError: a run would write a leaf that requires one, which autograd refuses.
+        """
+        wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
+        paths = self.signature.paths
+        for at in self.recorded.recording.written_inputs:
+            tensor = tensors[at]
+            if at in wanted and (tensor if tensor._base is None else tensor._base).is_leaf:
+                raise InputError(
+                    f"the model writes {paths[at]} in place, a leaf that requires a gradient (or a view of one)",
+                    fix=f"pass {paths[at]}.detach() or a clone, or call under torch.no_grad()",
+                )
+        if not self.unlinked.is_set():
+            self.unlinked.set()
+            warn(
+                f"{paths[wanted[0]]} requires a gradient, but outputs of what was prepared for inference carry none; "
+                "prepare(..., training=True) for gradients, or call under torch.no_grad()"
+            )
 
     def close(self) -> None:
         """Free what it holds."""
@@ -172,7 +202,7 @@ class Nimble(torch.nn.Module):
         if isinstance(model, torch.nn.Module):
             for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 object.__setattr__(self, table, getattr(model, table))
-            object.__setattr__(self, "training", model.training)
+            object.__setattr__(self, "training", getattr(model, "training", False))
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -225,14 +255,23 @@ class Nimble(torch.nn.Module):
         """Replay the engine that was prepared for inputs like these.
 
         Raises:
-            InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given.
+            InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given. Or the
+                inputs are part of a transform of ``torch.func`` or of forward-mode AD, and ``on_new_shape`` is not
+                ``"eager"``; or share memory that the model writes.
         """
+        if transforming() and self._transformed(args, kwargs):
+            return self._model(*args, **kwargs)
         while True:
             engine, tensors = self.bind(args, kwargs)
             if engine is None:
                 return self._unprepared(args, kwargs, getattr(self._model, "training", False))
             if engine.backward is not None:
                 return self._trained(engine, engine.backward, tensors, args, kwargs)
+            if torch.is_grad_enabled():
+                for tensor in tensors:
+                    if tensor.requires_grad:
+                        engine.require_no_gradients(tensors)
+                        break
             try:
                 outputs = engine.run(tensors, static=self._options.outputs == "static")
             except DeviceError:
@@ -240,6 +279,17 @@ class Nimble(torch.nn.Module):
                     raise
                 continue  # another thread has prepared the model again meanwhile, and closed this engine
             return engine.build(outputs)
+
+    def _transformed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a transform is to run the model itself. Raises InputError where that was not asked for."""
+        linked = torch.is_grad_enabled() and any(engine.backward is not None for engine in self._engines)
+        transform = transform_of(flatten((tuple(args), dict(kwargs)))[0], linked=linked)
+        if transform and self._options.on_new_shape != "eager":
+            raise InputError(
+                f"a prepared module cannot be transformed by {transform}: a replay computes values alone",
+                fix="transform the model itself; for gradients: prepare(..., training=True), and loss.backward()",
+            )
+        return bool(transform)
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -304,7 +354,10 @@ class Nimble(torch.nn.Module):
             training = mode and any(engine.backward is not None for engine in self._engines)
             return self.prepare(*args, training=training, **kwargs).forward(*args, **kwargs)
         if not self._engines:
-            raise InputError("nothing is prepared", fix="call prepare(*example_inputs) first")
+            raise InputError(
+                f"nothing is prepared in this Nimble of {_name(self._model)}",
+                fix="call prepare(*example_inputs) on it first",
+            )
         for engine in self._engines:
             if engine.mode == mode:
                 raise InputError(
@@ -380,6 +433,25 @@ def _writes(recording: Recording) -> frozenset[int]:
     return frozenset(tensor.untyped_storage().data_ptr() for storage, tensor in given if storage in written)
 
 
+def _apart(signature: Signature, recording: Recording) -> Apart | None:
+    written = recording.written_inputs
+    return Apart(signature.tensors, written, signature.paths) if written else None
+
+
+def _require_prepared_parts(model: Callable[..., Any]) -> None:
+    """Refuse a module with a Nimble in it that cannot be called yet: it would stop the recording, and not say which."""
+    for path, part in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(part, Nimble) and not part.engines and part._options.on_new_shape == "error":
+            raise InputError(
+                f"{path or 'the model'} is itself a Nimble, of a {_name(part._model)}, and nothing is prepared in it",
+                fix="build the model of the modules themselves and wrap it once, or prepare that part first",
+            )
+
+
+def _name(model: Callable[..., Any]) -> str:
+    return getattr(model, "__name__", type(model).__name__)
+
+
 def _unlike(recorded: Recorded, executable: Executable) -> str:
     """How a replay of other kernels than eager's differs from eager; empty if it does not."""
     if recorded.eager is None:
@@ -390,7 +462,7 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
 
 def _warn_of_python(model: Callable[..., Any], recording: Recording) -> None:
     """Of what the forward does in Python for others to see, once at preparation."""
-    hooks = hooks_of_users(model)
+    hooks = hooks_of_users(model, backward=any(call.phase == "backward" for call in recording.program.calls))
     if hooks:
         more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
         warn(
@@ -418,6 +490,7 @@ def _prepare(
 ) -> Engine:
     if given is not None and not isinstance(given, Plan):
         raise InputError(f"plan is a {type(given).__name__}", fix="report.plan, or load_plan(path)")
+    _require_prepared_parts(model)
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
@@ -488,6 +561,7 @@ def _prepare(
             notes=(*notes, *_fold_notes(folded, fresh)) if folded else notes,
             folded=folded,
             writes=_writes(recorded.recording),
+            apart=_apart(signature, recorded.recording),
         )
         engine.check()  # what changed during the preparation is folded as well
     except BaseException:
@@ -503,6 +577,7 @@ def _prepare_training(
         raise InputError("prepare(training=True) takes a module, not a function", fix="wrap it in a torch.nn.Module")
     require_local(model)
     require_training_mode(model)
+    _require_prepared_parts(model)
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
@@ -527,4 +602,5 @@ def _prepare_training(
         notes=made.notes,
         writes=_writes(forward.recorded.recording),
         backward=made.backward,
+        apart=_apart(signature, forward.recorded.recording),
     )

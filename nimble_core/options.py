@@ -42,7 +42,9 @@ class Options:
             the next call, in training by the next forward (on the host every call makes its own).
         strict: refuse what would otherwise be captured as it is (launches that were not seen; on the host values made
             or changed outside of torch).
-        on_new_shape: what a call with an unprepared signature does: ``"error"``, ``"eager"`` or ``"prepare"``.
+        on_new_shape: what a call with an unprepared signature does: ``"error"``, ``"eager"`` or ``"prepare"``; under a
+            transform of ``torch.func`` or forward-mode AD, for which nothing can be prepared, only ``"eager"`` does not
+            raise.
 
     Raises:
         InputError: a value that is not among the choices, or out of range.
@@ -74,7 +76,8 @@ class Options:
         if self.max_streams is not None and self.max_streams < 1:
             raise InputError(f"Options(max_streams={self.max_streams}) is less than 1", fix="at least 1, or None")
         if not self.budget_s >= 0:
-            raise InputError(f"Options(budget_s={self.budget_s}) is negative", fix="seconds, 0 or more")
+            what = "negative" if self.budget_s < 0 else "not a number"
+            raise InputError(f"Options(budget_s={self.budget_s}) is {what}", fix="seconds, 0 or more")
         if self.memory_limit is not None and self.memory_limit < 0:
             raise InputError(f"Options(memory_limit={self.memory_limit}) is negative", fix="bytes, or None")
 

@@ -31,7 +31,7 @@ from nimble_core.layout import SMALL_NBYTES, Layout
 from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
-from nimble_core.record import announced
+from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.static import changed_constant, check_outputs, check_static, other_values
@@ -270,7 +270,7 @@ def record_static(
             build = builder(signature.structure)
             again_args, again_kwargs = build(other_values(signature.tensors))
             again = Signature(again_args, again_kwargs)
-            with random_state_kept(signature.device), announced(capturing):
+            with random_state_kept(signature.device), announced(capturing), expecting(recording):
                 # A branch on random numbers of Python or numpy shows as well.
                 random.seed(_OTHER_SEED)
                 if "numpy" in sys.modules:
@@ -350,7 +350,7 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
     live += [recorded.lender.memory] if recorded.lender else []
     saved = [Saved.of(tensor) for tensor in live]
-    with random_state_kept(recorded.signature.device):
+    with random_state_kept(recorded.signature.device, recording.generators):
         try:
             yield
         finally:

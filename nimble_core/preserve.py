@@ -6,7 +6,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,16 @@ from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
 from nimble_core.strides import elements_once
 
-__all__ = ["Guard", "Saved", "installed_by_runs", "only_watches", "preserved", "random_state_kept", "run_preserved"]
+__all__ = [
+    "Guard",
+    "Saved",
+    "installed_by_runs",
+    "only_watches",
+    "preserved",
+    "random_state_kept",
+    "run_preserved",
+    "run_until_settled",
+]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -111,13 +120,14 @@ class _Attributes:
         self._filled = list(map(bool, inner))
         self._empty = list(filterfalse(None, inner))
         self._held = [*tables, *filter(None, inner)]
-        self._sizes, self._keys, self._values = _contents(self._held)
+        self._items = [held.values() if isinstance(held, dict) else held for held in self._held]
+        self._sizes, self._keys, self._values = self._contents()
 
     def changed(self) -> dict[str, list[tuple[str, Any, Any]]]:
         """By path, each module's attributes, under the name "", and the containers among them, with copies of what they
         held; nothing if they all hold the same objects as they did.
         """
-        sizes, keys, values = _contents(self._held)
+        sizes, keys, values = self._contents()
         same = sizes == self._sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
         if same and not any(self._empty):
             return {}
@@ -131,6 +141,10 @@ class _Attributes:
             ]
         return found
 
+    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
+        """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
+        return list(map(len, self._held)), list(chain.from_iterable(self._held)), list(chain.from_iterable(self._items))
+
     def _copies(self) -> Iterator[Any]:
         end = 0
         for held, size in zip(self._held, self._sizes, strict=True):
@@ -140,12 +154,6 @@ class _Attributes:
                 yield dict(zip(keys, self._values[start:end], strict=True))
             else:
                 yield set(keys) if isinstance(held, set) else keys
-
-
-def _contents(containers: Sequence[Any]) -> tuple[list[int], list[Any], list[Any]]:
-    """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
-    values = (one.values() if isinstance(one, dict) else one for one in containers)
-    return list(map(len, containers)), list(chain.from_iterable(containers)), list(chain.from_iterable(values))
 
 
 def _different(containers: Sequence[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
@@ -208,18 +216,27 @@ class Guard:
         self.live = live
         self.changed_attributes = changed
         self._saved: list[Saved] = []
-        self._fresh: set[int] = set()
+        self._drawn: dict[torch.Generator, torch.Tensor] = {}
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
         if self.live:
             self._saved.append(Saved.of(tensor))
 
+    def before_draw(self, generator: torch.Generator | None) -> None:
+        """Keep the state of ``generator``, the user's own. Under a capture only the host's are drawn from."""
+        if generator is None or not (self.live or generator.device.type == "cpu"):
+            return
+        if generator not in self._drawn:
+            self._drawn[generator] = generator.get_state()
+
     def restore(self) -> None:
-        """Undo the writes, last first."""
+        """Undo the writes and the draws, last first."""
         with torch.no_grad():
             for one in reversed(self._saved):
                 one.restore()
+            for generator, state in reversed(self._drawn.items()):  # one may go by as several objects
+                generator.set_state(state)
 
 
 @contextmanager
@@ -227,7 +244,7 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
     """Put back, at the end or after an error, what runs of ``model`` inside change.
 
     Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
-    and the dispatch modes in force.
+    the generators reported to its ``before_draw``, and the dispatch modes in force.
 
     Args:
         model: module or function.
@@ -262,8 +279,11 @@ def _modes_kept() -> Iterator[None]:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Put the random state of Python, numpy (if loaded), torch's host generator and ``device`` back at the end."""
+def random_state_kept(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Put the random state of Python, numpy (if loaded), torch's host generator, ``device`` and ``generators``, the
+    user's own, back at the end.
+    """
+    own = [(one, one.get_state()) for one in generators]
     python, host = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
@@ -277,6 +297,8 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
             numpy.random.set_state(array)
         if gpu is not None:
             torch.cuda.set_rng_state(gpu, device)
+        for one, state in own:
+            one.set_state(state)
 
 
 class _WriteGuard(TorchDispatchMode):
@@ -311,14 +333,17 @@ class _WriteGuard(TorchDispatchMode):
                 f"{func} takes functions: what they do cannot be recorded as calls",
                 fix="write the branch or loop that is taken as plain operators, or move it out of the prepared module",
             )
+        self.guard.before_draw(kwargs.get("generator"))
         for tensor in written_tensors(func, args, kwargs):
             if has_memory(tensor) and storage_address(tensor) not in self.made:
                 self.guard.before_write(tensor)
         result = func(*args, **kwargs)
-        given = {storage_address(t) for t in flat_tensors([*args, *kwargs.values()]) if has_memory(t)}
-        for tensor in flat_tensors(result):
-            if has_memory(tensor) and storage_address(tensor) not in given:
-                self.made.setdefault(storage_address(tensor), StorageWeakRef(tensor.untyped_storage()))
+        new = [t for t in flat_tensors(result) if has_memory(t) and storage_address(t) not in self.made]
+        if new:
+            given = {storage_address(t) for t in flat_tensors([*args, *kwargs.values()]) if has_memory(t)}
+            for tensor in new:
+                if storage_address(tensor) not in given:
+                    self.made[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 
 
@@ -339,6 +364,20 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             if refusal is None:
                 raise
             raise refusal from error
+
+
+def run_until_settled(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run ``model`` once, or twice where TorchScript runs a part of it; see ``run_preserved``.
+
+    TorchScript profiles its first run and optimises in the second: constants are compared then, which is no call of
+    the model.
+    """
+    parts = model.modules() if isinstance(model, torch.nn.Module) else (model,)
+    scripted = [part for part in parts if isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction)]
+    for part in scripted:
+        getattr(part, "forward", None)  # torch keeps it as an attribute from its first use on: no run changes that
+    for _ in range(2 if scripted else 1):
+        run_preserved(model, args, kwargs)
 
 
 def _owned(model: Callable[..., Any]) -> list[torch.Tensor]:

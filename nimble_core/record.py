@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, compress
@@ -37,6 +38,7 @@ from nimble_core.errors import CaptureError
 from nimble_core.exports import exports_seen, host_copies_seen
 from nimble_core.launchers import Launch, launches_seen, relative_window
 from nimble_core.operators import (
+    TOLD_BY_VALUE,
     Shown,
     Traits,
     argument_texts,
@@ -44,6 +46,7 @@ from nimble_core.operators import (
     draws_numbers,
     has_memory,
     owned_tensors,
+    same_arguments,
     shape_depends_on_data,
     shown_by,
     storage_address,
@@ -54,13 +57,13 @@ from nimble_core.operators import (
 from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
 from nimble_core.preserve import preserved
-from nimble_core.program import Access, Call, Origin, Program, Role, Storage, TensorRef
+from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
-__all__ = ["NodeCounter", "announced", "record"]
+__all__ = ["NodeCounter", "announced", "expecting", "record"]
 
 # Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -137,7 +140,7 @@ def record(
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
     kept = preserved(model, live=counter is None, memory=False)  # which the recorder puts back: it knows the names
     with collector_paused(), _casts_forgotten(), kept as guard, torch.no_grad():
-        recorder.before_write = guard.before_write
+        recorder.before_write, recorder.before_draw = guard.before_write, guard.before_draw
         try:
             if remote:
                 escapes: AbstractContextManager[None] = host_copies_seen(recorder.copied_to_host)
@@ -182,6 +185,22 @@ def announced(capturing: bool) -> Iterator[None]:
             torch.cuda.is_current_stream_capturing = real
 
 
+_expected: ContextVar[Recording | None] = ContextVar("expected", default=None)
+
+
+@contextmanager
+def expecting(recording: Recording) -> Iterator[None]:
+    """Inside, recordings take over those calls of this one, of the same model, that their own equal in all but origins.
+
+    A recording that is only made to be compared need not make them again.
+    """
+    token = _expected.set(recording)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
 @contextmanager
 def _casts_forgotten() -> Iterator[None]:
     """Let autocast cast weights anew: what it has kept of an earlier run would be a constant of this one."""
@@ -209,6 +228,12 @@ def _tensors_lifted_first() -> Iterator[None]:
 @cache
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _once(accesses: Sequence[Access]) -> tuple[Access, ...]:
+    """Each access once. To compare them takes longer than to see that all are on different storages."""
+    apart = len({access.ref.storage for access in accesses}) == len(accesses)
+    return tuple(accesses if apart else dict.fromkeys(accesses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +297,7 @@ class _Recorder(TorchDispatchMode):
         self._inside = 0
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self.before_draw: Callable[[torch.Generator | None], None] = lambda generator: None
         self._modules = module_paths(model)
         self._storages: list[Storage] = []
         self._storage_ids: dict[int, int] = {}
@@ -286,6 +312,13 @@ class _Recorder(TorchDispatchMode):
         self._owners: dict[int, torch.Tensor] = {}
         self._steps: list[Step] = []
         self._calls: list[Call] = []
+        expected = None if rewritten else _expected.get()
+        self._expected = (
+            [(step, expected.program.calls[step.call]) for step in expected.steps if step.call is not None]
+            if expected
+            else []
+        )
+        self._expected_refs = expected.refs if expected else ()
         self._windows: list[Window] = []
         self._first_values: dict[int, torch.Tensor] = {}  # of those that are written: as they were before
         self._fresh: dict[
@@ -338,6 +371,7 @@ class _Recorder(TorchDispatchMode):
             self._remember_node(traits.text, frame)
         if traits.doubtful or "device" in kwargs:
             self._refuse_dynamic(func, traits, args, kwargs, frame)
+        self.before_draw(kwargs.get("generator"))
         if self.counter:
             if self._is_host_work(args, kwargs):
                 return self._run_on_host(func, args, kwargs)
@@ -355,7 +389,7 @@ class _Recorder(TorchDispatchMode):
                 fix="leave what is computed again (torch.utils.checkpoint) without dropout, or keep its results",
             )
         reads: list[int] = []
-        template = tuple([self._template(arg, reads) for arg in args])
+        template = tuple(self._templates(args, reads))
         named = tuple([(name, self._template(arg, reads)) for name, arg in kwargs.items()]) if kwargs else ()
         if self._exported:
             self._notice_changes({self._storage_of[slot] for slot in reads}, f"before {func}", frame)
@@ -386,7 +420,7 @@ class _Recorder(TorchDispatchMode):
         if self.counter and (reached or made):  # views allocate nothing, and to ask takes longer than to record them
             self._allocated = self.counter.allocations()
         if reached:
-            call = self._call(traits, template, named, reads, written, writes, returned, outputs, frame, draws)
+            call = self._call(func, traits, template, named, reads, written, writes, returned, outputs, frame, draws)
             self._calls.append(call)
             if self.counter and not self.stand_in:
                 homes: dict[int, int] = {}
@@ -648,7 +682,7 @@ class _Recorder(TorchDispatchMode):
 
     def _new_slot(self, tensor: torch.Tensor, window: Shown | None = None) -> int:
         slot, window = len(self._storage_of), window or shown_by(tensor)
-        ref = self._ref(tensor, window)
+        ref = self._ref(tensor, window, self._expected_refs[slot] if slot < len(self._expected_refs) else None)
         self._storage_of.append(ref.storage)
         self._ref_of.append(ref)
         self._slots[id(tensor)] = weakref.ref(tensor), slot, window
@@ -721,9 +755,18 @@ class _Recorder(TorchDispatchMode):
         self._owners[slot] = tensor  # a strong reference: the slot is found by the tensor's identity
         return slot
 
-    def _ref(self, tensor: torch.Tensor, window: Shown | None = None) -> TensorRef:
+    def _ref(self, tensor: torch.Tensor, window: Shown | None = None, like: TensorRef | None = None) -> TensorRef:
         home, offset, shape, stride, dtype, _, _ = window or shown_by(tensor)
         storage, itemsize = self._storage(tensor, home), dtype.itemsize
+        if (
+            like is not None
+            and like.storage == storage
+            and like.sizes == shape
+            and like.strides == stride
+            and like.offset == offset * itemsize
+            and like.dtype == _dtype_name(dtype)
+        ):
+            return like
         return TensorRef(storage, offset * itemsize, tuple(shape), stride, _dtype_name(dtype), itemsize)
 
     def _template(self, arg: Any, reads: list[int]) -> Any:
@@ -734,13 +777,17 @@ class _Recorder(TorchDispatchMode):
             return Slot(slot)
         if isinstance(arg, (list, tuple)):
             kind = type(arg)
-            return kind([self._template(item, reads) for item in arg]) if kind in (list, tuple) else list(arg)
+            return kind(self._templates(arg, reads)) if kind in (list, tuple) else list(arg)
         return arg
+
+    def _templates(self, args: Iterable[Any], reads: list[int]) -> list[Any]:
+        return [arg if type(arg) in TOLD_BY_VALUE else self._template(arg, reads) for arg in args]
 
     # -- calls -------------------------------------------------------------------------------------------------
 
     def _call(
         self,
+        func: Any,
         traits: Traits,
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...],
@@ -752,15 +799,12 @@ class _Recorder(TorchDispatchMode):
         frame: FrameType,
         draws: bool,
     ) -> Call:
-        accesses = [Access(self._ref_of[slot], False) for slot in reads]
-        if writes:
-            accesses += [Access(ref, True) for ref in writes]
+        read = [self._ref_of[slot] for slot in reads]
+        wrote = [*writes]
         for tensor, slot in zip(returned, outputs, strict=True):
             # A result on memory that was there before is written too, marked by the schema or not.
             if not written or not any(tensor is other for other in written):
-                accesses.append(Access(self._ref_of[slot] if slot >= 0 else self._ref(tensor), True))
-        if draws:
-            accesses += self._generator_accesses()
+                wrote.append(self._ref_of[slot] if slot >= 0 else self._ref(tensor))
         storage_of = self._storage_of
         inputs_constant = self._constant.issuperset([storage_of[slot] for slot in reads])
         if inputs_constant and not traits.seeded:
@@ -769,8 +813,15 @@ class _Recorder(TorchDispatchMode):
             self._written.add(ref.storage)
             if not inputs_constant:
                 self._constant.discard(ref.storage)
-        origins, eager = self._provenance(traits.text, frame)
         phase = current_phase()
+        if not traits.seeded:
+            expected = self._expected_call(func, phase, args, kwargs, outputs, read + wrote)
+            if expected is not None:
+                return expected
+        accesses = [*[Access(ref, False) for ref in read], *[Access(ref, True) for ref in wrote]]
+        if draws:
+            accesses += self._generator_accesses()
+        origins, eager = self._provenance(traits.text, frame)
         if phase == "optimizer":
             origins = self._owners_of(traits.text, accesses) or origins
         return Call(
@@ -778,10 +829,33 @@ class _Recorder(TorchDispatchMode):
             phase=phase,
             operator=traits.text,
             arguments=argument_texts(traits.arguments, args, kwargs, storage_of),
-            accesses=tuple(dict.fromkeys(accesses)),
+            accesses=_once(accesses),
             origins=origins,
             eager=eager,
         )
+
+    def _expected_call(
+        self,
+        func: Any,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...],
+        outputs: tuple[int, ...],
+        touched: list[TensorRef],
+    ) -> Call | None:
+        """The call that is expected here, where this one, which draws no random numbers, is certainly the same."""
+        if len(self._calls) >= len(self._expected):
+            return None
+        step, call = self._expected[len(self._calls)]
+        same = (
+            step.func is func
+            and step.outputs == outputs
+            and call.phase == phase
+            and [access.ref for access in call.accesses] == touched
+            and same_arguments(step.args, args)
+            and same_arguments(step.kwargs, kwargs)
+        )
+        return call if same else None
 
     def _origin(self, operator: str, frame: FrameType) -> Origin:
         if current_phase() == "backward":

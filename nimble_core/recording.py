@@ -101,6 +101,12 @@ class Recording:
     asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The user's own, that operators were given to draw random numbers from."""
+        given = (arg for step in self.steps for name, arg in step.kwargs if name == "generator" and arg is not None)
+        return tuple(dict.fromkeys(given))
+
 
 def slots_in(args: Sequence[Any]) -> Iterator[int]:
     """Slot numbers in a template, in order."""

@@ -63,19 +63,23 @@ class Signature:
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
         metas, names, twins, conjugate = self.metas, self.names, self.twins, self.conjugate
-        read = reader(self.structure)
+        read, dense = reader(self.structure), torch.strided
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
         count, named = len(positional.children), len(names)
 
         def fits(tensors: Sequence[Any]) -> bool:
-            for tensor, (shape, dtype, device) in zip(tensors, metas, strict=True):
-                if not (
-                    isinstance(tensor, torch.Tensor)
-                    and tensor.shape == shape
-                    and tensor.dtype is dtype
-                    and tensor.device == device
-                ):
-                    return False
+            try:
+                for tensor, (shape, dtype, device) in zip(tensors, metas, strict=True):
+                    if not (
+                        isinstance(tensor, torch.Tensor)
+                        and tensor.layout is dense
+                        and tensor.shape == shape
+                        and tensor.dtype is dtype
+                        and tensor.device == device
+                    ):
+                        return False
+            except RuntimeError:  # of nested tensors, which have no shape
+                return False
             if conjugate and any(tensors[i].is_conj() != bit for i, bit in conjugate):
                 return False
             return all(tensors[a] is tensors[b] for a, b in twins) if twins else True
@@ -120,6 +124,9 @@ class Signature:
             found = structure_difference(self.structure, given)
             return f"{self._path(found.path)}: expected {found.was}, given {found.now}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
+                return f"{path}: expected a dense tensor, {_describe(shape, dtype, device)}, given {kind} one"
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
                 return (
                     f"{path}: expected {_describe(shape, dtype, device)}, "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
 import torch
 
-from nimble_core.errors import NotStaticError
+from nimble_core.errors import CaptureError, NotStaticError
 from nimble_core.operators import storage_address
 from nimble_core.program import Call, Program
 from nimble_core.recording import Recording
@@ -85,19 +86,31 @@ def check_static(first: Program, second: Program) -> None:
 
     Raises:
         NotStaticError: naming the first call that differs, with its module path and source line.
+        CaptureError: a call takes an object that cannot be compared.
     """
     for a, b in zip(first.calls, second.calls, strict=False):
-        if a.operator == b.operator and a.arguments == b.arguments and _shapes(a) == _shapes(b):
+        if a is b or (a.operator == b.operator and a.arguments == b.arguments and _shapes(a) == _shapes(b)):
             continue
         if a.operator != b.operator:
             how = f"{a.operator} in one run, {b.operator} in the other"
         else:
             changed = [f"{x[0]}={x[1]} / {y[1]}" for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
             how = f"{a.operator} with other arguments ({', '.join(changed)[:200] or 'shapes'})"
+        packed = next((x[0] for x, y in zip(a.arguments, b.arguments, strict=False) if x != y and _PACKED in x[1]), "")
+        if packed and a.operator == b.operator:
+            raise CaptureError(
+                f"{a.operator} takes an object of TorchScript ({packed}), such as packed weights: nothing tells "
+                "whether it is the same in every run",
+                where=str(a),
+                fix="leave that part, such as modules of torch.ao.quantization, out of the prepared module",
+            )
+        fix = "remove the branch on data or random state, or prepare only the static part"
+        given, held = _given_and_held(a, first, b, second)
+        if given:
+            how += f": it reads {given} in one run, {held} in the other"
+            fix = f"if {given} is memory that the model itself holds, prepare with {given}.clone(); else {fix}"
         raise NotStaticError(
-            f"the model is not static: on other input values call {a.index} is {how}",
-            where=str(a),
-            fix="remove the branch on data or random state, or prepare only the static part",
+            f"the model is not static: on other input values call {a.index} is {how}", where=str(a), fix=fix
         )
     if len(first.calls) != len(second.calls):
         longer = max(first.calls, second.calls, key=len)
@@ -107,6 +120,23 @@ def check_static(first: Program, second: Program) -> None:
             where=str(extra),
             fix="remove the branch on data or random state, or prepare only the static part",
         )
+
+
+_PACKED = "<torch.ScriptObject object at "
+_STORAGE = re.compile(r"(?<![^\[ ])%(\d+)(?![^,\]])")
+
+
+def _given_and_held(a: Call, first: Program, b: Call, second: Program) -> tuple[str, str]:
+    """The first input that a call reads where that of the other program reads memory of the model; empty if none.
+
+    So it is where the inputs of the first recording were weights, or other tensors that the model reads by itself.
+    """
+    for (_, one), (_, other) in zip(a.arguments, b.arguments, strict=False):
+        for was, now in zip(_STORAGE.findall(one), _STORAGE.findall(other), strict=False):
+            given, held = first.storages[int(was)], second.storages[int(now)]
+            if given.role == "input" and held.role in ("parameter", "buffer", "constant"):
+                return given.name, f"{held.role} {held.name}".strip()
+    return "", ""
 
 
 def check_outputs(first: Structure, second: Structure) -> None:

@@ -596,7 +596,7 @@ def _mode_notes(model: Callable[..., Any]) -> list[str]:
 
     moody = torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    if not any(one.training and isinstance(one, moody) for one in modules):
+    if not any(isinstance(one, moody) and one.training for one in modules):
         return []
     return ["batch norm or dropout is in training mode: model.eval() for inference, or training=True for steps"]
 

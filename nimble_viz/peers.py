@@ -22,7 +22,7 @@ from nimble_core.equality import check_equality
 from nimble_core.errors import InputError, NimbleError
 from nimble_core.pipeline import state_kept
 from nimble_core.signature import Signature
-from nimble_core.structure import Structure, builder, flatten
+from nimble_core.structure import Structure, builder, flatten, leaf_paths, same_structure, structure_difference
 from nimble_viz.report import PeerResult
 
 if TYPE_CHECKING:
@@ -206,15 +206,19 @@ class PeerRuns:
                     run = one.prepare(self.recorded.model, self.args, self.kwargs)
                 else:
                     run = self.training.peer(one)
-                run(*self.args, **self.kwargs)
+                first = run(*self.args, **self.kwargs)
                 self.synchronize()
                 result = replace(result, prepare_s=time.perf_counter() - start)
+                tensors, structure = flatten(first, what="output")
+                kind = self._other_kind(tensors, structure, cases)
             outputs = self._outputs(run)
             check = self._check(one.name, outputs, cases)
             if check.differs and self.training is None:
                 # Stricter with ourselves: compilers fold weights in half precision, and that is what their users get.
                 lenient = check_equality(one.name, outputs, cases.eager, lowest=cases.lowest)
                 check = lenient if lenient.passed else check
+            if kind and not check.differs:
+                check = replace(check, passed=False, reason=kind)
             left_out = "left out: " if check.differs else ""
             notes = (left_out + check.reason, str(getattr(run, "note", "")))
             result = replace(result, check=check, note="; ".join(filter(None, notes)))
@@ -226,6 +230,17 @@ class PeerRuns:
             self._results[one.name] = result
             if one.name not in self._runs:
                 close(run)
+
+    def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
+        """How what a peer returns is another kind of value than what the model does, in words; empty if it is none."""
+        expected = self.recorded.recording.output_structure
+        if not same_structure(expected, structure):
+            found = structure_difference(expected, structure, "output")
+            return f"{found.path} is {found.now} where eager's is {found.was}"
+        for path, ours, theirs in zip(leaf_paths(structure, "output"), cases.eager[0][1], tensors, strict=True):
+            if theirs.dtype != ours.dtype:
+                return f"{path} is {_type(theirs)} where eager's is {_type(ours)}"
+        return ""
 
     def _check(self, name: str, outputs: Outputs, cases: Cases) -> EqualityCheck:
         if self.training is None:
@@ -276,6 +291,10 @@ class PeerRuns:
 def close(run: Run | None) -> None:
     """Free what a prepared peer holds, if it has a ``close``."""
     getattr(run, "close", lambda: None)()
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _why(error: Exception) -> str:

@@ -334,6 +334,30 @@ def test_a_peer_with_wrong_outputs_is_left_out() -> None:
     assert all(check.passed for check in report.checks)
 
 
+def test_a_peer_whose_outputs_are_of_another_kind_is_left_out() -> None:
+    peers = [
+        Beside("double", run=lambda out: out.double()),
+        Beside("tuple", run=lambda out: (out,)),
+        Beside("same"),
+    ]
+    report = on_fake(Wide(), torch.randn(2, 16), against=peers)
+    double, nested, _ = report.peers
+    assert double.note == "left out: output is float64 where eager's is float32"
+    assert nested.note == "left out: output is tuple where eager's is a tensor"
+    assert [one.check.passed for one in report.peers] == [False, False, True]
+    assert double.check.differs
+    assert [report.measurement(one.name) is None for one in report.peers] == [True, True, False]
+    assert [one.closed for one in peers] == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_frozen_script_module_which_has_no_mode() -> None:
+    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(4, 4).eval()))
+    report = compare(frozen, torch.randn(2, 4), options=FAST, progress=Progress())
+    assert report.complete
+    assert all(check.passed for check in report.checks)
+
+
 def test_a_peer_that_overwrites_its_outputs_is_right() -> None:
     kept: list[torch.Tensor] = []
 

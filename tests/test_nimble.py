@@ -9,7 +9,8 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def test_nothing_is_collected_while_eagers_calls_are_planned() -> None:
 def test_outputs_do_not_require_grad_in_any_mode(grad: bool) -> None:
     model, x = Deep(), torch.randn(2, 8, requires_grad=True)
     net = Nimble(model, QUICK).prepare(x)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), pytest.warns(NimbleWarning, match="carry none") if grad else nullcontext():
         out = net(x)
         assert torch.is_grad_enabled() == grad
     assert not out.requires_grad
@@ -527,6 +528,109 @@ def test_other_shapes(answer: Any) -> None:
     assert net.engines == ()
     close(net(x), model(x))
     net.close()
+
+
+def test_gradients_that_no_output_carries_are_mentioned_once_an_engine() -> None:
+    model, x = Deep(), torch.randn(2, 8)
+    net = Nimble(model, QUICK).prepare(x)
+    wants = x.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # parameters require gradients as well: nothing is said of them
+        net(x)
+        with torch.no_grad():
+            net(wants)
+        with torch.inference_mode():
+            net(wants)
+    with pytest.warns(
+        NimbleWarning, match=r"args\[0\] requires a gradient.*prepare\(\.\.\., training=True\)"
+    ) as caught:
+        outputs = [net(wants * 1), net(wants)]
+    assert not any(one.requires_grad for one in outputs)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    net.prepare(x)
+    with pytest.warns(NimbleWarning, match="carry none"):
+        net(wants)
+    net.close()
+
+
+def test_leaves_that_require_gradients_are_not_written() -> None:
+    net = Nimble(lambda a: a.add_(1), QUICK).prepare(torch.randn(2, 4))
+    leaf = torch.randn(2, 4, requires_grad=True)
+    before = leaf.detach().clone()
+    for one in (leaf, leaf.view(2, 4)):
+        with pytest.raises(InputError, match=r"writes args\[0\] in place, a leaf that[\s\S]*detach"):
+            net(one)
+        assert torch.equal(leaf, before)
+    with torch.no_grad():
+        net(leaf)
+    assert torch.equal(leaf, before + 1)
+    net.close()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("turn", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
+def test_what_is_not_dense_is_another_signature(turn: Any) -> None:
+    x = torch.randn(2, 4)
+    net = Nimble(lambda a: a * 2, QUICK).prepare(x)
+    with pytest.raises(InputError, match=r"args\[0\]: expected a dense tensor, float32\[2, 4\]"):
+        net(turn(x))
+    net.close()
+    for answer, words in (("eager", ""), ("prepare", "not a dense tensor")):
+        net = Nimble(lambda a: a * 2, replace(QUICK, on_new_shape=answer)).prepare(x)
+        with pytest.raises(InputError, match=words) if words else nullcontext():
+            torch.testing.assert_close(net(turn(x)).to_dense(), x * 2)
+        net.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "error:the forward changes attributes")
+@pytest.mark.parametrize("around", [lambda one: one, nn.Sequential])
+def test_a_frozen_script_module_which_has_no_mode(around: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    net = Nimble(around(torch.jit.freeze(torch.jit.script(model))), QUICK).prepare(x)
+    y = torch.randn(2, 4)
+    close(net(y), model(y))
+    net.close()
+
+
+def test_a_part_in_which_nothing_is_prepared_is_named() -> None:
+    x = torch.randn(2, 4)
+    inner = Nimble(nn.Linear(4, 4), QUICK)
+    model = nn.Sequential(nn.ReLU(), inner)
+    for training in (False, True):
+        with pytest.raises(InputError, match="1 is itself a Nimble, of a Linear, and nothing is prepared in it"):
+            Nimble(model, QUICK).prepare(x, training=training)
+    with pytest.raises(InputError, match="nothing is prepared in this Nimble of Linear"):
+        model(x)
+    model.eval()
+    inner.prepare(x)
+    net = Nimble(model, QUICK).prepare(x)
+    close(net(x), inner._model(x.relu()))
+    net.close()
+    inner.close()
+
+
+def test_an_input_that_is_memory_of_the_model() -> None:
+    inner = nn.Linear(4, 4)
+    for model, held in ((inner, "parameter weight"), (lambda w: w @ inner.weight + 1, "constant")):
+        with pytest.raises(NotStaticError, match=rf"it reads args\[0\] in one run, {held} in the other") as caught:
+            Nimble(model, QUICK).prepare(inner.weight)
+        assert "prepare with args[0].clone()" in str(caught.value)
+        net = Nimble(model, QUICK).prepare(inner.weight.detach().clone())
+        close(net(inner.weight.detach()), model(inner.weight))
+        net.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*TypedStorage.*", "ignore:.*torch.ao.*")
+def test_packed_weights_are_not_called_a_branch_on_data() -> None:
+    if torch.backends.quantized.engine == "none":
+        pytest.skip("no engine for quantized operators")
+    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval(), {nn.Linear})
+    with pytest.raises(
+        CaptureError, match=r"takes an object of TorchScript \(W_prepack\)[\s\S]*leave that part"
+    ) as caught:
+        Nimble(model, QUICK).prepare(torch.randn(2, 4))
+    assert not isinstance(caught.value, NotStaticError)
 
 
 def test_closing() -> None:

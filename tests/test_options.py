@@ -41,6 +41,13 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         replace(Options(), **{name: value})
 
 
+def test_what_is_no_number_is_not_called_negative() -> None:
+    with pytest.raises(InputError, match=r"budget_s=nan\) is not a number"):
+        Options(budget_s=float("nan"))
+    with pytest.raises(InputError, match=r"budget_s=-1\.0\) is negative"):
+        Options(budget_s=-1.0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("max_streams", None), ("max_streams", 1), ("budget_s", 0), ("memory_limit", 0), ("policy", len)],

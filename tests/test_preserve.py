@@ -308,3 +308,55 @@ def test_candidates_are_judged_without_giving_weights_other_memory() -> None:
         net = Nimble(model, Options(tune="off", fuse="library")).prepare(x)
     assert [model.weight.data_ptr(), model.last.data_ptr()] == pointers
     net.close()
+
+
+class Drawing(nn.Module):
+    """Draws from generators of its own, each more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = GENERATORS
+        noise = torch.rand(4, generator=first) + torch.randn(x.shape, generator=second)
+        return self.layer(x) * noise + torch.randn(x.shape).normal_(generator=first)
+
+
+GENERATORS = torch.Generator(), torch.Generator()
+
+
+@pytest.mark.parametrize("tune", ["off", "fast"])
+@pytest.mark.parametrize("way", ["inference", "in place of the model", "whole step"])
+def test_generators_of_the_users_own_are_put_back_and_draw_on_as_in_eager(way: str, tune: Any) -> None:
+    model, x, options = Drawing(), torch.randn(3, 4), Options(tune=tune)
+    before = [one.manual_seed(7).get_state() for one in GENERATORS]
+    if way == "whole step":
+        net: Any = TrainStep(model, torch.Tensor.sum, torch.optim.SGD(model.parameters(), lr=0.0), options=options)
+    else:
+        net = Nimble(model, options)
+    net.prepare(x, training=True) if way == "in place of the model" else net.prepare(x)
+    assert all(map(torch.equal, before, (one.get_state() for one in GENERATORS)))
+    state = torch.get_rng_state()
+    expected = model(x)
+    after = [one.get_state() for one in GENERATORS]
+    torch.set_rng_state(state)
+    for one, was in zip(GENERATORS, before, strict=True):
+        one.set_state(was)
+    found = net(x)
+    torch.testing.assert_close(found, expected.sum() if way == "whole step" else expected)
+    assert all(map(torch.equal, after, (one.get_state() for one in GENERATORS)))
+    net.close()
+
+
+def test_generators_are_put_back_after_an_error() -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3, generator=generator)
+        raise ValueError("after the draw")
+
+    with pytest.raises(ValueError, match="after the draw"):
+        Nimble(fails, Options(tune="off")).prepare(torch.randn(3))
+    assert torch.equal(before, generator.get_state())

@@ -31,7 +31,7 @@ from nimble_core.locks import capturing, launching
 from nimble_core.memory import release_plan
 from nimble_core.observation import TIMED, Launch, observation, tell_by_id, tell_by_order
 from nimble_core.occupancy import Multiprocessors
-from nimble_core.preserve import random_state_kept, run_preserved
+from nimble_core.preserve import random_state_kept, run_until_settled
 from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
 from nimble_core.rawgraph import CaptureProbe, read_graph, read_launches
@@ -113,9 +113,9 @@ class CudaDevice:
             torch.cuda.synchronize(self.device)
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run once as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
+        """Run as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
         with capturing, random_state_kept(self.device), _errors_explained():
-            run_preserved(model, args, kwargs)
+            run_until_settled(model, args, kwargs)
             self.synchronize()
 
     def record(
