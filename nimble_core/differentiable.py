@@ -28,7 +28,7 @@ from nimble_core.devices.base import Device, Executable
 from nimble_core.equality import check_equality
 from nimble_core.errors import CaptureError, InputError
 from nimble_core.graph import build_graph
-from nimble_core.halves import halve
+from nimble_core.halves import Halves, halve
 from nimble_core.judging import Cases, doubted, eager_cases
 from nimble_core.lift import lift
 from nimble_core.operators import overlaps_itself, storage_address
@@ -139,6 +139,7 @@ class ForwardBackward(Around):
             reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
             with phase("backward"), _hooks_silent(named.values()):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
+                _require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
                 gradients_made = _standing_alone(
                     found, [*named.values(), *leaves], [*tensors, *gradients, *self.model.parameters()]
                 )
@@ -187,6 +188,17 @@ def _spare_hooks(parameters: Iterable[torch.Tensor]) -> None:
 
 def _unless_none(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor | None], Any]:
     return lambda gradient: None if gradient is None else hook(gradient)
+
+
+def _require_dense(found: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+    """Raise InputError for a gradient that is sparse: how much memory it takes depends on data."""
+    for one, name in zip(found, names, strict=True):
+        if one is not None and one.layout is not torch.strided:
+            raise InputError(
+                "a gradient is sparse: only dense ones can be replayed",
+                where=name,
+                fix="make the embedding with sparse=False",
+            )
 
 
 def _standing_alone(
@@ -254,6 +266,10 @@ class Backward:
         sparing: makes what replays without overwriting what was saved; None if ``tuned`` does not overwrite it either.
         shown: the outputs, by position, that are given out as they lie in the forward's memory; others are copied.
         guarded: positions of those whose memory the backward reads.
+        repeated: outputs, by position, that share memory with an earlier one: on the host, too, they are copied, since
+            in autograd's graph each output stands for itself.
+        read: tensors that exist before the forward and that the backward reads, by name: parameters, trained or not,
+            buffers and constants.
     """
 
     tuned: Tuned
@@ -272,6 +288,8 @@ class Backward:
     sparing: Callable[[], Executable] | None = None
     shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
     guarded: tuple[int, ...] = ()
+    repeated: frozenset[int] = frozenset()
+    read: tuple[tuple[str, torch.Tensor], ...] = ()
     _spare: Executable | None = None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -281,6 +299,7 @@ class Backward:
     _hooked: frozenset[int] = frozenset()
     _registered: int = -1
     _flagged: list[torch.Tensor] = field(init=False)
+    _read: list[torch.Tensor] = field(init=False)
     _required: list[bool] = field(init=False)
     _all: frozenset[int] = field(init=False)
     _numbered: dict[int, torch.Tensor] = field(init=False)
@@ -288,6 +307,7 @@ class Backward:
     def __post_init__(self) -> None:
         self._flagged = [parameter for parameter, _, _ in self.flags]
         self._required = [flag for _, _, flag in self.flags]
+        self._read = [tensor for _, tensor in self.read]
         self._all = frozenset[int]().union(*self.reached)
         self._numbered = dict(enumerate(self.parameters))
         Behind.expect(self.parameters)
@@ -326,10 +346,9 @@ class Backward:
         """Run the forward on ``tensors``; its outputs carry the backward."""
         self.renew()
         # torch's own ``apply`` looks through all arguments for those of a transform that is over.
-        transformed = torch._C._are_functorch_transforms_active()
-        apply = _Replay.apply if transformed else super(torch.autograd.Function, _Replay).apply
-        # Transforms, and reducers of processes that train together, look for parameters in the graph itself.
-        alone = not (transformed or _distributed()) and searches_are_answered()
+        apply = super(torch.autograd.Function, _Replay).apply
+        # Reducers of processes that train together look for parameters in the graph itself.
+        alone = not _distributed() and searches_are_answered()
         linked = sorted(self.hooked()) if alone else range(len(self.parameters))
         reached = [self.parameters[at] for at in linked]
         return list(apply(self, run, self._anchor, linked, len(tensors), *tensors, *reached))  # type: ignore[no-untyped-call]  # torch's has no types
@@ -354,7 +373,7 @@ class Backward:
         """The model's outputs among what the forward makes, as the caller's."""
         outputs = made[: self.outputs]
         if not self.fixed:
-            return tuple(outputs)
+            return tuple(one.clone() if at in self.repeated else one for at, one in enumerate(outputs))
         return tuple(one.detach() if at in self.shown else one.clone() for at, one in enumerate(outputs))
 
     def renew(self) -> None:
@@ -476,8 +495,8 @@ class Backward:
         return next(name for parameter, name, _ in self.flags if parameter is self.parameters[at])
 
     def versions(self) -> list[int]:
-        """How often each parameter was written, as far as that shows (fused optimizers do not count)."""
-        return list(map(_version, self.parameters))
+        """How often each of ``read`` was written, as far as that shows (fused optimizers do not count)."""
+        return list(map(_version, self._read))
 
     def everything_is_wanted(self) -> bool:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
@@ -538,10 +557,12 @@ class _Replay(torch.autograd.Function):
             )
         saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
         half.end(ctx.pending, ctx.round)
-        if ctx.versions != half.versions():
+        versions = half.versions()
+        if ctx.versions != versions:
+            at = next(at for at, (was, now) in enumerate(zip(ctx.versions, versions, strict=True)) if was != now)
             raise InputError(
-                "a parameter was written between the forward and its backward, which reads it",
-                fix="call backward() before optimizer.step()",
+                f"{half.read[at][0]} was written between the forward and its backward, which reads it",
+                fix="call backward() before optimizer.step(), and before other writes in place",
             )
         if any(one._version != version for one, version in ctx.guards):
             raise InputError(
@@ -688,6 +709,8 @@ def make_trainable(
         sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
         shown=shown,
         guarded=guarded,
+        repeated=_repeated(made[:outputs]),
+        read=_read(halves),
     )
     try:
         with step("check equality"):
@@ -812,6 +835,38 @@ def _leading(backward: Recording, count: int) -> frozenset[int]:
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of ``tensor``."""
     return reach(tensor) * tensor.element_size()
+
+
+def _repeated(outputs: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Outputs, by position, that share memory with an earlier one."""
+    return frozenset(
+        at for at, one in enumerate(outputs) if any(_share_bytes(one, earlier) for earlier in outputs[:at])
+    )
+
+
+def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
+    """Tensors that exist before the forward and that the backward reads: their names, and aliases that share their
+    version counters.
+
+    Not those that the forward writes without saying so, as batch norm its running statistics: eager counts no version
+    of these either. Nor those without a counter, made under ``inference_mode``.
+    """
+    forward, backward = halves.forward, halves.backward
+    reads = {access.ref.storage for call in backward.program.calls for access in call.accesses if not access.write}
+    reads |= {backward.storage_of[slot] for slot in backward.outputs}
+    uncounted = {
+        ref.storage
+        for step in forward.steps
+        if step.call is not None and not getattr(getattr(step.func, "_schema", None), "is_mutable", False)
+        for ref in forward.program.calls[step.call].writes
+    }
+    return tuple(
+        (backward.program.storages[home].name or "a tensor beside the model", tensor)
+        for slot, tensor in backward.given.items()
+        if (home := backward.storage_of[slot]) in reads
+        and forward.storage_of[slot] not in uncounted
+        and not tensor.is_inference()
+    )
 
 
 def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

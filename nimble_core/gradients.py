@@ -85,8 +85,8 @@ class _Perturbed(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, product, shifted), result)
 
     def _moved(self, tensor: torch.Tensor, product: bool, shifted: bool) -> torch.Tensor:
-        if tensor.dtype not in _MOVE or tensor.layout is not torch.strided:
-            return tensor
+        if tensor.dtype not in _MOVE or tensor.layout is not torch.strided or tensor.is_meta:
+            return tensor  # on meta, which holds no numbers, transforms ask for shapes
         device = tensor.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)

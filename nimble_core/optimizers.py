@@ -90,8 +90,10 @@ class CapturedOptimizer:
 
     Supported: SGD, Adam, AdamW and Adagrad in their fused forms; Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop and
     Rprop in their capturable ones; subclasses and others with either, as long as a trial step reads nothing back from
-    the device and changes nothing on the host. RAdam's capturable form loses digits in its first steps, to the rounding
-    of 1 - beta2^step in float32. Adagrad is refused with torch 2.11, whose fused form takes Python rates only, and SGD
+    the device and changes nothing on the host. The capturable forms of NAdam, RAdam, ASGD and Adamax compute with their
+    counters of steps (corrections such as 1 - beta^step) in the counters' type: float32, which moves float64 parameters
+    by 1e-9 to 1e-4 from eager's, unless torch's default type is float64 when this is made; RAdam's loses digits in its
+    first steps. Adagrad is refused with torch 2.11, whose fused form takes Python rates only, and SGD
     on the host for half-precision parameters, which its fused form leaves unchanged there.
 
     Hooks of the optimizer are refused, not called around replays: they expect gradients in ``.grad``. Hooks of all

@@ -7,7 +7,7 @@ written in place by each replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.optimizers import CapturedOptimizer
 from nimble_core.options import Options, require_options
+from nimble_core.origins import warn
 from nimble_core.phases import phase
 from nimble_core.pipeline import require_local
 from nimble_core.plan import Plan
@@ -54,6 +55,9 @@ class WholeStep(Around):
         share: of the loss that counts, where several steps make one update.
         kept: gradients summed up over these steps, by parameter name; empty where each makes an update.
         turn: which of these steps it is.
+
+    Attributes:
+        present: names of the parameters that the last run, eager or recorded, got gradients of.
     """
 
     input_names = ("inputs", "targets")
@@ -86,14 +90,18 @@ class WholeStep(Around):
         self.share = share
         self.kept = dict(kept or {})
         self.turn = turn
+        self.present: frozenset[str] = frozenset()
 
     def forward(self, inputs: Any, targets: Any = None) -> Result:
         """One step: loss (not scaled, of this step alone), the model's output, gradients."""
         return self._step(inputs, targets, self.optimizer.update if self.optimizer else None)
 
-    def eagerly(self, inputs: Any, targets: Any = None) -> Result:
-        """The same, updated by the optimizer's own ``step``, which makes the state that there is not yet."""
-        return self._step(inputs, targets, self._update_eagerly)
+    def eagerly(self, inputs: Any, targets: Any = None, *, earlier: Collection[str] = ()) -> Result:
+        """The same, updated by the optimizer's own ``step``, which makes the state that there is not yet.
+
+        Updates also parameters that got gradients only in ``earlier`` steps of those that make one update.
+        """
+        return self._step(inputs, targets, self._update_eagerly, earlier)
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Parameters that may get gradients, by name: the optimizer's, or all that require one."""
@@ -112,11 +120,14 @@ class WholeStep(Around):
         """Whether this step ends with an update."""
         return self.turn in ("only", "last")
 
-    def _step(self, inputs: Any, targets: Any, update: Callable[..., None] | None) -> Result:
+    def _step(
+        self, inputs: Any, targets: Any, update: Callable[..., None] | None, earlier: Collection[str] = ()
+    ) -> Result:
         loss, output, gradients = self._gradients(inputs, targets)
+        self.present = frozenset(gradients)
         with torch.no_grad(), phase("optimizer"):
             if self.kept:
-                gradients = self._summed(gradients)
+                gradients = self._summed(gradients, earlier)
             if update is not None and self.updates and gradients:
                 gradients = self._update(update, gradients)
         return loss, output, gradients
@@ -145,13 +156,16 @@ class WholeStep(Around):
         gradients = {name: one for name, one in zip(trained, found, strict=True) if one is not None}
         return loss.detach(), _detached(output), gradients
 
-    def _summed(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _summed(self, gradients: Mapping[str, torch.Tensor], earlier: Collection[str]) -> dict[str, torch.Tensor]:
         sums, new = [self.kept[name] for name in gradients], list(gradients.values())
         if self.turn == "first":
             torch._foreach_copy_(sums, new)
+            absent = [one for name, one in self.kept.items() if name not in gradients]
+            if absent:  # a later step may be the first that has a gradient of these
+                torch._foreach_zero_(absent)
         else:
             torch._foreach_add_(sums, new)
-        return {name: self.kept[name] for name in gradients}
+        return {name: one for name, one in self.kept.items() if name in gradients or name in earlier}
 
     def _update(self, update: Callable[..., None], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Never in place: a gradient may be the memory of another, or of an input.
@@ -272,14 +286,16 @@ class TrainStep:
     Args:
         model: module in training mode; parts of it may be in evaluation mode.
         loss_fn: ``loss_fn(model(inputs), targets)``, or ``loss_fn(model(inputs))`` where targets are None; a scalar.
-        optimizer: of parameters of the model.
+        optimizer: of parameters of the model. NAdam, RAdam, ASGD and Adamax update float64 parameters with about the
+            precision of float32, unless torch's default type is float64: see ``CapturedOptimizer``.
         options: how to prepare. Calls with other shapes follow ``on_new_shape``.
         autocast: type for ``torch.autocast`` around forward and loss, e.g. ``torch.bfloat16``.
         scaler: for float16: the loss is scaled, steps with gradients that are not finite are left out, and the scale is
             adapted, all on the device. Needs an optimizer with a fused form (SGD, Adam, AdamW, Adagrad). One that is
             disabled counts as None.
         clip_grad_norm: largest norm of all gradients together.
-        accumulate: how many steps make one update; each counts for its share of the loss.
+        accumulate: how many steps make one update; each counts for its share of the loss. An update whose last step
+            has no gradient of a parameter that an earlier one had one of is made in eager, with a warning.
 
     Raises:
         InputError: what cannot be trained ahead of time; says why.
@@ -325,6 +341,9 @@ class TrainStep:
         self._scaling: tuple[float, ...] = ()
         self._hooks = _Hooks(self._captured.parameters)
         self._last: Result | partial[Result] | None = None
+        # Names of the parameters that each engine, by its id, makes gradients of, and that the update at hand is of.
+        self._present: dict[int, frozenset[str]] = {}
+        self._waiting: frozenset[str] = frozenset()
 
         kept = {}
         if accumulate > 1:
@@ -395,11 +414,15 @@ class TrainStep:
         self._scaling = _settings(self.scaler)
         self._hooks = _Hooks(self._captured.parameters)
         updating = self._turns[-1]
-        self._nets[updating].prepare(inputs, targets, plan=plan)  # first: a plan that does not fit replaces nothing
-        for turn, net in self._nets.items():
+        self._prepare(updating, inputs, targets, plan)  # first: a plan that does not fit replaces nothing
+        for turn in self._nets:
             if turn != updating:
-                net.prepare(inputs, targets)
+                self._prepare(turn, inputs, targets)
         return self
+
+    def _prepare(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> None:
+        net = self._nets[turn].prepare(inputs, targets, plan=plan)
+        self._present[id(net.engines[0])] = self._steps[turn].present
 
     def __call__(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train one step; returns its loss, a 0-dim tensor that belongs to the caller. Asynchronous on CUDA.
@@ -423,18 +446,33 @@ class TrainStep:
         self._captured.sync()
         engine, tensors = net.bind((inputs, targets), {})
         answered = engine is not None or self.options.on_new_shape != "error"
+        eagerly = answered and step.updates and self._captured.fresh
+        if engine is None and self.options.on_new_shape == "prepare" and not eagerly:
+            self._prepare(turn, inputs, targets)
+            engine, tensors = net.bind((inputs, targets), {})
+        waiting = frozenset[str]() if turn in ("only", "first") else self._waiting
+        present = frozenset[str]() if engine is None else self._present[id(engine)]
+        if answered and step.updates and not waiting <= present:
+            if engine is not None and not eagerly:
+                warn(
+                    f"{min(waiting - present)} has a gradient of an earlier step, and none of the last one that the "
+                    "update is of: it is made in eager"
+                )
+            eagerly = True
         result: Result
-        if answered and step.updates and self._captured.fresh:
+        if eagerly:
             if engine is not None:
                 engine.check()
-            self._last = result = step.eagerly(inputs, targets)
-            loss = result[0]
+            self._last = result = step.eagerly(inputs, targets, earlier=waiting)
+            loss, present = result[0], step.present
         elif engine is None:
             self._last = result = net(inputs, targets)
-            loss = result[0]
+            loss, present = result[0], step.present
         else:
             found = engine.run(tensors, static=True)
             self._last, loss = partial(engine.build, found), found[0]
+        if not step.updates:
+            self._waiting = waiting | present
         self._done += 1
         return loss.clone()
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ from test_training import (
 from torch import nn
 from torch.nn import functional as F
 
-from nimble_core import Nimble, NotStaticError, differentiable
+from nimble_core import Nimble, NotStaticError, TrainStep, differentiable
 from nimble_core.devices.host import HostDevice
 from nimble_core.differentiable import ForwardBackward
 from nimble_core.errors import InputError, NimbleError, NimbleWarning
@@ -715,7 +716,7 @@ def test_hooks_of_outputs_and_inputs() -> None:
     net.close()
 
 
-@pytest.mark.filterwarnings("ignore:the forward.*hook scaled of 2:nimble_core.errors.NimbleWarning")
+@pytest.mark.filterwarnings("ignore:the .*hook scaled of 2:nimble_core.errors.NimbleWarning")
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 def test_hooks_of_submodules_act_or_are_refused(kind: str) -> None:
     """A hook that is there when the module is prepared changes results as in eager."""
@@ -737,6 +738,39 @@ def test_hooks_of_submodules_act_or_are_refused(kind: str) -> None:
         one(x).sin().sum().backward()
     assert_same_gradients(model, eager, rtol=1e-6)
     net.close()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("way", ["in place of the model", "whole step"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_that_keep_something_are_warned_of(kind: str, way: str) -> None:
+    model, kept = perceptron(), []
+
+    def keeping(*given: Any) -> None:
+        kept.append(given)
+
+    getattr(model[2], f"register_{kind}_hook")(keeping)
+    name = kind.removeprefix("full_").replace("_pre", " pre-") + ("hook" if "pre" in kind else " hook")
+    x = torch.randn(6, 8)
+    if way == "whole step":
+        step = TrainStep(model, torch.Tensor.sum, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
+        prepare: Any = step.prepare
+    else:
+        prepare = partial(Nimble(model, QUICK).prepare, training=True)
+    with pytest.warns(NimbleWarning, match=f"the {name} keeping of 2: what hooks compute is replayed"):
+        prepared = prepare(x)
+    kept.clear()
+    prepared(x).sum()
+    assert not kept
+    prepared.close()
+
+
+def test_inference_warns_of_no_hooks_of_the_backward() -> None:
+    model = perceptron().requires_grad_(False)
+    model[2].register_full_backward_hook(lambda *given: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NimbleWarning)
+        Nimble(model, QUICK).prepare(torch.randn(6, 8)).close()
 
 
 # -- autograd's guard over saved tensors -----------------------------------------------------------------------------
@@ -784,6 +818,96 @@ def test_a_weight_written_before_the_backward_is_refused() -> None:
         with pytest.raises((RuntimeError, InputError), match=r"inplace operation|written between"):
             out.sum().backward()
         assert all(one.grad is None for one in net.parameters())
+    net.close()
+
+
+class Held(nn.Module):
+    """Reads what is not trained: a frozen parameter, a buffer, a plain tensor; and a buffer that it updates itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.rand(4) + 1, requires_grad=False)
+        self.plain = torch.rand(4) + 1
+        self.register_buffer("buffer", torch.rand(4) + 1)
+        self.register_buffer("count", torch.ones(4))
+        self.register_buffer("unread", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.norm(self.layer(x)) * self.frozen * self.plain * self.buffer * self.count + self.unread
+
+
+@pytest.mark.parametrize("name", ["frozen", "plain", "buffer", "count"])
+def test_what_the_backward_reads_and_is_not_trained_may_not_be_written_before_it(name: str) -> None:
+    net, eager = pair(Held(), torch.randn(6, 4))
+    for model in (eager, net):
+        out = model(torch.randn(6, 4))
+        with torch.no_grad():
+            getattr(model, name).mul_(10)
+        said = "a tensor beside the model" if name == "plain" else name
+        with pytest.raises((RuntimeError, InputError), match=rf"inplace operation|{said} was written between"):
+            out.sum().backward()
+        assert all(one.grad is None for one in model.parameters())
+    net.close()
+
+
+def test_a_buffer_that_a_second_forward_updates_is_another_one_for_the_first_backward() -> None:
+    net, eager = pair(Held(), torch.randn(6, 4))
+    for model in (eager, net):
+        out = model(torch.randn(6, 4))
+        model(torch.randn(6, 4))
+        with pytest.raises((RuntimeError, InputError), match=r"inplace operation|count was written between"):
+            out.sum().backward()
+    net.close()
+
+
+def test_what_the_backward_does_not_read_may_be_written_before_it() -> None:
+    net, eager = pair(Held(), torch.randn(6, 4))
+    x = torch.randn(6, 4)
+    for model in (eager, net):
+        out = model(x)
+        with torch.no_grad():
+            model.get_buffer("unread").mul_(10)
+            model.get_parameter("layer.bias").mul_(10)
+        out.sin().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+class Again(nn.Module):
+    """Outputs that share memory: the same one twice, a part, another shape, without history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = self.layer(x)
+        return [found, found, found[:, :2], found.flatten(), found.detach(), found[:, 2:]]
+
+
+@settings(max_examples=20)
+@given(order=st.permutations(range(6)), written=st.integers(0, 5))
+def test_outputs_that_share_memory_are_copies_of_each_other(order: list[int], written: int) -> None:
+    """What is written to one shows in no other one, and gradients are of what is there."""
+
+    class Some(Again):
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            found = super().forward(x)
+            return [found[at] for at in order]
+
+    torch.manual_seed(0)
+    net, eager = pair(Some(), torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    results = []
+    for model in (net, eager):
+        outputs = model(x) if model is net else [one.clone() for one in model(x)]
+        outputs[written].mul_(3)
+        results.append(outputs)
+        sum(((at + 1) * one).sum() for at, one in enumerate(outputs)).backward()
+    assert_values(*results, rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=1e-6)
     net.close()
 
 
@@ -975,6 +1099,42 @@ def test_in_evaluation_mode_there_is_nothing_to_train() -> None:
 def test_a_function_has_nothing_to_train() -> None:
     with pytest.raises(InputError, match="takes a module"):
         Nimble(torch.relu, QUICK).prepare(torch.randn(6, 8), training=True)
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(InputError, match=r"a gradient is sparse(.|\n)*0\.weight(.|\n)*sparse=False"):
+        Nimble(model, QUICK).prepare(torch.randint(9, (5,)), training=True)
+    assert all(one.grad is None for one in model.parameters())
+
+
+class Tangent(nn.Module):
+    """Computes with a transform inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.jvp(lambda one: self.layer(one).tanh(), (x,), (torch.ones_like(x),))[1]
+        return found
+
+
+def test_a_transform_inside_of_the_model_is_recorded() -> None:
+    net, eager = pair(Tangent(), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        model(x).sin().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+def test_a_transform_of_what_is_prepared_is_refused() -> None:
+    net = Nimble(nn.Linear(8, 4), QUICK).prepare(torch.randn(6, 8), training=True)
+    x, weights = torch.randn(6, 8), {name: one.detach() for name, one in net.named_parameters()}
+    with pytest.raises(InputError, match=r"cannot be transformed(.|\n)*transform the model itself"):
+        torch.func.grad(lambda given: torch.func.functional_call(net, given, (x,)).sum())(weights)
+    net.close()
 
 
 def test_a_module_without_gradients_is_refused() -> None:

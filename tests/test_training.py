@@ -753,6 +753,35 @@ def test_float64_is_trained_with_the_rates_of_eager(name: str) -> None:
     step.close()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Adamax])
+def test_float64_is_trained_as_closely_as_the_counters_of_steps(kind: type[torch.optim.Optimizer]) -> None:
+    """Capturable forms compute corrections of moments in the type of their counters: that of torch's default."""
+
+    def difference(default: torch.dtype) -> float:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            torch.manual_seed(0)
+            model = nn.Linear(8, 4, dtype=torch.float64)
+            other = copy.deepcopy(model)
+            optimizers = [kind(one.parameters()) for one in (model, other)]
+            step = TrainStep(model, lambda output: output.square().mean(), optimizers[0], options=QUICK)
+            x = torch.randn(3, 8, dtype=torch.float64)
+            step.prepare(x)
+            for _ in range(6):
+                optimizers[1].zero_grad()
+                other(x).square().mean().backward()
+                optimizers[1].step()
+                step(x)
+            step.close()
+        finally:
+            torch.set_default_dtype(before)
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+    assert difference(torch.float64) < 1e-14 < difference(torch.float32) < 1e-5
+
+
 # -- mixed precision -------------------------------------------------------------------------------------------------
 
 
@@ -1023,6 +1052,78 @@ def test_two_shapes_may_be_prepared() -> None:
         inputs, targets = given.draw()
         assert_values(step(inputs[:size], targets[:size]), eager(inputs[:size], targets[:size]))
     assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
+    step.close()
+
+
+class Either(nn.Module):
+    """One branch or the other, by the size of the batch; some parameters are in neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many, self.idle = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (self.few if len(x) == 3 else self.many)(x)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*it is made in eager:nimble_core.errors.NimbleWarning")
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.sampled_from([3, 5]), min_size=2, max_size=8),
+    make=st.sampled_from(
+        [
+            OPTIMIZERS["sgd"],
+            OPTIMIZERS["adamw"],
+            # Not fused: torch's own step then takes no mix of parameters with and without a buffer.
+            lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+        ]
+    ),
+    accumulate=st.integers(2, 3),
+    clip=st.sampled_from([None, 0.05]),
+    answer=st.sampled_from(["eager", "prepare", "error"]),
+)
+def test_accumulating_where_only_some_steps_have_a_gradient_of_a_parameter(
+    sizes: list[int], make: Callable[..., torch.optim.Optimizer], accumulate: int, clip: float | None, answer: Any
+) -> None:
+    """In whichever steps of an update they come: what earlier updates have summed up plays no part."""
+
+    def draw(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 8), torch.randint(3, (size,))
+
+    torch.manual_seed(0)
+    given = Problem(Either(), F.cross_entropy, lambda: draw(5))
+    eager = Eager(given, make, clip=clip, accumulate=accumulate)
+    step = TrainStep(
+        given.model,
+        given.loss_fn,
+        make(given.model.parameters()),
+        options=Options(tune="off", policy="single", on_new_shape=answer),
+        clip_grad_norm=clip,
+        accumulate=accumulate,
+    ).prepare(*draw(5))
+    if answer == "error":  # both are prepared
+        step.prepare(*draw(3))
+    for size in sizes:
+        inputs, targets = draw(size)
+        assert_values(step(inputs, targets), eager(inputs, targets), rtol=1e-6)
+        mine, theirs = state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer)
+        assert_same(mine, theirs, rtol=1e-6)
+        if eager.done % accumulate == 0:
+            if not clip:  # ours are clipped copies
+                assert_values(step.gradients, eager.gradients, rtol=1e-6)
+            assert step.gradients.keys() == eager.gradients.keys()
+    step.close()
+
+
+def test_an_update_of_gradients_that_the_last_step_lacks_says_that_it_is_made_in_eager() -> None:
+    model = Either()
+    step = TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), options=QUICK, accumulate=2)
+    for size in (3, 5):
+        step.prepare(torch.randn(size, 8), torch.randint(3, (size,)))
+    step(torch.randn(3, 8), torch.randint(3, (3,)))
+    with pytest.warns(NimbleWarning, match=r"few\.bias has a gradient of an earlier step"):
+        step(torch.randn(5, 8), torch.randint(3, (5,)))
     step.close()
 
 
