@@ -5,8 +5,8 @@
 Each way has compile caches of its own, empty at first, and two processes, one after the other: what the second finds is
 what the first has left. A process loads model and compiler, and runs tuned eager; then the seconds from the model to
 its first finished result are taken. Ours is there as one plan of compiled kernels (``fuse="inductor"``, not tuned) and
-as by default, where several ways are tried and timed and the second process finds the choice. Rows that the file
-holds are not measured again.
+as by default, where several ways are tried and timed and the second process finds the choice. What the file
+holds is not measured again.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     stamp, failed = environment("cuda"), 0
     for name in given.models:
         key = f"{name}, {given.dtype}"
+        row = results["rows"].setdefault(key, {})
         try:
-            if key not in results["rows"]:
-                results["rows"][key] = {way: first_and_second(name, given.dtype, way) for way in given.ways}
-                results["summary"] = summary(results["rows"])
-                write(given.out, results, stamp)
-            print(line(key, results["rows"][key]), flush=True)
+            for way in given.ways:
+                if way not in row:
+                    row[way] = first_and_second(name, given.dtype, way)
+                    results["summary"] = summary(results["rows"])
+                    write(given.out, results, stamp)
+            print(line(key, row), flush=True)
         except subprocess.CalledProcessError as error:
             failed += 1
             print(f"{key}: failed: {error.stderr.strip().splitlines()[-1]}", flush=True)
