@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import random
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +18,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import interrupted
 from memory_models import happens_before
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nimble_core.arena import MemoryPlan, check_memory, plan_memory
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
+from nimble_core.devices import filling, hostcode
+from nimble_core.devices.base import PlacementError
 from nimble_core.devices.host import HostDevice, HostExecutable
 from nimble_core.errors import DeviceError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
@@ -30,7 +37,7 @@ from nimble_core.layout import Layout
 from nimble_core.pipeline import Stopwatch, capture, record_static, state_kept
 from nimble_core.policies import nimble, single
 from nimble_core.policies.base import plan_streams
-from nimble_core.recording import Recording
+from nimble_core.recording import Recording, Step
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import EXACT
@@ -722,13 +729,22 @@ def test_batch_norm_of_what_is_not_contiguous(how: Callable[[torch.Tensor], torc
     assert torch.equal(after[1], model.norm.running_var)
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which no call was tried yet."""
+    monkeypatch.setattr(filling, "_refused", set())
+    monkeypatch.setattr(filling, "_accepted", set())
+
+
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_binary_cross_entropy_leaves_its_neighbours_in_the_arena_alone(reduction: str) -> None:
-    """torch's variant that fills a scalar writes a loss for each element first, from that scalar on."""
+@pytest.mark.parametrize("measure", [nn.functional.binary_cross_entropy, nn.functional.huber_loss])
+def test_losses_leave_their_neighbours_in_the_arena_alone(measure: Callable[..., torch.Tensor], reduction: str) -> None:
+    """torch's variants that fill a scalar write a loss for each element first, from that scalar on."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         p, total = x.sigmoid(), x.square().sum()
-        found = nn.functional.binary_cross_entropy(p, (x > 0).float(), reduction=reduction)
+        found = measure(p, (x > 0).float(), reduction=reduction)
         rest = x.cos().sum()
         return found * 2 + total + rest * p.sum()
 
@@ -737,6 +753,146 @@ def test_binary_cross_entropy_leaves_its_neighbours_in_the_arena_alone(reduction
     for _ in range(3):
         x = torch.randn(40, 50)
         assert torch.equal(executable.run([x])[0], loss(x))
+    refused = any("binary" in str(kind) or "huber" in str(kind) for kind in filling._refused)
+    assert refused is (reduction != "none")
+
+
+def qr(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.qr(x.exp())[1] * 2
+
+
+@pytest.mark.usefixtures("untried")
+def test_results_that_are_left_unwritten_where_they_share_a_storage() -> None:
+    made = Prepared(qr, torch.randn(4, 4))
+    executable = made.capture()
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        poison(executable)
+        assert same(executable.run([x]), eager(qr, [x]))
+
+
+@pytest.mark.usefixtures("untried")
+def test_memory_that_a_call_does_not_fill_is_planned_once_only() -> None:
+    made = Prepared(qr, torch.randn(4, 4))
+    schedule = single(made.graph, made.costs)
+    memory, storages = made.plan(schedule), len(made.layout(schedule).arena)
+    with pytest.raises(PlacementError, match="linalg_qr"):
+        made.device.capture(made.recording, schedule, made.signature.tensors, memory=memory)
+    assert len(made.layout(schedule).arena) == storages - 2
+    executable = made.device.capture(made.recording, schedule, made.signature.tensors, memory=made.plan(schedule))
+    assert executable.memory is not None
+    assert sum(offset >= 0 for offset in executable.memory.offsets) == storages - 2
+    another = Prepared(qr, torch.randn(4, 4))
+    assert len(another.layout(schedule).arena) == storages - 2
+
+
+@pytest.mark.usefixtures("untried")
+def test_calls_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    class Counted(filling.Trial):
+        def __init__(self, step: Step, *args: Any) -> None:
+            tried.append(str(step.func))
+            super().__init__(step, *args)
+
+    monkeypatch.setattr(hostcode, "Trial", Counted)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            x = (x * 2).sin()
+        return (x * 3)[1:].sin() + 1
+
+    for _ in range(2):
+        made = Prepared(model, torch.randn(4, 4))
+        executable, x = made.capture(), torch.randn(4, 4)
+        assert same(executable.run([x]), eager(model, [x]))
+    assert sorted(tried) == ["aten.mul.Tensor"] * 2 + ["aten.sin.default"] * 2
+
+
+def in_a_process(work: Callable[[], None], seconds: float) -> None:
+    """Where it may hang, and interrupts reach nobody else."""
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join(seconds)
+    hangs = process.is_alive()
+    if hangs:
+        process.kill()
+        process.join()
+    assert not hangs, "it hangs"
+    assert process.exitcode == 0
+
+
+def _interrupted_everywhere() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    model, x = Branches(2).eval(), torch.randn(3, 8)
+    executable = Prepared(model, x).wide(2)
+    (expected,), threads = eager(model, [x]), threading.active_count()
+    for again in (0, 1, 2, 5):
+        with torch.autocast("cpu", enabled=False):
+            for _ in interrupted(lambda: executable.run([x]), again):
+                assert torch.is_grad_enabled()
+                assert torch.get_num_threads() == 2
+                assert torch.equal(executable.run([x])[0], expected)
+                assert threading.active_count() == threads + 1
+    executable.close()
+    assert threading.active_count() == threads
+
+
+def test_an_interrupt_at_any_moment_leaves_an_executable_on_several_workers_usable() -> None:
+    in_a_process(_interrupted_everywhere, 120)
+
+
+def _interrupted_at_random() -> None:
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    model, x = Branches(6).eval(), torch.randn(3, 8)
+    executable = Prepared(model, x).wide(3)
+    (expected,), came = eager(model, [x]), 0
+    for _ in range(150):
+        begun = threading.Event()
+
+        def interrupt(begun: threading.Event, waits: Sequence[float]) -> None:
+            begun.wait()
+            for wait in waits:
+                time.sleep(wait)
+                signal.raise_signal(signal.SIGINT)
+
+        waits = (draw.random() * 0.004, draw.random() * 0.0004)
+        thread = threading.Thread(target=interrupt, args=(begun, waits))
+        thread.start()
+        try:
+            begun.set()
+            while thread.is_alive():
+                executable.run([x])
+        except KeyboardInterrupt:
+            came += 1
+        while True:
+            try:
+                thread.join()
+                break
+            except KeyboardInterrupt:
+                continue
+        assert torch.equal(executable.run([x])[0], expected)
+    assert came > 100
+    executable.close()
+
+
+def test_interrupts_at_random_moments_leave_an_executable_on_several_workers_usable() -> None:
+    in_a_process(_interrupted_at_random, 120)
+
+
+def test_an_interrupt_at_any_moment_while_an_entry_is_sought_leaves_no_mode_in_force() -> None:
+    x = torch.randn(3)
+    result = x * 2
+
+    def sought() -> Callable[..., Any]:
+        return hostcode._entry(torch.ops.aten.mul.Tensor, [x, 2], {}, result)
+
+    assert sought() is torch._C._VariableFunctions.mul  # the first mode of a process imports much
+    for _ in interrupted(sought):
+        assert not _get_current_dispatch_mode_stack()
+    assert sought() is torch._C._VariableFunctions.mul
 
 
 def test_calls_on_nothing() -> None:

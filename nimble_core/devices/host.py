@@ -18,7 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import median
 from threading import Lock, Thread, current_thread
@@ -29,14 +29,14 @@ import torch
 
 from nimble_core.arena import MemoryPlan, plan_memory
 from nimble_core.costs import Costs
-from nimble_core.devices.base import Executable, Observation
+from nimble_core.devices.base import Executable, Observation, PlacementError
 from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording, lay_out_buffers
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.host_info import cpu_name
 from nimble_core.layout import Layout
 from nimble_core.measurement import quantile
-from nimble_core.preserve import run_preserved
+from nimble_core.preserve import run_until_settled
 from nimble_core.ranges import capture_range, replays_marked
 from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
@@ -87,8 +87,8 @@ class HostDevice:
         """Do nothing: a host replay has finished when it returns."""
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run the model once; leaves no trace in its state."""
-        run_preserved(model, args, kwargs)
+        """Run the model, or twice what TorchScript runs; leaves no trace in its state."""
+        run_until_settled(model, args, kwargs)
 
     def record(
         self,
@@ -120,10 +120,15 @@ class HostDevice:
         Raises:
             CaptureError: a call that cannot be issued again.
             DeviceError: out of memory.
+            PlacementError: a call does not fill memory that was planned for it; ``lay_out`` leaves it out next time.
         """
-        if memory is None:
+        while memory is None:
             layout = layout or self.lay_out(recording, schedule)
-            memory = plan_memory(recording.program, schedule, place=layout.arena)
+            planned = plan_memory(recording.program, schedule, place=layout.arena)
+            try:
+                return self.capture(recording, schedule, inputs, layout, planned)
+            except PlacementError:
+                layout = None
         state = torch.get_rng_state()
         try:
             with (
@@ -293,8 +298,7 @@ class HostExecutable:
         self._inputs = [t.clone() if p in written else t for p, t in enumerate(inputs)]
         self.nbytes: int = code.nbytes + sum(self._inputs[position].nbytes for position in written)
         self._copied = code.copied
-        self._run: _Runner | None = _Runner(code, code.lines())
-        self._timed: _Runner | None = None
+        self._run: _Runner | None = _Runner(code)
         self._code = code
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
@@ -333,11 +337,9 @@ class HostExecutable:
     def timed_replay(self) -> tuple[float, list[int], list[int]]:
         """A replay that notes when each call begins and ends: ``(wall ns, begins, ends)``."""
         with self._lock:
-            self._runner()
-            if self._timed is None:
-                self._timed = _Runner(self._code, self._code.timed_lines())
+            runner, lines = self._runner(), self._code.timed_lines()
             start = time.perf_counter_ns()
-            self._timed(self._inputs)
+            runner(self._inputs, lines)
             wall = time.perf_counter_ns() - start
             names = self._code.namespace
             return wall, list(names["A"]), list(names["B"])
@@ -345,10 +347,9 @@ class HostExecutable:
     def close(self) -> None:
         """Stop the workers and free the buffers."""
         with self._lock:
-            for runner in (self._run, self._timed):
-                if runner is not None:
-                    runner.stop()
-            self._run = self._timed = self.arena = None
+            if self._run is not None:
+                self._run.stop()
+            self._run = self.arena = None
             self.__dict__.pop("_code", None)
             self._inputs = []
 
@@ -405,25 +406,17 @@ class _Fewer:
     """
 
     def __init__(self) -> None:
+        self.running: set[object] = set()
+        self.usual = 0
         self._lock = Lock()
-        self._running = 0
-        self._usual = 0
 
-    @contextmanager
-    def __call__(self, threads: int) -> Iterator[None]:
-        """Inside, this thread's operators use ``threads`` threads."""
+    def begin(self, run: object, threads: int) -> None:
+        """From here on this thread's operators use ``threads`` threads."""
         with self._lock:
-            if not self._running:
-                self._usual = torch.get_num_threads()
-            self._running += 1
-            usual = self._usual
+            if not self.running:
+                self.usual = torch.get_num_threads()
+            self.running.add(run)
         _use_threads(threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(usual)
-            with self._lock:
-                self._running -= 1
 
 
 _fewer = _Fewer()
@@ -439,148 +432,233 @@ def _use_threads(count: int) -> None:
 class _Job:
     """What a worker is told for one run."""
 
+    function: Callable[[Sequence[torch.Tensor], list[Any]], Any]
     inputs: Sequence[torch.Tensor]
     cells: list[Any]
     inference: bool
-    fail: Callable[[BaseException], None]
 
 
 class _Worker:
-    """A thread that runs one function each time it is told to. Made while fewer threads are asked for, see ``_fewer``.
+    """A thread that does a job each time it is told to. Made while fewer threads are asked for, see ``_fewer``.
 
     Between runs the thread knows nothing of the executable, so that one which nobody uses any more can be collected.
+
+    Whoever asks counts in ``asked``, the thread in ``finished``: the locks only wake, and may be open more often than
+    needed. So an interrupt, which Python raises between any two steps of the main thread, loses no count.
     """
 
-    def __init__(self, function: Callable[[Sequence[torch.Tensor], list[Any]], Any], threads: int) -> None:
-        self.function = function
-        self.threads = threads
+    def __init__(self, threads: int, fail: Callable[[BaseException], None]) -> None:
         self.job: _Job | None = None
-        self.go, self.done = Lock(), Lock()
-        self.go.acquire()
-        self.done.acquire()
-        self.alive = True
-        self.thread = Thread(target=self._loop, name="nimble host worker", daemon=True)
-        self.thread.start()
-        self.done.acquire()
+        self.asked, self.finished = 1, 0  # to get ready
+        self._threads, self._fail = threads, fail
+        self._go, self._done = Lock(), Lock()
+        self._go.acquire()
+        self._done.acquire()
+        self._alive = True
+        self._thread = Thread(target=self._loop, name="nimble host worker", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, and wait until it is ready. Raises RuntimeError if the system refuses it."""
+        self._thread.start()
+        self.wait()
 
     def _loop(self) -> None:
         torch._C._set_grad_enabled(False)
-        _use_threads(self.threads)
-        self.done.release()
+        _use_threads(self._threads)
+        self.finished = 1
+        _open(self._done)
         while True:
-            self.go.acquire()
-            job = self.job
-            if not self.alive or job is None:
+            self._go.acquire()
+            if not self._alive:
                 return
+            asked, job = self.asked, self.job
+            if asked == self.finished or job is None:
+                continue
             try:
-                if job.inference:
-                    with torch.inference_mode():
-                        self.function(job.inputs, job.cells)
-                else:
-                    self.function(job.inputs, job.cells)
+                with torch.inference_mode() if job.inference else nullcontext():
+                    job.function(job.inputs, job.cells)
             except BaseException as error:
-                job.fail(error)
+                self._fail(error)
             del job
-            self.done.release()
+            self.finished = asked
+            _open(self._done)
+
+    def ask(self) -> None:
+        """Have it do its job."""
+        self.asked += 1
+        _open(self._go)
+
+    def wait(self) -> None:
+        """Wait until it has done what it was asked to."""
+        while self.finished != self.asked:
+            self._done.acquire()
+
+    def wake(self) -> None:
+        """Have it look whether it was asked: who did may have been interrupted before it said so."""
+        _open(self._go)
 
     def stop(self) -> None:
-        """End the thread; it must not be running the function."""
-        if self.alive:
-            self.alive = False
-            self.go.release()
-            # A thread that still ends while the interpreter does brings the process down.
-            if self.thread is not current_thread():
-                self.thread.join()
+        """End the thread; it must not be at work."""
+        self._alive = False
+        _open(self._go)
+        # A thread that still ends while the interpreter does brings the process down.
+        if self._thread.ident is not None and self._thread is not current_thread():
+            self._thread.join()
 
 
-class _Runner:
-    """Runs generated functions, one per stream: that of stream 0 here, the others on workers."""
+def _open(lock: Lock) -> None:
+    with suppress(RuntimeError):  # open already
+        lock.release()
 
-    def __init__(self, code: Code, lines: Sequence[Lines]) -> None:
+
+class _Crew:
+    """The workers of one executable. Knows nothing of it, so that it can be collected.
+
+    ``settled`` says that the last run came to its end. Where it did not, because the user interrupted it, or what was
+    to put that right, the next run begins with what is left to do.
+    """
+
+    def __init__(self, code: Code, size: int, threads: int) -> None:
         self.code = code
-        self.lines = lines
-        self.main: Callable[[Sequence[torch.Tensor], list[Any]], list[torch.Tensor]] = lines[0].function
-        self.threads = max(1, usable_cores() // len(lines))
+        self.size = size
+        self.threads = threads
         self.workers: list[_Worker] = []
-        self.finalizer: Any = None
+        self.ready = False
+        self.settled = True
         self.errors: list[BaseException] = []
-        self.pending: list[_Worker] = []
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run on ``inputs``."""
-        # What recording.issuing does, at a tenth of its price.
-        grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        torch._C._set_grad_enabled(False)
-        if cast:
-            torch.set_autocast_enabled("cpu", False)
-        try:
-            with torch._C.DisableTorchFunction():
-                if len(self.lines) == 1:
-                    return self.main(inputs, [])
-                with _fewer(self.threads):
-                    return self._with_workers(inputs)
-        except (NimbleError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            raise self._explained(error) from error
-        finally:
-            torch._C._set_grad_enabled(grad)
-            if cast:
-                torch.set_autocast_enabled("cpu", True)
-
-    def _with_workers(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not self.workers:
-            self.workers = _started([lines.function for lines in self.lines[1:]], self.threads)
-            self.finalizer = weakref.finalize(self, _stop_all, self.workers)
+    def run(self, lines: Sequence[Lines], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The first of ``lines`` here, the others on workers. Raises what was raised first in any of them."""
+        self._settle()
+        if not self.ready:
+            self._start()
         cells = [None] * self.code.cells
-        job = _Job(inputs, cells, torch.is_inference_mode_enabled(), self._fail)
-        for worker in self.workers:
-            worker.job = job
-        namespace = self.code.namespace
-        namespace["kick"], namespace["join"] = self._kick, self._join
-        outputs: list[torch.Tensor] = []
+        inference = torch.is_inference_mode_enabled()
+        self.settled = False
         try:
-            outputs = self.main(inputs, cells)
+            self.code.namespace.update(kick=self._kick, join=self._join)
+            for worker, one in zip(self.workers, lines[1:], strict=True):
+                worker.job = _Job(one.function, inputs, cells, inference)
+            outputs: list[torch.Tensor] = lines[0].function(inputs, cells)
+            self._let_go()
+            self.settled = True
+            return outputs
         except BaseException as error:
             self._fail(error)
-            self._wait()
-        finally:
-            # A worker must not keep the inputs or this object alive.
-            namespace["kick"] = namespace["join"] = None
-            for worker in self.workers:
-                worker.job = None
-        if self.errors:
-            first, self.errors = self.errors[0], []
-            self.code.renew_locks()
-            raise first
-        return outputs
+            first = self.errors[0]
+            self._settle()
+        raise first
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._settle()
+        for worker in self.workers:
+            worker.stop()
+        self.workers.clear()
+        self.ready = False
+
+    def _start(self) -> None:
+        """All of them; none if the system refuses one of them a thread."""
+        self.stop()
+        try:
+            for _ in range(self.size):
+                self.workers.append(_Worker(self.threads, self._fail))
+                self.workers[-1].start()
+            self.ready = True
+        except BaseException:
+            self.stop()
+            raise
 
     def _kick(self) -> None:
-        self.pending = list(self.workers)
         for worker in self.workers:
-            worker.go.release()
+            worker.ask()
 
     def _join(self) -> None:
-        self._wait()
+        for worker in self.workers:
+            worker.wait()
         if self.errors:
             raise Stopped
-
-    def _wait(self) -> None:
-        while self.pending:
-            self.pending[-1].done.acquire()
-            self.pending.pop()
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
         self.code.open_locks()
 
+    def _settle(self) -> None:
+        """Bring home those who are still at work, and make everything as it was before the first run."""
+        if self.settled:
+            return
+        self.code.open_locks()
+        for worker in self.workers:
+            worker.wake()
+            worker.wait()
+        self._let_go()
+        self.errors.clear()
+        self.code.renew_locks()
+        self.settled = True
+
+    def _let_go(self) -> None:
+        """Keep neither the inputs of the last run alive nor, in a circle, the code."""
+        for worker in self.workers:
+            worker.job = None
+        self.code.namespace.update(kick=None, join=None)
+
+
+class _Runner:
+    """Runs generated functions, one per stream: that of stream 0 here, the others on workers."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self.lines = code.lines()
+        self.threads = max(1, usable_cores() // len(self.lines))
+        self.crew = _Crew(code, len(self.lines) - 1, self.threads)
+        self.finalizer = weakref.finalize(self, self.crew.stop) if self.crew.size else None
+
+    def __call__(self, inputs: Sequence[torch.Tensor], lines: Sequence[Lines] | None = None) -> list[torch.Tensor]:
+        """Run on ``inputs``; other ``lines`` of the same code if given."""
+        lines = lines or self.lines
+        # What recording.issuing does, at a tenth of its price.
+        grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        try:
+            torch._C._set_grad_enabled(False)
+            if cast:
+                torch.set_autocast_enabled("cpu", False)
+            with torch._C.DisableTorchFunction():
+                if len(lines) == 1:
+                    outputs: list[torch.Tensor] = lines[0].function(inputs, [])
+                    return outputs
+                return self._with_workers(lines, inputs)
+        except (NimbleError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise self._explained(error, lines) from error
+        finally:
+            # An interrupt can undo a function in Python before its first line, but not one in C.
+            try:
+                torch._C._set_grad_enabled(grad)
+            finally:
+                if cast:
+                    torch.set_autocast_enabled("cpu", True)
+
+    def _with_workers(self, lines: Sequence[Lines], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        run = object()
+        try:
+            _fewer.begin(run, self.threads)
+            return self.crew.run(lines, inputs)
+        finally:
+            if run in _fewer.running:
+                try:
+                    torch.set_num_threads(_fewer.usual)
+                finally:
+                    _fewer.running.discard(run)
+
     def stop(self) -> None:
         """End the workers."""
         if self.finalizer is not None:
-            self.finalizer()
+            self.crew.stop()
+            self.finalizer.detach()
 
-    def _explained(self, error: Exception) -> DeviceError:
-        call = self._call_of(error.__traceback__)
+    def _explained(self, error: Exception, lines: Sequence[Lines]) -> DeviceError:
+        call = _call_of(error.__traceback__, lines)
         where = str(self.code.recording.program.calls[call]) if call is not None else ""
         return DeviceError(
             f"a call failed in the replay: {type(error).__name__}: {_first_line(error)}",
@@ -588,14 +666,15 @@ class _Runner:
             fix="run the model itself on the same inputs: it says more",
         )
 
-    def _call_of(self, trace: TracebackType | None) -> int | None:
-        known = {lines.function.__code__: lines.calls for lines in self.lines}
-        while trace is not None:
-            calls = known.get(trace.tb_frame.f_code)
-            if calls is not None:
-                return calls.get(trace.tb_lineno)
-            trace = trace.tb_next
-        return None
+
+def _call_of(trace: TracebackType | None, lines: Sequence[Lines]) -> int | None:
+    known = {one.function.__code__: one.calls for one in lines}
+    while trace is not None:
+        calls = known.get(trace.tb_frame.f_code)
+        if calls is not None:
+            return calls.get(trace.tb_lineno)
+        trace = trace.tb_next
+    return None
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -604,23 +683,6 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if 0 in strides:  # expanded: what was recorded for it runs on a full one, which takes other rows too
         return tensor.detach().contiguous()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor.detach())
-
-
-def _started(functions: Sequence[Callable[[Sequence[torch.Tensor], list[Any]], Any]], threads: int) -> list[_Worker]:
-    """A worker for each function; none if the system refuses one of them a thread."""
-    workers: list[_Worker] = []
-    try:
-        for function in functions:
-            workers.append(_Worker(function, threads))
-    except BaseException:
-        _stop_all(workers)
-        raise
-    return workers
-
-
-def _stop_all(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        worker.stop()
 
 
 def _first_line(error: BaseException) -> str:

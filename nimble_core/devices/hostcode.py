@@ -8,7 +8,7 @@ call is one line, such as ``f12(g40, g41, out=g7)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Lock
@@ -21,12 +21,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.arena import MemoryPlan
+from nimble_core.devices.base import PlacementError
+from nimble_core.devices.filling import Trial, accept, accepted, refuse, refused
 from nimble_core.layout import Layout
-from nimble_core.program import TensorRef
 from nimble_core.ranges import call_ranges
 from nimble_core.recording import Recording, Slot, Step, fill, flat_tensors
 from nimble_core.schedule import Schedule
-from nimble_core.strides import dense
 
 __all__ = ["Code", "Lines", "Stopped", "compile_recording", "lay_out_buffers"]
 
@@ -131,7 +131,7 @@ def compile_recording(
 ) -> Code:
     """Compile ``recording`` for ``schedule``.
 
-    Runs every call once, on copies of what it writes.
+    Runs every call once, on copies of what it writes, and tries once more whether it fills memory that it is given.
 
     Args:
         recording: made on the host.
@@ -139,8 +139,11 @@ def compile_recording(
         inputs: example values.
         memory: where the buffers of :func:`lay_out_buffers` lie; what it does not place is allocated in every run.
 
+    Raises:
+        PlacementError: a call does not fill memory that was planned for it; :func:`lay_out_buffers` leaves it out now.
+
     Complexity:
-        Linear in steps, and one run of the model through the dispatcher.
+        Linear in steps, and one run of the model through the dispatcher; another of each call unlike all before.
     """
     plan = _Plan(recording, schedule, inputs, memory)
     outside = {storage for storage, kept in enumerate(recording.program.storages) if kept.role != "intermediate"}
@@ -186,10 +189,13 @@ def _entry(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
     for candidate in _candidates(func):
         probe = _Probe(result)
         try:
-            with probe:
-                candidate(*args, **kwargs)
+            # Not by "with", which is Python: an interrupt at its beginning or end would leave the mode in force.
+            torch._C._push_on_torch_dispatch_stack(probe)
+            candidate(*args, **kwargs)
         except Exception:  # another signature, or a function of several operators that stumbled over the known result
             continue
+        finally:
+            torch._C._pop_torch_dispatch_stack(None)
         if len(probe.seen) == 1 and probe.seen[0][0] is func and _same_call(func, (args, kwargs), probe.seen[0][1:]):
             return candidate
     return func._op
@@ -250,40 +256,18 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     return None
 
 
-def _fills_badly(name: str, step: Step, recording: Recording) -> bool:
-    """Whether the variant of ``step`` that fills tensors is one of those that, in torch 2.11 to 2.13, do not."""
-    if name in ("aten::native_batch_norm", "aten::_native_batch_norm_legit"):
-        # What is not contiguous it computes elsewhere, and leaves the tensors as they were.
-        return not all(_contiguous(recording.refs[slot]) for slot in step.reads)
-    if name == "aten::binary_cross_entropy":
-        # To reduce it resizes the scalar that it is given, and writes a loss for each element over its neighbours.
-        given = dict(zip(("self", "target", "weight", "reduction"), step.args, strict=False)) | dict(step.kwargs)
-        return bool(given.get("reduction", 1))
-    return False
-
-
-def _contiguous(ref: TensorRef) -> bool:
-    """Row by row, or channels last."""
-    dims = range(len(ref.sizes))
-    if dense(ref.sizes, ref.strides, reversed(dims)):
-        return True
-    return len(dims) in (4, 5) and dense(ref.sizes, ref.strides, (1, *dims[:1:-1], 0))
-
-
 def _filler(step: Step, recording: Recording) -> tuple[Any, tuple[str, ...], tuple[int, ...]] | None:
-    """The operator that does what ``step`` does, but fills tensors that are there; None if no kernel does.
+    """The operator that does what ``step`` does, but fills tensors that are there; None if no kernel is known to.
 
     Returns:
         The operator, the names of the arguments that it fills (none: the first one), and arguments to add.
     """
-    if step.call is None or not step.outputs or min(step.outputs) < 0:
+    if step.call is None or not step.outputs or min(step.outputs) < 0 or refused(step, recording):
         return None
     name = getattr(getattr(step.func, "_schema", None), "name", "")
     if name in ("aten::clone", "aten::_to_copy"):
         # Both are an allocation and this copy.
         return torch.ops.aten.copy_.default, (), ()
-    if _fills_badly(name, step, recording):
-        return None
     # What relu itself calls.
     func, extra = (torch.ops.aten.clamp_min.default, (0,)) if name == "aten::relu" else (step.func, ())
     found = _out_variant(func)
@@ -353,7 +337,7 @@ class _Plan:
         self.fixed: dict[int, torch.Tensor] = dict(recording.given)
         self.metas: dict[int, _Meta] = {}
         self.folded, self.constant = _constants(recording, self.visible)
-        self.forms = self._try(inputs)
+        self.forms = self._try(inputs, memory)
         self.arena = torch.UntypedStorage(memory.nbytes)
         self._fix_buffers(memory)
         self._fix_views()
@@ -364,7 +348,7 @@ class _Plan:
     def _ours(self, storage: int) -> bool:
         return self.recording.program.storages[storage].role == "intermediate"
 
-    def _try(self, inputs: Sequence[torch.Tensor]) -> list[_Form]:
+    def _try(self, inputs: Sequence[torch.Tensor], memory: MemoryPlan) -> list[_Form]:
         """Run every step once, in program order, and see what it is; tensors live as short as they are needed."""
         recording, storage_of = self.recording, self.recording.storage_of
         last: dict[int, int] = {}
@@ -372,9 +356,11 @@ class _Plan:
             last |= dict.fromkeys((*step.reads, *step.outputs), index)
         tensors, outputs = _without_effect(recording, inputs), set(recording.outputs)
         range_of = call_ranges(recording.program, self.schedule)
-        forms = []
+        forms, misplaced = [], None
         for index, (step, fresh) in enumerate(zip(recording.steps, _made(recording), strict=True)):
             args, kwargs = fill(list(step.args), tensors), {name: fill(value, tensors) for name, value in step.kwargs}
+            placed = step.call is not None and any(memory.offsets[storage] >= 0 for storage in fresh)
+            trial = self._trial(step, tensors) if placed else None
             with range_of(step.call):
                 result = step.func(*args, **kwargs)
             made = [
@@ -391,23 +377,41 @@ class _Plan:
                     # Nothing orders its readers after the call that makes the rest of its memory.
                     self.fixed[slot] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             ownable = (
-                len(fresh) == len(step.outputs)
+                placed
+                and len(fresh) == len(step.outputs)
                 and not fresh & (self.visible | self.constant)
                 and not any(tensor.is_conj() or tensor.is_neg() or tensor.is_quantized for _, tensor in made)
             )
+            into = _into(step, recording, args, kwargs, result) if ownable else None
+            if into is not None and trial is not None:
+                if trial.passed(into, dict(made)):
+                    accept(step, recording, tensors)
+                else:
+                    refuse(step, recording)
+                    misplaced = step.call
             forms.append(
                 _Form(
                     step=replace(step, func=_entry(step.func, args, kwargs, result)),
-                    into=_into(step, recording, args, kwargs, result) if ownable else None,
+                    into=into,
                     shape=_shape(result),
                     allocates=step.call is None and bool(fresh),
                 )
             )
-            del args, kwargs, result, made
+            del args, kwargs, result, made, trial
             for slot in {*step.reads, *step.outputs} - {-1}:
                 if last[slot] == index:
                     tensors.pop(slot, None)
+        if misplaced is not None:
+            raise PlacementError(f"memory is not filled as planned by {recording.program.calls[misplaced]}")
         return forms
+
+    def _trial(self, step: Step, tensors: Mapping[int, torch.Tensor]) -> Trial | None:
+        """Of a call that may be given memory to fill, if none like it was tried before."""
+        recording, storage_of = self.recording, self.recording.storage_of
+        if step.call is None or _filler(step, recording) is None or accepted(step, recording, tensors):
+            return None
+        written = {ref.storage for ref in recording.program.calls[step.call].writes}
+        return Trial(step, tensors, {slot for slot in step.reads if storage_of[slot] in written})
 
     def _fix_buffers(self, memory: MemoryPlan) -> None:
         """Make the tensors that calls fill, and those allocated between calls, where ``memory`` has them."""
