@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from inspect import getclosurevars, signature, unwrap
+from inspect import getclosurevars, unwrap
 from itertools import chain
 from operator import attrgetter, getitem
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -82,10 +83,17 @@ class Watch:
         model: module; or a function, of which the modules that it names are remembered (``modules_behind``).
         sources: name and tensor of each parameter and buffer that constants were folded from. They count as changed
             until the first ``folding``.
+        given: tensors that a run was seen to read; of a function's modules only those that hold some are remembered.
     """
 
-    def __init__(self, model: Callable[..., Any], sources: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-        modules = modules_behind(model)
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        sources: Sequence[tuple[str, torch.Tensor]] = (),
+        given: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        modules = modules_behind(model, given)
+        whole = isinstance(model, torch.nn.Module)
         slots = [
             (module, attribute, path)
             for path, module in modules.items()
@@ -119,13 +127,14 @@ class Watch:
         self._tables = [
             (slot, path, frozenset(key for key, entry in self._remembered[slot].items() if entry is not None))
             for slot, (_, attribute, path) in enumerate(slots)
-            if attribute in ("_parameters", "_modules")
+            if whole and attribute in ("_parameters", "_modules")
         ]
         self._modules = [
             (*entry, modes[id(entry[2])], self._remembered[modes[id(entry[2])]])
             for entry in entries
-            if isinstance(entry[2], torch.nn.Module)
+            if isinstance(entry[2], torch.nn.Module) and id(entry[2]) in modes
         ]
+        self._moods = whole or not _sets_modes(model)
         self._watched = [tensor for _, _, tensor, _ in self._tensors]
         self._memory = list(map(torch.Tensor.data_ptr, self._watched))
         plain: tuple[object, ...] = (object.__eq__, torch.Tensor.__eq__)
@@ -210,7 +219,7 @@ class Watch:
         for slot, key, child, name, mode, training in self._modules:
             if now[slot].get(key) is not child:
                 return f"{name} is another module than it was"
-            if now[mode] != training:
+            if now[mode] != training and self._moods:
                 return f"{name} is in {'training' if now[mode] else 'evaluation'} mode now"
         for slot, path, before in self._tables:
             for key, entry in now[slot].items():
@@ -275,20 +284,29 @@ def _hook_tables(
         )
 
 
-def modules_behind(model: Callable[..., Any]) -> dict[str, torch.nn.Module]:
+def modules_behind(
+    model: Callable[..., Any], given: Iterable[torch.Tensor] | None = None
+) -> dict[str, torch.nn.Module]:
     """Modules that a run of ``model`` calls, by path: a module's own; of a function those that it names.
 
     Those are: what it is bound to, or the attributes of that or of an object that is called; what a ``partial`` holds;
-    closures, defaults and globals that its code mentions. A module that it finds in another way is not known.
+    closures, defaults and globals that its code mentions; with ``given`` only those that hold one of these tensors, and
+    what they are parts of. A module that a function finds in another way is not known.
     """
     if isinstance(model, torch.nn.Module):
         return dict(model.named_modules())
+    read = None if given is None else {_storage(tensor) for tensor in given if _has_memory(tensor)}
     found: dict[int, tuple[str, torch.nn.Module]] = {}
     for name, value in _mentioned(model):
-        if isinstance(value, torch.nn.Module):
-            for path, module in value.named_modules():
+        for path, module in value.named_modules() if isinstance(value, torch.nn.Module) else ():
+            if read is None or any(_holds(part, read) for part in module.modules()):
                 found.setdefault(id(module), (f"{name}.{path}".strip("."), module))
     return dict(found.values())
+
+
+def _holds(module: torch.nn.Module, storages: Set[int]) -> bool:
+    own = chain(module._parameters.values(), module._buffers.values())
+    return any(one is not None and not is_lazy(one) and _has_memory(one) and _storage(one) in storages for one in own)
 
 
 def _mentioned(function: Any) -> Iterator[tuple[str, Any]]:
@@ -303,20 +321,40 @@ def _mentioned(function: Any) -> Iterator[tuple[str, Any]]:
         yield "", bound
     else:
         yield from getattr(bound, "__dict__", {}).items()
-    function = unwrap(function)
-    if isinstance(function, FunctionType):
+    code = _code_of(function)
+    if code is not None:
         with suppress(ValueError):  # a variable that has no value yet
-            variables = getclosurevars(function)
+            variables = getclosurevars(code)
             yield from chain(variables.nonlocals.items(), variables.globals.items())
-        yield from ((name, one.default) for name, one in signature(function).parameters.items())
+        defaults = code.__defaults__ or ()
+        names = code.__code__.co_varnames[: code.__code__.co_argcount]
+        yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
+        yield from (code.__kwdefaults__ or {}).items()
 
 
-def hooks_of_users(model: Callable[..., Any], *, backward: bool = False) -> list[str]:
+def _code_of(function: Any) -> FunctionType | None:
+    """The function behind decorators that say what they wrap."""
+    with suppress(ValueError):  # they say so in a circle
+        function = unwrap(function)
+    return function if isinstance(function, FunctionType) else None
+
+
+def _sets_modes(model: Any) -> bool:
+    """Whether a function sets the modes of modules itself, as ``predict`` does that begins with ``net.eval()``."""
+    while isinstance(model, partial):
+        model = model.func
+    code = _code_of(getattr(model, "__func__", model))
+    return code is not None and not {"eval", "train"}.isdisjoint(code.__code__.co_names)
+
+
+def hooks_of_users(
+    model: Callable[..., Any], *, backward: bool = False, given: Iterable[torch.Tensor] | None = None
+) -> list[str]:
     """Forward hooks and pre-hooks that no known library has registered: ``"the forward hook keep of layer1.0"``.
 
-    With ``backward`` those of the backward too.
+    With ``backward`` those of the backward too; ``given`` as for :func:`modules_behind`.
     """
-    modules = modules_behind(model)
+    modules = modules_behind(model, given)
     return [
         f"the {kind} {_called(hook)} of {'all modules' if path is None else path or 'the model'}"
         for owner, attribute, path, kind in _hook_tables(model, modules)

@@ -123,25 +123,15 @@ class Engine:
             announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
         return outputs
 
-    def require_no_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Before a run under autograd of what was prepared for inference: warn, once, of inputs that require gradients.
-
-        Raises:
-            InputError: a run would write a leaf that requires one, which autograd refuses.
-        """
-        wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
-        paths = self.signature.paths
-        for at in self.recorded.recording.written_inputs:
-            tensor = tensors[at]
-            if at in wanted and (tensor if tensor._base is None else tensor._base).is_leaf:
-                raise InputError(
-                    f"the model writes {paths[at]} in place, a leaf that requires a gradient (or a view of one)",
-                    fix=f"pass {paths[at]}.detach() or a clone, or call under torch.no_grad()",
-                )
+    def say_unlinked(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Warn, once, of inputs that require gradients, before a run under autograd of what was prepared without."""
         if not self.unlinked.is_set():
             self.unlinked.set()
+            wanted = next(
+                path for path, tensor in zip(self.signature.paths, tensors, strict=True) if tensor.requires_grad
+            )
             warn(
-                f"{paths[wanted[0]]} requires a gradient, but outputs of what was prepared for inference carry none; "
+                f"{wanted} requires a gradient, but outputs of what was prepared for inference carry none; "
                 "prepare(..., training=True) for gradients, or call under torch.no_grad()"
             )
 
@@ -270,7 +260,7 @@ class Nimble(torch.nn.Module):
             if torch.is_grad_enabled():
                 for tensor in tensors:
                     if tensor.requires_grad:
-                        engine.require_no_gradients(tensors)
+                        engine.say_unlinked(tensors)
                         break
             try:
                 outputs = engine.run(tensors, static=self._options.outputs == "static")
@@ -462,7 +452,8 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
 
 def _warn_of_python(model: Callable[..., Any], recording: Recording) -> None:
     """Of what the forward does in Python for others to see, once at preparation."""
-    hooks = hooks_of_users(model, backward=any(call.phase == "backward" for call in recording.program.calls))
+    trained = any(call.phase == "backward" for call in recording.program.calls)
+    hooks = hooks_of_users(model, backward=trained, given=recording.given.values())
     if hooks:
         more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
         warn(
@@ -544,7 +535,7 @@ def _prepare(
                 memory_limit=options.memory_limit,
             )
         folded: Folded | None = recorded.folded
-        fresh = Watch(model, folded.sources if folded else ())
+        fresh = Watch(model, folded.sources if folded else (), (recorded.eager or recorded).recording.given.values())
         engine = Engine(
             signature=signature,
             executable=executable,

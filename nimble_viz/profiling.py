@@ -454,10 +454,9 @@ def _report(
 class _Session:
     """One run of ``torch.profiler``."""
 
-    def __init__(self, profiler: Any, running: kineto.Session, watching: ExitStack) -> None:
+    def __init__(self, profiler: Any, watching: ExitStack) -> None:
         self.ticks = 0
         self._profiler = profiler
-        self._session = running
         self._watching = watching
         self._running = True
 
@@ -475,8 +474,9 @@ class _Session:
             undo.callback(release_profiler)
             with quiet_kineto():
                 running = kineto.Session(profiler)
+            undo.callback(running.stop)
             undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
-            return _Session(profiler, running, undo.pop_all())
+            return _Session(profiler, undo.pop_all())
 
     def tick(self) -> None:
         """Mark that an iteration begins."""
@@ -493,9 +493,8 @@ class _Session:
         if not self._running:
             return
         self._running = False
-        with self._watching, quiet_kineto():
+        with self._watching, quiet_kineto():  # which stops the session, too
             calibrate(torch, torch.profiler.record_function)
-            self._session.stop()
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""

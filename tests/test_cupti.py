@@ -31,6 +31,7 @@ from nimble_core.observation import TIMED
 from nimble_core.occupancy import Multiprocessors
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import SelfCheck
+from nimble_viz import profiling
 from nimble_viz.measure.profile import profile_eager
 
 ROOT = Path(__file__).parent.parent
@@ -452,6 +453,39 @@ def test_no_graph_breaks_whatever_is_measured_profiled_replayed_and_interrupted(
             library.launch(graph)
 
 
+def test_what_is_collected_in_the_midst_of_a_launch_is_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds ``capturing`` may be waiting for that launch."""
+    freed: list[int] = []
+
+    def executable(number: int) -> CudaExecutable:
+        one = CudaExecutable.__new__(CudaExecutable)
+        one.device, one._lock, one._arena, one._kept = torch.device("cuda", 0), threading.Lock(), None, ()
+        one.buffers, one.outputs = [], []
+        one.graph = SimpleNamespace(reset=lambda: freed.append(number))  # type: ignore[assignment]
+        return one
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with capturing, launching:
+        thread = threading.Thread(target=executable(0).close)
+        thread.start()
+        executable(1).close()
+        assert freed == []
+    thread.join()
+    executable(2).close()
+    assert sorted(freed) == [0, 1, 2]
+
+
+def test_an_interrupted_end_of_a_profile_leaves_replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling, "calibrate", interrupted)
+    with pytest.raises(KeyboardInterrupt), nimble_viz.profile():
+        torch.ones(2).neg()
+    assert not replays._counting
+    assert not cupti.profiler_runs()
+
+
 def test_under_a_tool_the_gpu_is_not_profiled_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     with pytest.raises(DeviceError, match=r"Nsight Systems .* is attached"):
@@ -585,6 +619,7 @@ import threading, time, warnings
 import torch, nimble_viz
 from nimble_core import Nimble, Options, cupti, kineto, replays
 from nimble_core.errors import NimbleWarning
+from nimble_viz import profiling
 from nimble_viz.measure.profile import profile_eager
 
 layers = [layer for _ in range(150) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())]

@@ -167,6 +167,61 @@ def test_globals_that_a_function_names_are_watched() -> None:
         NAMED[1].eval()
 
 
+class Trainer:
+    """An object with a module that only some of its methods use."""
+
+    def __init__(self) -> None:
+        self.teacher, self.student = model(), model()
+
+    def teach(self, x: torch.Tensor) -> torch.Tensor:
+        return self.teacher(x)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        self.teacher.eval()
+        return self.teacher(x)
+
+
+class Coder(nn.Module):
+    """A module of which one method uses one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = model(), model()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
+def test_modules_that_a_function_names_and_does_not_use_may_change() -> None:
+    x, trainer, coder = torch.randn(2, 4), Trainer(), Coder().eval()
+    teach = Nimble(trainer.teach, Options(tune="off")).prepare(x)
+    trainer.student.train()
+    trainer.student[0] = nn.Linear(4, 4)
+    torch.testing.assert_close(teach(x), trainer.teacher(x))
+    predict = Nimble(trainer.predict, Options(tune="off")).prepare(x)
+    trainer.teacher.train()
+    torch.testing.assert_close(predict(x), trainer.predict(x))
+    encode = Nimble(coder.encode, Options(tune="off")).prepare(x)
+    coder.decoder = nn.Identity()
+    torch.testing.assert_close(encode(x), coder.encode(x))
+    coder.encoder[0] = nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"encoder\.0 is another module"):
+        encode(x)
+
+
+LAZY = nn.LazyLinear(4)
+
+
+def test_what_functions_name_is_looked_at_with_care() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x if x.ndim else LAZY(x)
+
+    run.__wrapped__ = run  # type: ignore[attr-defined]
+    run.__signature__ = "none"  # type: ignore[attr-defined]
+    x = torch.randn(2, 4)
+    assert torch.equal(Nimble(run, Options(tune="off")).prepare(x)(x), x)
+
+
 def test_a_function_with_a_variable_that_has_no_value_yet() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return later(x)

@@ -45,6 +45,8 @@ from nimble_core.structure import builder, flatten
 
 __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 
+_ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, _Arena | None, object, object]] = []
+"""Of executables that were closed: device, graph, arena, and what they used."""
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 _TRIES = 8
 _TIMED_CALLS = 10
@@ -478,12 +480,21 @@ class CudaExecutable:
             kept, self._kept = self._kept, ()
         if graph is not None:
             # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
-            with capturing:
-                torch.cuda.synchronize(self.device)
-                graph.reset()
-                if arena is not None:
-                    arena.close()
-        del held, kept  # only now: a run may have been using them
+            _ENDED.append((self.device, graph, arena, held, kept))  # the last two because a run may be using them
+            # Nor in the midst of a launch: who holds ``capturing`` may be waiting for it. The next to end frees both.
+            if not launching._is_owned():  # type: ignore[attr-defined]  # not in what types know of it
+                with capturing:
+                    while _ENDED:
+                        ended = _ENDED.pop()
+                        _free(*ended[:3])
+                        del ended
+
+
+def _free(device: torch.device, graph: torch.cuda.CUDAGraph, arena: _Arena | None) -> None:
+    torch.cuda.synchronize(device)
+    graph.reset()
+    if arena is not None:
+        arena.close()
 
 
 class _Arena:
