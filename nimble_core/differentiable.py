@@ -849,7 +849,8 @@ def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
     version counters.
 
     Not those that the forward writes without saying so, as batch norm its running statistics: eager counts no version
-    of these either. Nor those without a counter, made under ``inference_mode``.
+    of these either. Nor those that the backward itself writes, where it computes a forward again; nor those without a
+    counter, made under ``inference_mode``.
     """
     forward, backward = halves.forward, halves.backward
     reads = {access.ref.storage for call in backward.program.calls for access in call.accesses if not access.write}
@@ -860,10 +861,11 @@ def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
         if step.call is not None and not getattr(getattr(step.func, "_schema", None), "is_mutable", False)
         for ref in forward.program.calls[step.call].writes
     }
+    written = {ref.storage for call in backward.program.calls for ref in call.writes}
     return tuple(
         (backward.program.storages[home].name or "a tensor beside the model", tensor)
         for slot, tensor in backward.given.items()
-        if (home := backward.storage_of[slot]) in reads
+        if (home := backward.storage_of[slot]) in reads - written
         and forward.storage_of[slot] not in uncounted
         and not tensor.is_inference()
     )

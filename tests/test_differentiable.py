@@ -39,6 +39,7 @@ from test_training import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nimble_core import Nimble, NotStaticError, TrainStep, differentiable
 from nimble_core.devices.host import HostDevice
@@ -950,6 +951,36 @@ def test_without_gradients_the_forward_still_trains_statistics() -> None:
     assert_same(state_of(found.model), state_of(eager))
     loss_of(found, net, *found.draw()).backward()
     net.close()
+
+
+class CheckpointedNorm(nn.Module):
+    """Its backward runs batch norm again, which counts its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["two forwards", "retained", "evaluated between"])
+def test_what_the_backward_writes_itself_is_no_write_of_others(how: str) -> None:
+    x = torch.randn(6, 8)
+    torch.manual_seed(0)
+    eager = CheckpointedNorm().train()
+    net = Nimble(copy.deepcopy(eager), Options(tune="off")).prepare(x, training=True)
+    for model in (eager, net):
+        outputs = [model(x), model(x)] if how == "two forwards" else [model(x)]
+        if how == "evaluated between":
+            with torch.no_grad():
+                model(x)
+        loss = sum(output.square().sum() for output in outputs)
+        loss.backward(retain_graph=how == "retained")
+        if how == "retained":
+            loss.backward()
+    for (name, one), other in zip(net.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
 def test_checkpoints_go_back_and_forth() -> None:
