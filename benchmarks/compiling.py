@@ -5,13 +5,12 @@
 Each way has compile caches of its own, empty at first, and two processes, one after the other: what the second finds is
 what the first has left. A process loads model and compiler, and runs tuned eager; then the seconds from the model to
 its first finished result are taken. Ours is there as one plan of compiled kernels (``fuse="inductor"``, not tuned) and
-as by default, where several ways are tried and timed and the second process finds the choice. What the file
-holds is not measured again.
+as by default, where several ways are tried and timed and the second process finds the choice. What the file holds is
+not measured again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,13 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import torch
 
-from benchmarks.cuda import in_a_process, write
+from benchmarks.cuda import in_a_process, options_of_rows, rows_held, write
 from benchmarks.zoo import load, precision
 from nimble_core.host_info import environment
 from nimble_core.nimble import Nimble
@@ -41,17 +39,14 @@ FACTOR = 1.10
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the file lacks, print a line for each row; 1 if a row failed or the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="MODEL")
+    parser = options_of_rows(__doc__, MODELS)
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.child:
         given.out.write_text(json.dumps({"s": seconds(given.models[0], given.dtype, given.ways[0])}))
         return 0
-    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}}
+    results = rows_held(given.out)
     stamp, failed = environment("cuda"), 0
     for name in given.models:
         key = f"{name}, {given.dtype}"
@@ -84,7 +79,6 @@ def first_and_second(name: str, dtype: str, way: str) -> dict[str, float]:
 def seconds(name: str, dtype: str, way: str) -> float:
     """From the model to the first finished result."""
     import_module("torch._inductor.compile_fx")  # loading the compiler is nobody's preparation
-
     with precision(dtype), torch.inference_mode():
         model, args, kwargs = load(name, dtype)
         peer("eager-tuned").prepare(model, args, kwargs)(*args, **kwargs)
@@ -101,7 +95,7 @@ def seconds(name: str, dtype: str, way: str) -> float:
 
 
 def summary(rows: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Geometric means of ours over the faster of the peers' and over each, and whether the first is what is wanted."""
+    """Geometric means of ours over each peer's, and whether ours, not tuned, takes what is wanted at most."""
     ratios = {}
     for when in ("first s", "second s"):
         for way in OURS:

@@ -79,6 +79,21 @@ def write(path: Path, results: dict[str, Any], stamp: Any) -> None:
     path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
+def options_of_rows(about: str | None, models: Sequence[str]) -> argparse.ArgumentParser:
+    """Options of what measures each row in a process of its own, which is called with ``--child``."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=list(models), metavar="MODEL")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def rows_held(path: Path) -> dict[str, Any]:
+    """Results that the file holds; none where there is none."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    return found
+
+
 def in_a_process(module: str, *options: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What ``python -m module --child --out FILE`` and ``options`` writes, with further environment variables.
 

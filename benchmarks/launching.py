@@ -9,17 +9,15 @@ that the file holds are not measured again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.cuda import in_a_process, write
+from benchmarks.cuda import in_a_process, options_of_rows, rows_held, write
 from benchmarks.zoo import load, precision
 from nimble_core.devices.cuda import CudaExecutable
 from nimble_core.host_info import environment
@@ -35,17 +33,14 @@ BEFORE, OURS, PROFILER = "before", "after ours", "after torch.profiler"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the results file lacks, and print a line for each row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="MODEL")
+    parser = options_of_rows(__doc__, MODELS)
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.child:
         given.out.write_text(json.dumps(one_row(given.models[0], given.dtype, given.policies[0])))
         return
-    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}}
+    results = rows_held(given.out)
     stamp = environment("cuda")
     for name in given.models:
         for policy in given.policies:

@@ -9,7 +9,6 @@ Python's garbage collector. Rows that the file holds are not measured again.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -17,14 +16,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.cuda import in_a_process, write
+from benchmarks.cuda import in_a_process, options_of_rows, rows_held, write
 from benchmarks.zoo import SUITE, load, precision
 from nimble_core.host_info import environment
 from nimble_core.nimble import Nimble
@@ -40,16 +38,13 @@ UNFUSED = Options(fuse="none", policy="single", tune="off")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the file lacks, print a line for each row; 1 if a target is missed or a row failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="*", default=list(SUITE), metavar="MODEL")
+    parser = options_of_rows(__doc__, SUITE)
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.child:
         given.out.write_text(json.dumps({dtype: one_row(given.models[0], dtype) for dtype in given.dtypes}))
         return 0
-    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}}
+    results = rows_held(given.out)
     stamp, failed = environment("cuda"), 0
     for name in given.models:
         missing = [dtype for dtype in given.dtypes if f"{name}, {dtype}" not in results["rows"]]

@@ -48,7 +48,7 @@ from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
 from nimble_core.static import check_outputs
-from nimble_core.strides import reach, with_strides_of
+from nimble_core.strides import extent, with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
 
@@ -794,7 +794,7 @@ def _lent(
     if memory is None or not _KNOWN_WHETHER_KEPT:
         return list(saved), None
     start, count = memory.data_ptr(), len(saved)
-    spans = [(one.data_ptr() - start, _extent(one)) for one in (*saved, *shown)]
+    spans = [(one.data_ptr() - start, extent(one)) for one in (*saved, *shown)]
     inside = [offset >= 0 and offset + nbytes <= memory.nbytes for offset, nbytes in spans]
     order = sorted((at for at in range(len(spans)) if inside[at] and spans[at][1]), key=spans.__getitem__)
     stays = [not may_be_spoilt(one) or one.is_conj() or one.is_neg() for one in saved] + [True] * len(shown)
@@ -830,11 +830,6 @@ def _leading(backward: Recording, count: int) -> frozenset[int]:
             leads.update(ref.storage for ref in call.reads)
     slots = backward.inputs[len(backward.inputs) - count :]
     return frozenset(at for at, slot in enumerate(slots) if backward.storage_of[slot] in leads)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element of ``tensor``."""
-    return reach(tensor) * tensor.element_size()
 
 
 def _repeated(outputs: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -885,7 +880,7 @@ def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor
 
 def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the memory that two tensors reach over overlaps."""
-    return a.data_ptr() < b.data_ptr() + _extent(b) and b.data_ptr() < a.data_ptr() + _extent(a)
+    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
 
 
 def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:

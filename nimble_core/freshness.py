@@ -296,10 +296,18 @@ def modules_behind(
     if isinstance(model, torch.nn.Module):
         return dict(model.named_modules())
     read = None if given is None else {_storage(tensor) for tensor in given if _has_memory(tensor)}
+    known: dict[int, bool] = {}
+
+    def leads_there(module: torch.nn.Module) -> bool:
+        if id(module) not in known:
+            known[id(module)] = read is None or _holds(module, read)
+            known[id(module)] |= any(map(leads_there, module.children()))
+        return known[id(module)]
+
     found: dict[int, tuple[str, torch.nn.Module]] = {}
     for name, value in _mentioned(model):
         for path, module in value.named_modules() if isinstance(value, torch.nn.Module) else ():
-            if read is None or any(_holds(part, read) for part in module.modules()):
+            if leads_there(module):
                 found.setdefault(id(module), (f"{name}.{path}".strip("."), module))
     return dict(found.values())
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from nimble_core.errors import InputError
-from nimble_core.strides import reach
+from nimble_core.strides import extent
 
 __all__ = ["Apart", "share_memory"]
 
@@ -69,12 +69,12 @@ class Apart:
 
     def __init__(self, tensors: Sequence[torch.Tensor], written: Sequence[int], names: Sequence[str]) -> None:
         self._written, self._names = tuple(written), tuple(names)
-        self._usual = [(tensor.stride(), _extent(tensor)) for tensor in tensors]
+        self._usual = [(tensor.stride(), extent(tensor)) for tensor in tensors]
 
     def require(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise InputError that names two inputs, of which one is written, that share memory. O(n log n)."""
         spans = [
-            (start := tensor.data_ptr(), start + (nbytes if tensor.stride() == strides else _extent(tensor)))
+            (start := tensor.data_ptr(), start + (nbytes if tensor.stride() == strides else extent(tensor)))
             for tensor, (strides, nbytes) in zip(tensors, self._usual, strict=True)
         ]
         before = 0
@@ -94,7 +94,3 @@ class Apart:
                         f"{self._names[at]}: prepared for inputs that do not",
                         fix=f"pass a clone of one of them: {self._names[at]}.clone()",
                     )
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    return reach(tensor) * tensor.itemsize

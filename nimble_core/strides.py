@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["dense", "elements_once", "laid_out", "reach", "restrided", "with_strides_of"]
+__all__ = ["dense", "elements_once", "extent", "laid_out", "reach", "restrided", "with_strides_of"]
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
@@ -40,6 +40,11 @@ def reach(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last in memory, both included."""
+    return reach(tensor) * tensor.itemsize
 
 
 def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

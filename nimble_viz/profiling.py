@@ -493,7 +493,7 @@ class _Session:
         if not self._running:
             return
         self._running = False
-        with self._watching, quiet_kineto():  # which stops the session, too
+        with quiet_kineto(), self._watching:  # which stops the session, too
             calibrate(torch, torch.profiler.record_function)
 
     def recording(self) -> Recording:

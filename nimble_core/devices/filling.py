@@ -14,6 +14,7 @@ import torch
 
 from nimble_core.arena import ALIGNMENT
 from nimble_core.recording import Recording, Slot, Step, fill
+from nimble_core.strides import elements_once, extent
 
 __all__ = ["Trial", "accept", "accepted", "refuse", "refused"]
 
@@ -91,8 +92,8 @@ class Trial:
             bits = _looked_at(self.reads[slot])
             if not torch.equal(bits, kept):
                 left = False
-                once = tuple(slice(1) if stride == 0 else slice(None) for stride in bits.stride())
-                bits[once].copy_(kept[once])
+                once = elements_once(bits)
+                once.copy_(kept[tuple(map(slice, once.shape))])
         return left
 
 
@@ -127,10 +128,8 @@ def _as_it_was(tensor: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 def _window(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes from its first element to its last."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    nbytes = reach * tensor.itemsize if tensor.numel() else 0
     start = int(tensor.storage_offset()) * tensor.itemsize
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (extent(tensor),), (1,))
 
 
 def _guarded(made: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
