@@ -34,12 +34,12 @@ class Event:
     Args:
         address: of the memory.
         nbytes: asked for; 0 for an end.
-        own: whether it belongs to the stream that is looked at; others' are in between.
+        label: of what ran on its thread at the time; empty if that is none of the windows.
     """
 
     address: int
     nbytes: int
-    own: bool = True
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,45 +47,42 @@ class Window:
     """One call's part of a history.
 
     Args:
-        first: allocations before the call.
-        last: allocations before and in the call.
+        label: of its events.
         storages: what the call made: storage by address.
     """
 
-    first: int
-    last: int
+    label: str
     storages: Mapping[int, int]
 
 
-def asks_of(events: Sequence[Event], windows: Sequence[Window], before: int = 0) -> tuple[tuple[Ask, ...], ...]:
+def asks_of(events: Sequence[Event], windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
     """What each window asks for.
 
     Args:
-        events: in the order in which they happened.
-        windows: of the calls, in the same order.
-        before: allocations before the first event.
+        events: of one stream, in the order in which they happened.
+        windows: of the calls.
 
-    >>> history = [Event(7, 12), Event(7, 0), Event(7, 9), Event(8, 4)]
-    >>> [(ask.nbytes, ask.storage, ask.freed_before) for ask in asks_of(history, [Window(0, 3, {7: 5, 8: 6})])[0]]
+    >>> history = [Event(7, 12, "relu"), Event(7, 0, "relu"), Event(7, 9, "relu"), Event(8, 4, "relu")]
+    >>> [(ask.nbytes, ask.storage, ask.freed_before) for ask in asks_of(history, [Window("relu", {7: 5, 8: 6})])[0]]
     [(12, None, 1), (9, 5, None), (4, 6, None)]
     """
-    places = [place for place, event in enumerate(events) if event.nbytes]
+    labelled: dict[str, list[Event]] = {}
+    for event in events:
+        labelled.setdefault(event.label, []).append(event)
     found = []
     for window in windows:
         asks: list[Ask] = []
         held: dict[int, int] = {}
+        own = labelled.get(window.label, [])
         # Up to the last allocation: what is freed after it matters to nobody.
-        for place in places[window.first - before : window.last - before][-1:]:
-            start = places[window.first - before]
-            for event in events[start : place + 1]:
-                if not event.own:
-                    continue
-                if event.nbytes:
-                    held[event.address] = len(asks)
-                    asks.append(Ask(event.nbytes))
-                elif event.address in held:
-                    number = held.pop(event.address)
-                    asks[number] = Ask(asks[number].nbytes, None, len(asks))
+        last = max((place for place, event in enumerate(own) if event.nbytes), default=-1)
+        for event in own[: last + 1]:
+            if event.nbytes:
+                held[event.address] = len(asks)
+                asks.append(Ask(event.nbytes))
+            elif event.address in held:
+                number = held.pop(event.address)
+                asks[number] = Ask(asks[number].nbytes, None, len(asks))
         for address, number in held.items():
             if address in window.storages:
                 asks[number] = Ask(asks[number].nbytes, window.storages[address])

@@ -55,6 +55,9 @@ from nimble_core.tuning import Tuned, eager_peak, tune
 __all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
 
 _PATIENCE_S = 60.0
+_WORTH = 1.2
+"""How many times as fast a backward has to be that makes the step hold much more than eager's: more than elsewhere,
+since what the forward saved is there beside it, and memory decides what can be trained at all."""
 _KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
 _version = attrgetter("_version")
@@ -686,6 +689,7 @@ def make_trainable(
                 step=step,
                 eager_nbytes=whole_nbytes,
                 beside_nbytes=forward.best.nbytes,
+                worth=_WORTH,
             )
         behind.close(keep=behind.best)
     except BaseException:

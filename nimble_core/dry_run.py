@@ -221,9 +221,11 @@ class _DeviceWork(TorchDispatchMode):
         """Calls that reached the device so far."""
         return self._nodes
 
-    def allocations(self) -> int:
-        """None that are known."""
-        return 0
+    def begin(self, label: str) -> None:
+        """Allocations are not known here."""
+
+    def end(self) -> None:
+        """Nor whose they are."""
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
         """Not known."""

@@ -98,8 +98,11 @@ class NodeCounter(Protocol):
     def nodes(self) -> int:
         """Nodes captured so far."""
 
-    def allocations(self) -> int:
-        """Allocations on the device so far, as ``asks`` counts them; always the same number where it does not."""
+    def begin(self, label: str) -> None:
+        """What this thread allocates from now on is of the call with this label."""
+
+    def end(self) -> None:
+        """What it allocates from now on is of none."""
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
         """What each of these asked of the allocator; empty if that is not known."""
@@ -294,7 +297,7 @@ class _Recorder(TorchDispatchMode):
         self.counter = counter
         self.stand_in = stand_in
         self._rewritten = rewritten
-        self._inside = 0
+        self._inside = self._runs = 0
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self.before_draw: Callable[[torch.Generator | None], None] = lambda generator: None
@@ -328,7 +331,7 @@ class _Recorder(TorchDispatchMode):
         self._written: set[int] = set()
         self._generator: int | None = None
         self._nodes = counter.nodes() if counter else 0
-        self._allocated = counter.allocations() if counter else 0
+        self._label = ""  # of the call that ran last
         self._next_node = torch._C._autograd._get_sequence_nr()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
@@ -416,18 +419,13 @@ class _Recorder(TorchDispatchMode):
         self._made.update(made)
         fresh = [slot >= 0 and self._storage_of[slot] in made for slot in outputs]
         reached = self._reaches_device(traits, written, list(compress(returned, fresh)))
-        allocated = self._allocated
-        if self.counter and (reached or made):  # views allocate nothing, and to ask takes longer than to record them
-            self._allocated = self.counter.allocations()
         if reached:
             call = self._call(func, traits, template, named, reads, written, writes, returned, outputs, frame, draws)
             self._calls.append(call)
             if self.counter and not self.stand_in:
-                homes: dict[int, int] = {}
-                if self._allocated > allocated:
-                    new = compress(zip(returned, outputs, strict=True), fresh)
-                    homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
-                self._windows.append(Window(allocated, self._allocated, homes))
+                new = compress(zip(returned, outputs, strict=True), fresh)
+                homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
+                self._windows.append(Window(self._label, homes))
             self._step(func, template, named, outputs, places_of(result), reads, len(self._calls) - 1)
         elif not written and returned and all(fresh):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
@@ -612,10 +610,8 @@ class _Recorder(TorchDispatchMode):
         slots: list[int] = []
         template = tuple([self._template(arg, slots) for arg in launch.args])
         keywords = tuple([(name, self._template(value, slots)) for name, value in launch.kwargs.items()])
-        allocated = self._allocated
         result = self._run(launch.launch, launch.args, dict(launch.kwargs), frame)
         if self.counter:
-            self._allocated = self.counter.allocations()
             nodes, self._nodes = self._nodes, self.counter.nodes()
             if self._nodes == nodes:
                 return result  # a grid of nothing
@@ -631,7 +627,7 @@ class _Recorder(TorchDispatchMode):
         call = len(self._calls)
         made = tuple(dict.fromkeys(accesses))
         self._calls.append(Call(call, launch.name, texts, made, current_phase(), origins=origins, eager=eager))
-        self._windows.append(Window(allocated, self._allocated, {}))
+        self._windows.append(Window(self._label, {}))
         self._step(launch.launch, template, keywords, (), (), slots, call)
         return result
 
@@ -642,6 +638,10 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         self._inside += 1
+        if self.counter:
+            self._label = str(self._runs)
+            self._runs += 1
+            self.counter.begin(self._label)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -660,6 +660,8 @@ class _Recorder(TorchDispatchMode):
                 fix="keep that operator out of the prepared module, or use a form that does not synchronise",
             ) from error
         finally:
+            if self.counter:
+                self.counter.end()
             self._inside -= 1
 
     # -- tensors -----------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ the others; only the most promising one where not listed."""
 _ROUNDS = {"fast": 15, "full": 101}
 _HOPELESS = 1.25
 """Kernels whose best simulated plan takes this much longer than that of others are tried on one stream only."""
-_HEAVY, _HEAVY_NBYTES, _WORTH = 1.22, 8 << 20, 1.1
+_HEAVY, _HEAVY_NBYTES = 1.22, 8 << 20
 """What holds this many times as much as eager does, parameters and their like included, and this much more, has to be
-this much faster than another."""
+worth it."""
 _LESS = (0.0, 0.25, 0.5)
 """Limits to try where much is held: shares of the way from what is not heavy to all that the fastest holds."""
 _NEGLIGIBLE = 0.02
@@ -101,6 +101,7 @@ def tune(
     measure_single: bool = False,
     eager_nbytes: int | None = None,
     beside_nbytes: int = 0,
+    worth: float = 1.1,
 ) -> Tuned:
     """Find the kernels and the plan to run.
 
@@ -122,6 +123,7 @@ def tune(
         measure_single: capture and watch eager's kernels on one stream whatever the options say.
         eager_nbytes: most bytes that eager holds in what this is a part of; None: as ``eager_peak`` says.
         beside_nbytes: of that, what other parts hold already.
+        worth: how many times as fast as others a plan has to be that holds much more than eager does.
 
     Raises:
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
@@ -129,7 +131,7 @@ def tune(
     """
     if eager_nbytes is None:  # what was timed is held against it, and nothing else
         eager_nbytes = eager_peak(device, recorded) if options.tune != "off" else 0
-    run = _Tuning(device, recorded, options, step, Judge(device, recorded), eager_nbytes, beside_nbytes)
+    run = _Tuning(device, recorded, options, step, Judge(device, recorded), eager_nbytes, beside_nbytes, worth)
     try:
         return run.tuned(measure_single)
     except BaseException:
@@ -159,6 +161,7 @@ class _Tuning:
     judge: Judge
     eager_nbytes: int
     beside_nbytes: int
+    worth: float
     variants: dict[str, Recorded] = field(default_factory=dict)
     fuse_s: dict[str, float] = field(default_factory=dict)
     observed: dict[str, Observation] = field(default_factory=dict)
@@ -512,11 +515,12 @@ class _Tuning:
         for name, measurement in taken.items():
             self.candidates[name] = replace(self.candidates[name], measurement=measurement)
 
-    def _best(self, wanted: Sequence[Fuse], worth: float = _WORTH) -> str:
+    def _best(self, wanted: Sequence[Fuse], worth: float | None = None) -> str:
         """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured.
 
-        One that holds much memory has to be ``worth`` times as fast as others.
+        One that holds much memory has to be ``worth`` times as fast as others (None: as many as this tuning wants).
         """
+        worth = self.worth if worth is None else worth
         taken: dict[str, float] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement

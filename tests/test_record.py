@@ -516,26 +516,31 @@ def test_an_output_argument_that_is_resized() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts as in a capture, on a device without memory, and how often it is asked."""
+    """Counts as in a capture, on a device without memory, and tells the labels under which memory was made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = self.made = self.asked = 0
+        self.calls = 0
+        self.label = ""
+        self.made: list[str] = []
         self.windows: Sequence[Window] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         new = {storage_address(result)} - {storage_address(arg) for arg in args if isinstance(arg, torch.Tensor)}
-        self.made += len(new)
+        self.made += [self.label] * len(new)
         self.calls += not makes_memory_only(func) and (bool(new) or bool(written_tensors(func, args, kwargs or {})))
         return result
 
     def nodes(self) -> int:
         return self.calls
 
-    def allocations(self) -> int:
-        self.asked += 1
-        return self.made
+    def begin(self, label: str) -> None:
+        assert not self.label
+        self.label = label
+
+    def end(self) -> None:
+        self.label = ""
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
         self.windows = windows
@@ -545,7 +550,7 @@ class Allocations(TorchDispatchMode):
         return nullcontext()
 
 
-def test_allocations_are_told_apart_without_asking_for_views() -> None:
+def test_each_calls_allocations_have_its_label() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         a = x.relu().view(-1).view(4, 4)
         b = torch.empty_like(a).copy_(a)
@@ -555,9 +560,14 @@ def test_allocations_are_told_apart_without_asking_for_views() -> None:
     with Allocations() as counter:
         recording = record(forward, Signature((x,), {}), args=(x,), kwargs={}, counter=counter)
     assert [call.label for call in recording.program.calls] == ["relu", "copy_", "neg"]
-    assert [(window.first, window.last) for window in counter.windows] == [(0, 1), (2, 2), (2, 3)]
+    labels = [window.label for window in counter.windows]
+    assert len(set(labels)) == 3
+    # The memory that only copy_ fills was made before it, and is not what copy_ asked for.
+    assert [counter.made.count(label) for label in labels] == [1, 0, 1]
+    assert len(counter.made) == 3
+    assert all(counter.made)
     assert len(recording.steps) == 7
-    assert counter.asked == 5  # at the start, after each call, and after memory that no call makes
+    assert counter.label == ""
 
 
 def test_memory_that_is_freed_gives_its_address_to_no_other() -> None:

@@ -60,8 +60,10 @@ def recorded(device: FakeDevice, model: nn.Module | None = None) -> Recorded:
 
 
 @contextmanager
-def tuning(device: Watched, options: Options = Options(), **kwargs: Any) -> Iterator[Tuned]:
-    found = recorded(device)
+def tuning(
+    device: Watched, options: Options = Options(), model: nn.Module | None = None, **kwargs: Any
+) -> Iterator[Tuned]:
+    found = recorded(device, *(() if model is None else (model,)))
     with state_kept(found):
         tuned = tune(device, found, options, step=Stopwatch(), **kwargs)
     yield tuned
@@ -137,6 +139,21 @@ def test_memory_has_to_be_worth_it(model: nn.Module, lean: bool, monkeypatch: py
     assert tuned.best.schedule.policy == (other if lean else heavy).name
     tuned.close()
     assert not device.open
+
+
+@pytest.mark.parametrize("worth", [1.0, 100.0])
+def test_how_much_faster_is_the_callers_to_say(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.tuning._HEAVY_NBYTES", 4 << 10)
+    with tuning(Watched(1000.0), Options(policy="auto"), model=Broad(), worth=worth) as tuned:
+        named = {one.name: one for one in tuned.candidates}
+        (lean,) = [name for name in named if name.endswith("less memory")]
+        heavy = lean.removesuffix(", less memory")
+        assert (
+            named[heavy].measurement.median_ns
+            < named[lean].measurement.median_ns
+            < 100 * named[heavy].measurement.median_ns
+        )
+        assert tuned.best.schedule.policy == heavy if worth == 1.0 else tuned.best.nbytes < named[heavy].nbytes
 
 
 class Owning(Broad):

@@ -48,7 +48,6 @@ __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 _ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, _Arena | None, object, object]] = []
 """Of executables that were closed: device, graph, arena, and what they used."""
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
-_TRIES = 8
 _TIMED_CALLS = 10
 _CUDNN_TRIALS = 4
 """Routines that cuDNN times for a convolution that it meets: each takes milliseconds, and it names the likely first."""
@@ -719,15 +718,18 @@ class _Counter:
         self._device = device
         self._trace = trace
 
-    def allocations(self) -> int:
-        if self._trace is None:
-            return 0
-        # A workspace that a library kept from the call before would not show.
-        torch._C._cuda_clearCublasWorkspaces()
-        return _allocations(self._device.index)[0]
+    def begin(self, label: str) -> None:
+        if self._trace is not None:
+            # A workspace that a library kept from the call before would not show.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch._C._cuda_setMemoryMetadata(label)
+
+    def end(self) -> None:
+        if self._trace is not None:
+            torch._C._cuda_setMemoryMetadata("")
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
-        return asks_of(self._trace.events(), windows, self._trace.before) if self._trace else ()
+        return asks_of(self._trace.events(), windows) if self._trace else ()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -805,44 +807,33 @@ def _allocations(device: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """The allocator's history on one device, in which the allocations of one stream are looked at.
-
-    Args:
-        stream: whose.
-        before: allocations on the device before the first event.
-    """
+    """The allocator's history of one stream. Labels are of the thread that allocates: others' are told apart."""
 
     stream: torch.cuda.Stream
-    before: int
 
     def events(self) -> list[Event]:
         """What was allocated and freed since, in order."""
         own = self.stream.cuda_stream
         return [
-            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["stream"] == own)
+            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["user_metadata"])
             for one in torch.cuda.memory._snapshot()["device_traces"][self.stream.device.index]
-            if one["action"] in ("alloc", "free_requested")
+            if one["action"] in ("alloc", "free_requested") and one["stream"] == own
         ]
 
 
 @contextmanager
 def _allocations_traced(stream: torch.cuda.Stream) -> Iterator[_Trace | None]:
-    """Yields what tells the allocations inside; None where someone else traces them, or others never pause."""
+    """Yields what tells the allocations inside; None where someone else traces them."""
     if torch._C._cuda_isHistoryEnabled():
         yield None
         return
-    trace = None
+    label = torch._C._cuda_getMemoryMetadata()
     try:
-        for _ in range(_TRIES):
-            before = _allocations(stream.device.index)[0]
-            torch.cuda.memory._record_memory_history(enabled="all", context=None)
-            if _allocations(stream.device.index)[0] == before:  # no other thread's fell in between
-                trace = _Trace(stream, before)
-                break
-            torch.cuda.memory._record_memory_history(enabled=None)
-        yield trace
+        torch.cuda.memory._record_memory_history(enabled="all", context=None)
+        yield _Trace(stream)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+        torch._C._cuda_setMemoryMetadata(label)
 
 
 @cache
