@@ -72,6 +72,7 @@ __all__ = [
     "as_us",
     "back_to_back_us",
     "cached_files",
+    "drawn",
     "failures",
     "fastest",
     "here",
@@ -157,6 +158,7 @@ class Suite:
         markdown: the same as Markdown.
         compiled: what there is to compile for a row, peers and ours; what takes longest first.
         timed: peers that choose by timing while they compile, and so are not compiled several at once.
+        figure: module whose ``compare(results, path)`` draws them; it may need what is not installed.
     """
 
     module: str
@@ -169,6 +171,7 @@ class Suite:
     markdown: Callable[[Results], list[str]]
     compiled: Callable[[Row], Sequence[str]] = lambda row: row.peers
     timed: tuple[str, ...] = ()
+    figure: str = ""
 
 
 def more_models(where: str) -> Mapping[str, Any]:
@@ -567,6 +570,7 @@ def run_suite(suite: Suite, given: argparse.Namespace) -> int:
         when = "by SIGTERM" if children.stopped else f"after {given.limit_s:g} s"
         print(f"stopped {when}, rows left: {left}", flush=True)
     print("\n".join(("", *suite.table(results), *failures(results))))
+    print(drawn(suite, given.out, results))
     return _TERMINATED if children.stopped else int(keeper.failures > 0)
 
 
@@ -720,6 +724,18 @@ def write(suite: Suite, path: Path, results: Results) -> None:
     path.with_suffix(".md").write_text("\n".join((*suite.markdown(results), *failures(results), "")))
 
 
+def drawn(suite: Suite, path: Path, results: Results) -> str:
+    """Draw the results beside them, and say where, or why not."""
+    if not suite.figure or not results["rows"]:
+        return ""
+    out = path.with_suffix(".svg")
+    try:
+        importlib.import_module(suite.figure).compare(results, out)
+    except (ImportError, SystemExit) as error:  # no matplotlib; no row that can be drawn
+        return f"not drawn: {error}; later: python -m {suite.figure} {path} {out}"
+    return f"drawn: {out}"
+
+
 # -- what rows say -------------------------------------------------------------------------------------------------
 
 
@@ -777,6 +793,8 @@ def sentence(target: str, found: Mapping[str, Any], more: str = "") -> str:
     value = "" if found.get("value") is None else f" {found['value']:.3g}"
     at = f" on {found['where']}" if found.get("where") else ""
     at += f", {', '.join(found['host cpu'])}" if found.get("host cpu") else ""
+    if found.get("quartiles"):
+        at += " (unstable: quartiles {:.3g} to {:.3g})".format(*found["quartiles"])
     return f"{words[found['met']]}: {target}:{value}{at}{more}"
 
 

@@ -953,6 +953,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table=lambda results: table(results["rows"], results.get("digits")),
         markdown=lambda results: markdown(results["rows"], results.get("digits")),
         compiled=compiled,
+        figure="benchmarks.training_figure",
     )
     return _digits(suite, given) if given.digits and not given.show else run_suite(suite, given)
 

@@ -53,7 +53,7 @@ class Options:
     fuse: Literal["auto", "none", "library", "inductor"] = "auto"
     policy: str | Callable[..., Any] = "auto"
     tune: Literal["off", "fast", "full"] = "fast"
-    budget_s: float = 20.0
+    budget_s: float = 60.0
     max_streams: int | None = 32
     memory_limit: int | None = None
     outputs: Literal["copy", "static"] = "copy"

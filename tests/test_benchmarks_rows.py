@@ -146,6 +146,24 @@ def test_rows_are_kept_and_not_measured_again(out: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "fine, float32, batch 1: 2.0\n"
 
 
+def test_results_are_drawn_where_they_can_be(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "drawing.py").write_text(
+        "def compare(results, out):\n    out.write_text(','.join(results['rows']))\n"
+        "    if not out.stem.startswith('results'):\n        raise SystemExit('no bars')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = ("--models", "fine", "--in-process")
+    assert main("--out", str(out), *asked, suite=replace(SUITE, figure="drawing")) == 0
+    assert out.with_suffix(".svg").read_text() == "fine, float32, batch 1"
+    assert f"drawn: {out.with_suffix('.svg')}" in capsys.readouterr().out
+    assert main("--out", str(tmp_path / "other.json"), *asked, suite=replace(SUITE, figure="drawing")) == 0
+    assert "not drawn: no bars" in capsys.readouterr().out
+    assert main("--out", str(out), *asked, suite=replace(SUITE, figure="not_there")) == 0
+    assert "not drawn: No module named 'not_there'" in capsys.readouterr().out
+
+
 def test_what_else_a_file_holds_stays(out: Path) -> None:
     out.write_text(json.dumps({"digits": [1, 2]}))
     assert main("--out", str(out), "--models", "fine", "--in-process") == 0

@@ -397,7 +397,7 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(out.read_text()) == results
     assert main(asked(out, "--in-process", "--run", "third", "--again")) == 0
     assert json.loads(out.read_text())["rows"][key]["run"] == "third"
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["results.json", "results.md"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["results.json", "results.md", "results.svg"]
     text = out.with_suffix(".md").read_text()
     assert "| test tiny | float32 | 2 |" in text
     assert "synthetic" in text

@@ -12,7 +12,7 @@ from nimble_core.options import Options
 def test_defaults() -> None:
     options = Options()
     assert (options.policy, options.outputs, options.on_new_shape, options.strict) == ("auto", "copy", "error", False)
-    assert (options.fuse, options.tune, options.budget_s) == ("auto", "fast", 20.0)
+    assert (options.fuse, options.tune, options.budget_s) == ("auto", "fast", 60.0)
     assert options == Options()
 
 
