@@ -101,6 +101,65 @@ def test_every_form_computes_the_same(site: Site, device: str) -> None:
     assert all(map(torch.equal, after, before))
 
 
+PLAIN, HALVED = ((1, 1), (1, 1), (1, 1)), ((2, 2), (1, 1), (1, 1))
+SMALL = (2, 16, 9, 9)
+EACH_FORM = {
+    "cudnn timed": Site((SMALL, (24, 16, 3, 3)), (*PLAIN, 1), "float16", True, True, True, True),
+    "padded channels": Site(((2, 3, 9, 9), (10, 3, 3, 3)), (*HALVED, 1), "float16", True, True, False, True),
+    "im2col": Site((SMALL, (8, 16, 3, 3)), (*PLAIN, 1), "float32", False, True, True, True),
+    "cudnn fused": Site((SMALL, (24, 16, 3, 3)), (*HALVED, 1), "float16", True, True, True, True),
+    "depthwise native": Site((SMALL, (16, 1, 3, 3)), (*HALVED, 16), "float16", True, True, False, True),
+    "depthwise cudnn": Site((SMALL, (16, 1, 3, 3)), (*PLAIN, 16), "float32", False, True, False, True),
+}
+
+
+def differ_on_a_gpu(site: Site) -> dict[str, str]:
+    """Forms that run on a GPU, each with how it differs from float64 there; empty where it does not."""
+    tensors = [None if one is None else one.to("cuda") for one in tensors_for(site)]
+    wanted = by_hand(site, *(None if one is None else one.double() for one in tensors)).float()
+    near = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.1}[site.dtype]
+    found = {}
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, deterministic=False, benchmark=False):
+        for name, form in forms_of(site, "cuda").items():
+            x, weight, bias, addend = tensors
+            weight = form.weight(weight) if form.weight else weight
+            try:
+                made = form.run(x, weight, bias, addend)
+                bare = None if form.bare is None else form.bare(
+                    nn.functional.pad(x, (0, 0, 0, 0, 0, form.zeros[0])), weight, None, None
+                )  # fmt: skip
+            except RuntimeError:  # no routine for it: such a form is never chosen
+                continue
+            pairs = [(made, wanted)]
+            if bare is not None:
+                plain = nn.functional.conv2d(tensors[0].double(), tensors[1].double(), None, *site.parameters)
+                pairs.append((bare[:, : site.sizes[1][0]], plain))
+            found[name] = ""
+            for one, other in pairs:
+                try:
+                    torch.testing.assert_close(one.float(), other.float(), rtol=near, atol=near)
+                except AssertionError as error:
+                    found[name] = str(error)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EACH_FORM)
+def test_every_form_computes_the_same_on_a_gpu(name: str) -> None:
+    found = differ_on_a_gpu(EACH_FORM[name])
+    assert {"separate", name} <= found.keys()
+    assert not any(found.values()), found
+
+
+@pytest.mark.gpu
+@settings(max_examples=80)
+@given(st.sampled_from(["float32", "float16", "bfloat16"]).flatmap(sites))
+def test_every_form_of_any_site_computes_the_same_on_a_gpu(site: Site) -> None:
+    found = differ_on_a_gpu(site)
+    assert "separate" in found
+    assert not any(found.values()), found
+
+
 @settings(max_examples=60)
 @given(sites())
 def test_forms_exist_where_they_apply(site: Site) -> None:
