@@ -52,7 +52,7 @@ from nimble_core.strides import extent, with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
 
-__all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
+__all__ = ["Backward", "ForwardBackward", "Trainable", "autocast_name", "autocast_type", "make_trainable"]
 
 _PATIENCE_S = 60.0
 _WORTH = 1.2
@@ -65,6 +65,13 @@ _gradient = attrgetter("grad")
 _trained = attrgetter("requires_grad")
 _hooks = attrgetter("_backward_hooks")
 _late_hooks = attrgetter("_post_accumulate_grad_hooks")
+_kind = attrgetter("dtype", "device", "shape")
+# Private names of torch: without them batches end in an error of torch's.
+_of_vmap: tuple[Callable[[torch.Tensor], bool], ...] = tuple(
+    getattr(torch._C._functorch, name)
+    for name in ("is_legacy_batchedtensor", "is_functorch_wrapped_tensor")
+    if hasattr(torch._C._functorch, name)
+)
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -248,7 +255,7 @@ class _Pending:
     done: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Backward:
     """What follows a prepared forward: replays its backward, and hands out the gradients.
 
@@ -306,6 +313,8 @@ class Backward:
     _required: list[bool] = field(init=False)
     _all: frozenset[int] = field(init=False)
     _numbered: dict[int, torch.Tensor] = field(init=False)
+    _memory: list[int] = field(init=False)
+    _kinds: list[tuple[object, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._flagged = [parameter for parameter, _, _ in self.flags]
@@ -313,7 +322,9 @@ class Backward:
         self._read = [tensor for _, tensor in self.read]
         self._all = frozenset[int]().union(*self.reached)
         self._numbered = dict(enumerate(self.parameters))
-        Behind.expect(self.parameters)
+        self._memory = list(map(torch.Tensor.data_ptr, self.parameters))
+        self._kinds = list(map(_kind, self.parameters))
+        Behind.expect(self, self.parameters)
 
     @property
     def executable(self) -> Executable:
@@ -334,9 +345,9 @@ class Backward:
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad and position not in self.leaves:
                 return f"{names[position]} required no gradient then, and does now"
-        casts = _casts(tensors[0].device.type)
+        casts = autocast_type(tensors[0].device.type)
         if casts != self.casts:
-            return f"autocast was {_autocast(self.casts)} then, and is {_autocast(casts)} now"
+            return f"autocast was {autocast_name(self.casts)} then, and is {autocast_name(casts)} now"
         return ""
 
     @property
@@ -501,6 +512,20 @@ class Backward:
         """How often each of ``read`` was written, as far as that shows (fused optimizers do not count)."""
         return list(map(_version, self._read))
 
+    def moved(self) -> str:
+        """Which parameter has another type, device or shape than in the forward, whose gradient it could not take;
+        empty if none.
+
+        These are compared where memory is another one, which takes 0.07 µs a parameter to see: a forward runs on what
+        was prepared, and recordings hold that, so that nothing else comes to lie there.
+        """
+        if list(map(torch.Tensor.data_ptr, self.parameters)) != self._memory:
+            for at, (parameter, was) in enumerate(zip(self.parameters, self._kinds, strict=True)):
+                now = _kind(parameter)
+                if now != was:
+                    return f"{self.name(at)} was {_described(was)} in the forward, and is {_described(now)}"
+        return ""
+
     def everything_is_wanted(self) -> bool:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
         if self._node is None:
@@ -517,13 +542,24 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _casts(device: str) -> torch.dtype | None:
+def autocast_type(device: str) -> torch.dtype | None:
     """What autocast casts products to here, None if it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _autocast(casts: torch.dtype | None) -> str:
+def autocast_name(casts: torch.dtype | None) -> str:
+    """That in words."""
     return "off" if casts is None else str(casts).removeprefix("torch.")
+
+
+def _described(kind: tuple[Any, ...]) -> str:
+    dtype, device, shape = kind
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+
+
+def _in_batch(gradient: torch.Tensor | None) -> bool:
+    """Whether this stands for several gradients, each of which is to be handed on by itself."""
+    return gradient is not None and any(asked(gradient) for asked in _of_vmap)
 
 
 class _Replay(torch.autograd.Function):
@@ -558,6 +594,13 @@ class _Replay(torch.autograd.Function):
                 "a replayed backward cannot be differentiated itself (create_graph=True)",
                 fix="run this forward on the model itself",
             )
+        if any(map(_in_batch, gradients)):
+            raise InputError(
+                "gradients come in a batch (is_grads_batched=True, vectorize=True, vmap): a replayed backward takes "
+                "one at a time",
+                fix="jacobian(vectorize=False), or one backward after the other with retain_graph=True; or run this "
+                "forward on the model itself",
+            )
         saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
         half.end(ctx.pending, ctx.round)
         versions = half.versions()
@@ -571,6 +614,12 @@ class _Replay(torch.autograd.Function):
             raise InputError(
                 "an output was written between the forward and its backward, which reads it",
                 fix='write a copy of it, or prepare with Options(outputs="copy")',
+            )
+        moved = half.moved()
+        if moved:
+            raise InputError(
+                f"{moved}: a gradient of that forward does not fit it",
+                fix="call backward() before moving or converting the model, or the forward again after it",
             )
         late = half.hooked().difference(ctx.linked)
         if late:
@@ -709,7 +758,7 @@ def make_trainable(
         saved_inputs=halves.saved_inputs,
         fixed=fixed,
         borrowed=_borrowed(halves.backward),
-        casts=_casts(signature.device.type),
+        casts=autocast_type(signature.device.type),
         sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
         shown=shown,
         guarded=guarded,

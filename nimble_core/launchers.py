@@ -3,7 +3,8 @@
 Three launchers are known: Inductor's for its Triton kernels (``CachingAutotuner.run``), Triton's own for kernels that
 users write (``JITFunction.run``), and the functions that Inductor compiles for the host. Buffers and views that
 Inductor's code makes past the dispatcher go through it here, so that they are seen as well. A launcher that is not
-known shows on CUDA as graph nodes that belong to no call.
+known shows on CUDA as graph nodes that belong to no call. A kernel of the user's that may reach memory beside that of
+the tensors it is given is told of: there is nothing to find its hazards by.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,12 +21,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Launch", "Relaunch", "Role", "kernel_roles", "launches_seen", "relative_window"]
+__all__ = ["Launch", "Relaunch", "Role", "kernel_roles", "launches_seen", "reaches_elsewhere", "relative_window"]
 
 Role = tuple[bool, bool]
 """Whether a kernel reads a tensor, and whether it writes it."""
 
 _BOTH: Role = (True, True)
+_ANYWHERE = ("tt.int_to_ptr", "pure = false")
+"""What leads to any memory: numbers that are taken for addresses, inline assembly that does more than compute."""
 _HOST_KERNEL = re.compile(r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 
 
@@ -65,6 +68,23 @@ def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role
         elif name.startswith(("in_ptr", "arg_")):
             roles[name] = (True, False)
     return roles
+
+
+def reaches_elsewhere(code: str, tensors: int) -> bool:
+    """Whether a Triton kernel may reach other memory than that of the tensors it is given.
+
+    Args:
+        code: its intermediate code (TTIR); empty if it is not known.
+        tensors: how many tensors it is given. Pointers beyond these come out of something else (descriptors, tuples).
+
+    >>> reaches_elsewhere("tt.func public @copy(%x: !tt.ptr<f32>, %out: !tt.ptr<f32>) {", 2)
+    False
+    >>> reaches_elsewhere("tt.func public @fill(%address: i64) { %out = tt.int_to_ptr %address", 0)
+    True
+    """
+    signature = code.partition("tt.func public")[2].partition("\n")[0]
+    pointers = signature.count("!tt.ptr<") + signature.count("tensordesc<")
+    return not signature or pointers > tensors or any(one in code for one in _ANYWHERE)
 
 
 class Relaunch:
@@ -113,25 +133,36 @@ class _HostKernel(Relaunch):
 
 
 @contextmanager
-def launches_seen(on_launch: Callable[[Launch, FrameType], Any], apart: Callable[[], bool]) -> Iterator[None]:
+def launches_seen(
+    on_launch: Callable[[Launch, FrameType], Any],
+    apart: Callable[[], bool],
+    on_elsewhere: Callable[[str], Any] = lambda kernel: None,
+) -> Iterator[None]:
     """Inside, launches of this thread go to ``on_launch`` instead, which has to do them.
 
     Args:
         on_launch: told of the launch and of the frame that asked for it; what it returns is the launch's result.
         apart: whether the thread is inside an operator, whose launches are its own affair, or is doing a launch.
+        on_elsewhere: told by name, while ``apart``, of each Triton kernel of the user's that was launched and may reach
+            other memory than that of the tensors it was given.
     """
     thread = threading.get_ident()
 
     def watched() -> bool:
         return threading.get_ident() == thread and not apart()
 
+    def launched(kernel: str, codes: Iterable[str], given: Iterable[Any]) -> None:
+        tensors = sum(isinstance(one, torch.Tensor) for one in given)
+        if threading.get_ident() == thread and any(reaches_elsewhere(code, tensors) for code in codes):
+            on_elsewhere(kernel)
+
     with ExitStack() as undo:
         heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
         if heuristics is not None:
-            _watch_inductor(heuristics.CachingAutotuner, on_launch, watched, undo)
+            _watch_inductor(heuristics.CachingAutotuner, on_launch, watched, launched, undo)
         triton = sys.modules.get("triton.runtime.jit")
         if triton is not None:
-            _watch_triton(triton.JITFunction, on_launch, watched, undo)
+            _watch_triton(triton.JITFunction, on_launch, watched, launched, undo)
         cache_module = sys.modules.get("torch._inductor.codecache")
         if cache_module is not None:
             for module in list(cache_module.PyCodeCache.modules):
@@ -139,35 +170,62 @@ def launches_seen(on_launch: Callable[[Launch, FrameType], Any], apart: Callable
         yield
 
 
-def _watch_inductor(owner: Any, on_launch: Any, watched: Callable[[], bool], undo: ExitStack) -> None:
+def _watch_inductor(
+    owner: Any, on_launch: Any, watched: Callable[[], bool], launched: Callable[..., None], undo: ExitStack
+) -> None:
     run = owner.run
 
     def seen(kernel: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> Any:
-        if benchmark_run or not watched():
-            return run(kernel, *args, stream=stream, benchmark_run=benchmark_run, **kwargs)
-        names = tuple(kernel.fn.arg_names[: len(args)])
+        users = kernel.custom_kernel  # taken into a compiled graph as it is: its names promise nothing
         name = kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__
-        roles = kernel_roles(names, kernel.mutated_arg_names)
+        if benchmark_run or not watched():
+            result = run(kernel, *args, stream=stream, benchmark_run=benchmark_run, **kwargs)
+            if users and not benchmark_run:
+                codes = [_code(compiled.kernel) for compiled in kernel.compile_results]
+                launched(name, codes, (*args, *kwargs.values()))
+            return result
+        names = tuple(kernel.fn.arg_names[: len(args)])
+        roles = {} if users else kernel_roles(names, kernel.mutated_arg_names)
         return on_launch(Launch(name, _InductorKernel(name, kernel), args, kwargs, names, roles), sys._getframe(1))
 
     owner.run = seen
     undo.callback(setattr, owner, "run", run)
 
 
-def _watch_triton(owner: Any, on_launch: Any, watched: Callable[[], bool], undo: ExitStack) -> None:
+def _watch_triton(
+    owner: Any, on_launch: Any, watched: Callable[[], bool], launched: Callable[..., None], undo: ExitStack
+) -> None:
     run = owner.run
 
     def seen(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup or not watched():
-            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            compiled = run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            if not warmup:
+                launched(kernel.fn.__name__, [_code(compiled)], (*args, *kwargs.values()))
+            return compiled
         names = tuple(kernel.arg_names[: len(args)])
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         roles = _analysed(kernel, named)
         launch = _TritonKernel(kernel.fn.__name__, kernel, grid)
-        return on_launch(Launch(kernel.fn.__name__, launch, args, kwargs, names, roles), sys._getframe(1))
+        return on_launch(
+            Launch(kernel.fn.__name__, launch, args, kwargs, names, roles), _outside_triton(sys._getframe(1))
+        )
 
     owner.run = seen
     undo.callback(setattr, owner, "run", run)
+
+
+def _code(compiled: Any) -> str:
+    """The intermediate code of a compiled kernel, empty if it has none: of Gluon's the first that there is."""
+    kept = getattr(compiled, "asm", {})
+    return kept.get("ttir") or kept.get("ttgir") or ""
+
+
+def _outside_triton(frame: FrameType) -> FrameType:
+    """The frame that launches: ``kernel[grid](...)`` and tuners run through Triton's own code."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("triton."):
+        frame = frame.f_back
+    return frame
 
 
 def _analysed(kernel: Any, named: Mapping[str, Any]) -> dict[str, Role]:

@@ -189,6 +189,7 @@ class Nimble(torch.nn.Module):
         object.__setattr__(self, "_options", options)
         object.__setattr__(self, "_engines", ())
         object.__setattr__(self, "_swapping", threading.Lock())
+        object.__setattr__(self, "_said", set())
         if isinstance(model, torch.nn.Module):
             for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 object.__setattr__(self, table, getattr(model, table))
@@ -310,7 +311,8 @@ class Nimble(torch.nn.Module):
             raise InputError(f"prepared for something else: {unlike}", fix="prepare(..., training=True) again")
         pending = backward.fixed and backward.pending
         if pending:
-            warn("a forward before the backward of the last one runs in eager: the replay's memory is still needed")
+            early = "a forward before the backward of the last one"
+            self._say(f"{early} runs in eager: the replay's memory is still needed")
         if unlike or pending:
             return self._model(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -357,13 +359,19 @@ class Nimble(torch.nn.Module):
                 )
         if any(engine.backward is not None for engine in self._engines):
             # Training evaluates in between.
-            warn(f"not prepared in {'training' if mode else 'evaluation'} mode: runs in eager")
+            self._say(f"not prepared in {'training' if mode else 'evaluation'} mode: runs in eager")
             return self._model(*args, **kwargs)
         words = ("training", "evaluation") if mode else ("evaluation", "training")
         raise InputError(
             f"the model is in {words[0]} mode, the engines were prepared in {words[1]} mode",
             fix=f"model.{'eval' if mode else 'train'}(), or prepare again",
         )
+
+    def _say(self, what: str) -> None:
+        """Warn, once: Python's own filter would say it again at each line that calls, or each time."""
+        if what not in self._said:
+            self._said.add(what)
+            warn(what)
 
     def close(self) -> None:
         """Free every engine."""

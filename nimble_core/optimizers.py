@@ -8,14 +8,17 @@ form is chosen, none of which reads the device.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
 from nimble_core.freshness import same_objects
+from nimble_core.operators import has_memory, storage_address, written_tensors
 from nimble_core.origins import line_inside
 from nimble_core.strides import with_strides_of
 
@@ -35,6 +39,17 @@ _FORM_NAMES = {"fused": "fused", "foreach": "for-each", "": "parameter-by-parame
 _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PREPARE = "prepare again, with a new TrainStep"
 _CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
+
+_READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
+"""Bring a value from the device to the host."""
+_OWN = ("step", "state", "param_groups")
+"""Attributes that a twin has of its own, or does without."""
+_CONTAINERS = (dict, list, set, deque)
+_COPIED_WHOLE = ("numpy", "random", "array")
+"""Packages of values that change in place, and can be copied and compared like what they pickle to."""
+_SHARED = ("torch", "triton", "logging", "threading", "concurrent")
+"""Packages of objects that stand for more than their attributes: operators, kernels, loggers."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -70,6 +85,7 @@ class CapturedOptimizer:
 
         captured = CapturedOptimizer(optimizer, device)
         # recording or capture, any number of times:
+        captured.refresh()                          # state and rates as they are now; the optimizer's stay its own
         captured.update(gradients)                  # calls on the device alone
         # each step, on the stream that the replay is ordered after:
         if captured.fresh:                          # no momentum, no counters yet
@@ -84,17 +100,20 @@ class CapturedOptimizer:
     CUDA). A fresh optimizer's step goes through ``scaler.step``; one that is left out leaves the optimizer fresh.
 
     The user's groups and flags are never written; ``.grad`` is during ``update``, and put back. ``optimizer.state``
-    holds the tensors that replays write from the first ``sync`` on that finds it filled. So ``state_dict``,
-    ``load_state_dict``, eager steps and schedulers of the learning rate go on as before. A counter of steps that sat on
-    the host is on the device then.
+    holds the tensors that replays write from the first ``sync`` on that finds it filled; until then it is as it was,
+    bit for bit. So ``state_dict``, ``load_state_dict``, eager steps and schedulers of the learning rate go on as
+    before. A counter of steps that sat on the host is on the device then. What the optimizer keeps in attributes
+    (numbers, containers, plain objects) each update works with copies of.
 
     Supported: SGD, Adam, AdamW and Adagrad in their fused forms; Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop and
     Rprop in their capturable ones; subclasses and others with either, as long as a trial step reads nothing back from
-    the device and changes nothing on the host. The capturable forms of NAdam, RAdam, ASGD and Adamax compute with their
-    counters of steps (corrections such as 1 - beta^step) in the counters' type: float32, which moves float64 parameters
-    by 1e-9 to 1e-4 from eager's, unless torch's default type is float64 when this is made; RAdam's loses digits in its
-    first steps. Adagrad is refused with torch 2.11, whose fused form takes Python rates only, and SGD
-    on the host for half-precision parameters, which its fused form leaves unchanged there.
+    the device, changes nothing on the host, in private attributes either, and writes no tensors kept beside ``state``
+    (updates may be of some of the parameters alone). Not seen are counters outside of the optimizer (globals, closures,
+    iterators), and in objects of its own that hold locks. The capturable forms of NAdam, RAdam, ASGD and Adamax compute
+    with their counters of steps (corrections such as 1 - beta^step) in the counters' type: float32, which moves float64
+    parameters by 1e-9 to 1e-4 from eager's, unless torch's default type is float64 when this is made; RAdam's loses
+    digits in its first steps. Adagrad is refused with torch 2.11, whose fused form takes Python rates only, and SGD on
+    the host for half-precision parameters, which its fused form leaves unchanged there.
 
     Hooks of the optimizer are refused, not called around replays: they expect gradients in ``.grad``. Hooks of all
     optimizers (``register_optimizer_step_post_hook``) see eager steps only.
@@ -143,18 +162,14 @@ class CapturedOptimizer:
     def _made(self) -> Iterator[dict[str, torch.Tensor]]:
         """Each parameter's state: the user's tensors where they fit, others with their values where they do not."""
         tried = set()
+        with _explained(self.optimizer):
+            beside = _beside(self.optimizer)
         for at, group in enumerate(self._groups):
             for position in group.positions:
                 parameter, layout = self.parameters[position], (at, self.parameters[position].dtype)
-                made = _trial(self.optimizer, group, parameter, None if layout in tried else self.rates[at])
+                made = _trial(self.optimizer, group, parameter, beside, None if layout in tried else self.rates[at])
                 tried.add(layout)
-                for _, key, ours, theirs in _differing(
-                    self.optimizer.state.get(parameter), made, self._places[position]
-                ):
-                    if _layout(ours) == _layout(theirs):
-                        made[key] = theirs
-                    else:
-                        ours.copy_(theirs)
+                _take_over(made, _differing(self.optimizer.state.get(parameter), made, self._places[position]))
                 yield made
 
     @property
@@ -293,6 +308,27 @@ class CapturedOptimizer:
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 
+    def refresh(self) -> None:
+        """To be called before each recording: like ``sync``, but the optimizer stays as it is, bit for bit.
+
+        Where ``optimizer.state`` holds other tensors than ``state`` does, ``state`` takes them over where they fit, or
+        their values; once there was an ``update``, which may have been recorded with ``state``'s tensors, their values
+        alone. The next ``sync`` puts ``state``'s tensors in their place.
+
+        Raises:
+            InputError: as ``sync``.
+        """
+        _require_no_hooks(self.optimizer)
+        self._check_groups()
+        rates = self._changed_rates()
+        if not self._in_step():
+            for kept, pending in zip(self.state, self._pending(), strict=True):
+                if self._updated:
+                    _copy(pending)
+                else:
+                    _take_over(kept, pending)
+        self._fill(rates)
+
     def sync(self) -> None:
         """To be called before each replay: follow what was done to the optimizer since, without waiting for the device.
 
@@ -370,17 +406,20 @@ class CapturedOptimizer:
         held, _, before = self._synced
         return same_objects(list(held.values()), before)
 
+    def _pending(self) -> list[list[Pending]]:
+        """For each parameter, where the user's state holds other tensors than ours."""
+        held = self.optimizer.state
+        return [
+            _differing(held.get(parameter), kept, place) if kept else []
+            for parameter, kept, place in zip(self.parameters, self.state, self._places, strict=True)
+        ]
+
     def _install(self) -> None:
         held = self.optimizer.state
-        pending: list[Pending] = []
-        for position, (parameter, kept) in enumerate(zip(self.parameters, self.state, strict=True)):
-            if kept:
-                pending += _differing(held.get(parameter), kept, self._places[position])
-        if pending:
-            with torch.no_grad():
-                torch._foreach_copy_([ours for _, _, ours, _ in pending], [theirs for _, _, _, theirs in pending])
-            for entry, key, ours, _ in pending:
-                entry[key] = ours
+        pending = list(chain.from_iterable(self._pending()))
+        _copy(pending)
+        for entry, key, ours, _ in pending:
+            entry[key] = ours
         entries = list(held.values())
         complete = all(_present(held.get(self.parameters[position])) for position in self._used)
         if complete and all(type(entry) is dict for entry in entries):
@@ -482,59 +521,98 @@ def _fused_types(optimizer: torch.optim.Optimizer, device: torch.device) -> Set[
 
 
 def _trial(
-    optimizer: torch.optim.Optimizer, group: _Group, parameter: torch.Tensor, rate: torch.Tensor | None
+    optimizer: torch.optim.Optimizer,
+    group: _Group,
+    parameter: torch.Tensor,
+    beside: Set[int],
+    rate: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """State as a step on a copy of ``parameter`` makes it.
 
-    Given ``rate``, a second step shows whether the optimizer reads the device, or changes on the host.
+    Given ``rate``, a second step shows whether the optimizer reads the device, or changes on the host. ``beside``: as
+    ``_Refusing`` takes it.
     """
     stand_in = parameter.detach().clone()
     stand_in.grad = torch.zeros_like(stand_in)
-    name, where = _name(optimizer), f"step() of {type(optimizer).__module__}.{_name(optimizer)}"
-    try:
+    name, where = _name(optimizer), _step_of(optimizer)
+    with _explained(optimizer):
         twin = _twin(optimizer, [{**group.options, "lr": 1.0, "params": [stand_in]}], {})
-        _run(twin, stand_in.device)
+        with _Refusing(name, beside):
+            _run(twin, stand_in.device)
         made = dict(twin.state.get(stand_in, {}))
         for key, value in made.items():
             if not isinstance(value, torch.Tensor):
                 raise InputError(f"{name} keeps {key} on the host, as a {type(value).__name__}", where=where)
-        if rate is not None:
-            options = {**group.options, "lr": rate, "params": [stand_in]}
-            twin = _twin(optimizer, [dict(options)], {stand_in: dict(made)} if made else {})
-            before = _public(twin)
-            with _HostReads(name):
-                _run(twin, stand_in.device)
-            changed = _changed(before, _public(twin)) or _changed(options, twin.param_groups[0])
-            changed = changed or _changed(made, twin.state.get(stand_in, {}))
-            if changed:
-                raise InputError(f"{name} changes {changed} on the host in each step", where=where)
-    except InputError:
-        raise
-    except Exception as error:
-        what = f"{name} failed in its form for capture: {type(error).__name__}: {error}"
-        raise InputError(what, where=where, fix="use SGD, Adam or AdamW, or a newer torch") from error
+        if rate is None:
+            return made
+        groups, state = [{**group.options, "lr": rate, "params": [stand_in]}], {stand_in: made} if made else {}
+        before, twin = (_twin(optimizer, groups, state) for _ in range(2))
+        with _Refusing(name, beside, reads=True):
+            _run(twin, stand_in.device)
+        changed = _changed(before, twin)
+    if changed:
+        raise InputError(
+            f"{name} changes {changed} on the host in each step, which a replay would not",
+            where=where,
+            fix="keep it in optimizer.state[parameter], as a tensor that the step writes in place; if the first step "
+            "alone changes it, take that one in eager before",
+        )
     return made
 
 
-class _HostReads(TorchDispatchMode):
-    """Refuses calls that wait for the device and bring a value to the host."""
+def _step_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"step() of {type(optimizer).__module__}.{_name(optimizer)}"
 
-    def __init__(self, name: str) -> None:
+
+@contextmanager
+def _explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Errors of a step inside are told as such."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        what = f"{_name(optimizer)} failed in its form for capture: {type(error).__name__}: {error}"
+        raise InputError(what, where=_step_of(optimizer), fix="use SGD, Adam or AdamW, or a newer torch") from error
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses calls that a replay, or an update of some of the parameters, would not make as the step does.
+
+    Args:
+        name: of the optimizer.
+        beside: where tensors lie that it keeps outside of ``state``; to write them is refused, before it is done.
+        reads: whether to refuse calls that wait for the device and bring a value to the host.
+    """
+
+    def __init__(self, name: str, beside: Set[int], *, reads: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.name = name
+        self.name, self.beside, self.reads = name, beside, reads
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero):
-            file, line = line_inside(sys._getframe(1))
+        if self.reads and func.overloadpacket in _READS:
             raise InputError(
                 f"{self.name} reads the learning rate or its state back from the device in each step: a replay would"
                 " repeat the value that it read once",
-                where=f"{file}:{line}" if file else f"torch {torch.__version__}",
+                where=_line(),
                 fix="use SGD, Adam or AdamW, or a newer torch",
             )
+        written = written_tensors(func, args, kwargs or {}) if self.beside else ()
+        if any(storage_address(one) in self.beside for one in written if has_memory(one)):
+            raise InputError(
+                f"{self.name} writes a tensor that it keeps beside its state: updates may be of some of the parameters"
+                " alone, several in a step",
+                where=_line(),
+                fix="keep it in optimizer.state[parameter]",
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _line() -> str:
+    file, line = line_inside(sys._getframe(2))
+    return f"{file}:{line}" if file else f"torch {torch.__version__}"
 
 
 # -- a twin that steps -------------------------------------------------------------------------------------------------
@@ -546,11 +624,20 @@ def _twin(
     state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
     **attributes: Any,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind for other groups and state; nothing of ``optimizer`` is changed by its steps."""
+    """An optimizer of the same kind for other groups and state; nothing of ``optimizer`` is changed by its steps.
+
+    Tensors are shared, and what holds them in ``groups``, ``state`` and attributes is the twin's own.
+    """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    inherited = {key: value for key, value in vars(optimizer).items() if key != "step"}
-    own = {"param_groups": groups, "state": defaultdict(dict, state), "_warned_capturable_if_run_uncaptured": True}
-    vars(twin).update(inherited | own | attributes)
+    memo: dict[int, Any] = {}
+    own: dict[str, Any] = {
+        "param_groups": _own(groups, memo),
+        "state": defaultdict(dict, {parameter: dict(kept) for parameter, kept in state.items()}),
+        "_warned_capturable_if_run_uncaptured": True,
+        "_need_device_dtype_check_for_fused": False,  # the form was chosen by devices and types
+    }
+    memo |= {id(optimizer): twin, id(optimizer.param_groups): own["param_groups"], id(optimizer.state): own["state"]}
+    vars(twin).update(_inherited(optimizer, memo) | own | attributes)
     return twin
 
 
@@ -585,14 +672,155 @@ def _capturable_on(device: torch.device, kind: type[torch.optim.Optimizer]) -> I
                 setattr(module, name, supported)
 
 
-def _public(twin: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in vars(twin).items() if key[0] != "_" and key not in ("state", "param_groups")}
+# -- what an optimizer keeps on the host -------------------------------------------------------------------------------
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The first key that holds another object than it did; empty if there is none."""
-    keys = [*before, *after]
-    return next((key for key in keys if before.get(key) is not after.get(key)), "")
+def _inherited(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
+    """Attributes for a twin, with containers of its classes among them.
+
+    Hooks are left alone: they may lead anywhere, and no step calls those of checkpoints.
+    """
+    held = {
+        key: value
+        for kind in reversed(type(optimizer).__mro__)
+        if kind.__module__.partition(".")[0] != "torch"
+        for key, value in vars(kind).items()
+        if isinstance(value, _CONTAINERS) and not key.startswith("__")
+    }
+    return {
+        key: value if key.startswith("_optimizer_") else _own(value, memo)
+        for key, value in (held | vars(optimizer)).items()
+        if key not in _OWN
+    }
+
+
+def _beside(optimizer: torch.optim.Optimizer) -> Set[int]:
+    """Where the tensors lie that its attributes lead to."""
+    memo: dict[int, Any] = {id(one): one for one in (optimizer, optimizer.param_groups, optimizer.state)}
+    _inherited(optimizer, memo)
+    modules = [one for one in memo.values() if isinstance(one, torch.nn.Module)]
+    inside = chain.from_iterable((*one.parameters(), *one.buffers()) for one in modules)
+    tensors = chain((one for one in memo.values() if isinstance(one, torch.Tensor)), inside)
+    return {storage_address(one) for one in tensors if has_memory(one)}
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """``value`` with copies of the containers and plain objects that it leads to; tensors and all else are shared.
+
+    Args:
+        value: what an optimizer keeps.
+        memo: copies by the ids of what they are of; filled.
+
+    Raises:
+        InputError: it leads to another optimizer, whose steps would be real ones.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, torch.optim.Optimizer):
+        raise InputError(
+            f"the optimizer keeps another one, a {_name(value)}, which its step may run", fix="pass that one alone"
+        )
+    made: Any = value
+    memo[id(value)] = made
+    if isinstance(value, _CONTAINERS):
+        memo[id(value)] = made = copy(value)  # with all that its class keeps: a factory, a length
+        entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in () if isinstance(value, set) else entries:
+            made[key] = _own(one, memo)
+    elif isinstance(value, tuple):
+        items = [_own(one, memo) for one in value]
+        if not all(map(is_, items, value)):
+            made = tuple.__new__(type(value), items)
+    elif isinstance(value, MethodType):
+        made = MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
+    elif _is_plain(value):
+        memo[id(value)] = made = object.__new__(type(value))
+        for name, one in _attributes(value).items():
+            object.__setattr__(made, name, _own(one, memo))
+    elif _package(value) in _COPIED_WHOLE:
+        made = deepcopy(value)
+    memo[id(value)] = made
+    return made
+
+
+def _changed(before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> str:
+    """The first of what these twins keep that differs: a key of attributes, groups or state; empty if there is none."""
+    seen: dict[tuple[int, int], Any] = {(id(before), id(after)): (before, after)}
+    for was, now in zip(_tables(before), _tables(after), strict=True):
+        for key in dict.fromkeys([*was, *now]):
+            if not (key in was and key in now and _same(was[key], now[key], seen)):
+                return str(key)
+    return "" if _same(before.state, after.state, seen) else "state"
+
+
+def _tables(twin: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    attributes = {key: value for key, value in vars(twin).items() if key not in _OWN}
+    members = chain.from_iterable(group["params"] for group in twin.param_groups)
+    return [attributes, *twin.param_groups, *(twin.state.get(one, {}) for one in members)]
+
+
+def _same(one: Any, other: Any, seen: dict[tuple[int, int], Any]) -> bool:
+    """Whether the values are equal; tensors are compared by identity, like all that says nothing of its value.
+
+    Args:
+        one: what a twin keeps.
+        other: what another twin keeps in this place.
+        seen: pairs that count as the same, by their ids, which are kept alive; filled.
+    """
+    if one is other or (id(one), id(other)) in seen:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    seen[id(one), id(other)] = one, other
+    if isinstance(one, MethodType):
+        return one.__func__ is other.__func__ and _same(one.__self__, other.__self__, seen)
+    if isinstance(one, dict):
+        one, other = _entries(one), _entries(other)
+        return one.keys() == other.keys() and all(_same(value, other[key], seen) for key, value in one.items())
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(_same(*pair, seen) for pair in zip(one, other, strict=True))
+    if _is_plain(one):
+        return _same(_attributes(one), _attributes(other), seen)
+    if _package(one) in _COPIED_WHOLE:
+        return _same(one.__reduce_ex__(4), other.__reduce_ex__(4), seen)
+    try:
+        return bool(one == other or (one != one and other != other))
+    except Exception:  # an object whose comparison fails is the same as itself alone
+        return False
+
+
+def _entries(held: dict[Any, Any]) -> dict[Any, Any]:
+    """Without those that a defaultdict makes when they are read."""
+    made = getattr(held, "default_factory", None)
+    return {key: value for key, value in held.items() if made is None or type(value) is not made or value}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether attributes are all that there is to an object, and nobody else works with it meanwhile."""
+    kind = type(value)
+    if _package(value) in _SHARED and not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return False
+    new: object = kind.__new__
+    if kind is object or new is not object.__new__ or hasattr(kind, "__del__"):
+        return False
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, logging.Filterer, threading.Thread)):
+        return False  # also of classes elsewhere
+    try:
+        object.__new__(kind)
+    except TypeError:  # of a class in C
+        return False
+    return not any(isinstance(one, _LOCKS) for one in _attributes(value).values())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Those of a plain object, in slots or not."""
+    found = object.__getstate__(value)
+    parts = found if isinstance(found, tuple) else (found,)
+    return {name: one for part in parts for name, one in (part or {}).items()}
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -616,6 +844,19 @@ def _differing(held: dict[str, Any] | None, kept: Mapping[str, torch.Tensor], wh
             raise InputError(what, where=where, fix="load the state of this model")
         pending.append((held, key, ours, theirs))
     return pending
+
+
+def _take_over(kept: dict[str, torch.Tensor], pending: Sequence[Pending]) -> None:
+    """Make the user's tensors ours where they fit, copies of them where not."""
+    for _, key, ours, theirs in pending:
+        kept[key] = theirs if _layout(ours) == _layout(theirs) else torch.empty_like(ours).copy_(theirs)
+
+
+def _copy(pending: Sequence[Pending]) -> None:
+    """The values of the user's tensors into ours."""
+    if pending:
+        with torch.no_grad():
+            torch._foreach_copy_([ours for _, _, ours, _ in pending], [theirs for _, _, _, theirs in pending])
 
 
 def _present(held: Mapping[str, Any] | None) -> bool:

@@ -41,7 +41,8 @@ class Options:
         outputs: ``"copy"`` gives each call its own outputs; ``"static"`` the engine's buffers on CUDA, overwritten by
             the next call, in training by the next forward (on the host every call makes its own).
         strict: refuse what would otherwise be captured as it is (launches that were not seen; on the host values made
-            or changed outside of torch).
+            or changed outside of torch), and raise what goes wrong with other kernels than eager's, which are left out
+            otherwise; that they cannot be made or captured, or do not fit, is no such thing.
         on_new_shape: what a call with an unprepared signature does: ``"error"``, ``"eager"`` or ``"prepare"``; under a
             transform of ``torch.func`` or forward-mode AD, for which nothing can be prepared, only ``"eager"`` does not
             raise.

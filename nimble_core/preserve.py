@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -189,9 +190,17 @@ def _same_items(held: Any, copy: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor's value and version, as they were."""
+    """A tensor's value and version, as they were.
+
+    Args:
+        tensor: itself: within a dispatch mode an alias has a version counter of its own.
+        alone: the part of it that shows each element once.
+        value: a copy of that.
+        version: None if it has none.
+    """
 
     tensor: torch.Tensor
+    alone: torch.Tensor
     value: torch.Tensor
     version: int | None
 
@@ -200,11 +209,11 @@ class Saved:
         """Copy what ``tensor`` holds now."""
         version = None if tensor.is_inference() else tensor._version
         alone = elements_once(tensor.detach())
-        return cls(alone, alone.clone(), version)
+        return cls(tensor, alone, alone.clone(), version)
 
     def restore(self) -> None:
         """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
-        self.tensor.copy_(self.value)
+        self.alone.copy_(self.value)
         if self.version is not None:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
 
@@ -256,6 +265,10 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
         stack.enter_context(random_state_kept(torch.device("cpu")))
         if memory:
             stack.enter_context(_memory_kept(_owned(model)))
+        if not live:
+            # A capture writes nothing, and is counted as if it did.
+            counted = tuple(one for one in _owned(model) if not one.is_inference())
+            stack.enter_context(_unsafe_preserve_version_counter(counted))
         changed = stack.enter_context(_attribute_guard(model))
         guard = Guard(live, changed)
         stack.callback(guard.restore)

@@ -150,7 +150,8 @@ def record(
             else:
                 live = counter is None and stand_in is None
                 escapes = exports_seen(recorder.exported) if live else nullcontext()
-            with escapes, _tensors_lifted_first(), launches_seen(recorder.launched, recorder.inside_operator), recorder:
+            seen = launches_seen(recorder.launched, recorder.inside_operator, recorder.reached_elsewhere)
+            with escapes, _tensors_lifted_first(), seen, recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
             outputs, structure = flatten(result, what="output")
             if stand_in:
@@ -336,6 +337,7 @@ class _Recorder(TorchDispatchMode):
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
         self._unseen_where = ""
+        self._elsewhere = ""  # what ran last and may reach memory that no argument of it shows
         self._exported: dict[int, _Exported] = {}
         self._names: dict[int, tuple[Role, str]] = {}
         self._before: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor, alias
@@ -582,6 +584,10 @@ class _Recorder(TorchDispatchMode):
         """Whether an operator is running, whose launches are part of its call."""
         return self._inside > 0
 
+    def reached_elsewhere(self, kernel: str) -> None:
+        """What is running launched a kernel that may reach other memory than that of the tensors it was given."""
+        self._elsewhere = kernel
+
     def launched(self, launch: Launch, frame: FrameType) -> Any:
         """A kernel was launched past the dispatcher: launch it, and write it down as a call."""
         if self.stand_in:
@@ -610,11 +616,14 @@ class _Recorder(TorchDispatchMode):
         slots: list[int] = []
         template = tuple([self._template(arg, slots) for arg in launch.args])
         keywords = tuple([(name, self._template(value, slots)) for name, value in launch.kwargs.items()])
+        unseen = self._unseen
         result = self._run(launch.launch, launch.args, dict(launch.kwargs), frame)
         if self.counter:
             nodes, self._nodes = self._nodes, self.counter.nodes()
             if self._nodes == nodes:
                 return result  # a grid of nothing
+        if self._unseen > unseen:
+            return result  # as if its launcher were not known: addresses among its arguments are others in each run
         for access in accesses:
             if access.write:
                 self._written.add(access.ref.storage)
@@ -643,7 +652,10 @@ class _Recorder(TorchDispatchMode):
             self._runs += 1
             self.counter.begin(self._label)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._elsewhere:
+                self._notice_elsewhere(frame)
+            return result
         except RuntimeError as error:
             if self.stand_in and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
                 raise CaptureError(
@@ -977,6 +989,13 @@ class _Recorder(TorchDispatchMode):
                     if tensor.is_nested
                     else "convert it with .to_dense() in the model, or leave that part out of the prepared module",
                 )
+
+    def _notice_elsewhere(self, frame: FrameType) -> None:
+        """Count a kernel whose reads and writes cannot be known as one that was not seen."""
+        where = self._where(self._elsewhere, frame)
+        self._unseen_where = self._unseen_where or f"{where}, which may reach other memory than its tensors'"
+        self._unseen += 1
+        self._elsewhere = ""
 
     def _notice_unseen(self, frame: FrameType | None) -> None:
         assert self.counter

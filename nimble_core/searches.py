@@ -19,8 +19,11 @@ import torch
 
 __all__ = ["Behind", "searches_are_answered"]
 
-_known: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""All tensors that lie behind nodes, by id: graphs are looked through only where one of them is sought."""
+_expected: dict[int, frozenset[int]] = {}
+"""Ids of the tensors that may lie behind nodes, by the id of who holds them: graphs are looked through only where one
+of them is sought. No weak references to the tensors themselves: ``torch.utils.swap_tensors`` refuses those that have
+any, and with it ``.to()`` where modules swap their parameters.
+"""
 
 _NAMES = ("grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
 """Arguments of autograd's engine after its outputs."""
@@ -43,9 +46,12 @@ class Behind:
     found: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def expect(tensors: Iterable[torch.Tensor]) -> None:
-        """Say that these will lie behind nodes: searches for others are not looked into."""
-        _known.update((id(one), one) for one in tensors)
+    def expect(holder: object, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that these will lie behind nodes while ``holder``, which holds them, lives; searches for others are not
+        looked into.
+        """
+        _expected[id(holder)] = frozenset(map(id, tensors))
+        weakref.finalize(holder, _expected.pop, id(holder)).atexit = False
 
 
 @cache
@@ -78,7 +84,7 @@ def _answering(run: Callable[..., Any]) -> Callable[..., Any]:
         if not inputs:  # all gradients are wanted
             return run(outputs, *args, **kwargs)
         sought = [_leaf(one) for one in inputs]
-        if _ids(sought).isdisjoint(_known):
+        if all(map(_ids(sought).isdisjoint, list(_expected.values()))):
             return run(outputs, *args, **kwargs)
         behind = [one for one in _behind(outputs) if not _ids(one.tensors.values()).isdisjoint(_ids(sought))]
         if not behind:

@@ -7,7 +7,7 @@ written in place by each replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.around import Around, require_training_mode
+from nimble_core.differentiable import autocast_name, autocast_type
 from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.optimizers import CapturedOptimizer
@@ -26,7 +27,7 @@ from nimble_core.phases import phase
 from nimble_core.pipeline import require_local
 from nimble_core.plan import Plan
 from nimble_core.strides import with_strides_of
-from nimble_core.structure import builder, flatten
+from nimble_core.structure import builder, flatten, leaf_paths
 
 __all__ = ["TrainStep", "WholeStep"]
 
@@ -140,6 +141,16 @@ class WholeStep(Around):
                 f"{waiting} has a hook that waits for its accumulated gradient, which a whole step does not make",
                 fix="remove it, or prepare(x, training=True), which calls it",
             )
+        known = set(map(id, trained.values()))
+        others = ((name, one) for name, one in self.named_parameters() if id(one) not in known)
+        if beside := next((name for name, one in others if _waits(one)), ""):
+            raise InputError(
+                f"{beside} has a hook, and is no parameter of the optimizer: a whole step makes no gradient of it",
+                fix="remove the hook, freeze the parameter, or prepare(x, training=True), which calls it",
+            )
+        data, around = flatten((inputs, targets), what="input")
+        names = (self.input_names[int(path[1])] + path[3:] for path in leaf_paths(around))
+        _require_no_hooks(data, names)
         # On this thread: modes, phase and random state of a recording are bound to it.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"), self._casting():
@@ -339,7 +350,8 @@ class TrainStep:
         self._done = 0
         self._closed = False
         self._scaling: tuple[float, ...] = ()
-        self._hooks = _Hooks(self._captured.parameters)
+        self._autocast, self._device = autocast, device.type
+        self._casts: torch.dtype | None = None
         self._last: Result | partial[Result] | None = None
         # Names of the parameters that each engine, by its id, makes gradients of, and that the update at hand is of.
         self._present: dict[int, frozenset[str]] = {}
@@ -367,6 +379,7 @@ class TrainStep:
         static = replace(options, outputs="static")
         self._steps = {turn: whole(turn) for turn in self._turns}
         self._nets = {turn: Nimble(step, static) for turn, step in self._steps.items()}
+        self._hooks = self._hooks_now()
 
     @property
     def engine(self) -> Engine | None:
@@ -410,15 +423,24 @@ class TrainStep:
                 whose first difference is named, what was prepared before still holds.
         """
         require_training_mode(self.model)
-        self._captured.sync()
-        self._scaling = _settings(self.scaler)
-        self._hooks = _Hooks(self._captured.parameters)
+        self._captured.refresh()
+        seen = _settings(self.scaler), self._hooks_now(), self._casts_now()
         updating = self._turns[-1]
         self._prepare(updating, inputs, targets, plan)  # first: a plan that does not fit replaces nothing
         for turn in self._nets:
             if turn != updating:
                 self._prepare(turn, inputs, targets)
+        self._scaling, self._hooks, self._casts = seen  # not before: after an error the old ones hold
         return self
+
+    def _hooks_now(self) -> _Hooks:
+        """Of all parameters of model, loss and optimizer: eager calls those of any that gets a gradient."""
+        found = (*self._steps[self._turns[-1]].parameters(), *self._captured.parameters)
+        return _Hooks(list({id(one): one for one in found}.values()))
+
+    def _casts_now(self) -> torch.dtype | None:
+        """What forward and loss are cast to: the step's own type, or that of the autocast around it."""
+        return self._autocast or autocast_type(self._device)
 
     def _prepare(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> None:
         net = self._nets[turn].prepare(inputs, targets, plan=plan)
@@ -442,9 +464,18 @@ class TrainStep:
             raise InputError(
                 "the scaler grows or backs off otherwise than when the step was prepared", fix="step.prepare(...) again"
             )
+        casts = self._casts_now()
+        if casts != self._casts:
+            raise InputError(
+                f"autocast was {autocast_name(self._casts)} around prepare(...), and is {autocast_name(casts)} now",
+                fix="prepare and call the step under the same torch.autocast, or give it the type: "
+                "TrainStep(..., autocast=...)",
+            )
         self._hooks.require_unchanged()
         self._captured.sync()
         engine, tensors = net.bind((inputs, targets), {})
+        if engine is not None:
+            _require_no_hooks(tensors, engine.signature.paths)
         answered = engine is not None or self.options.on_new_shape != "error"
         eagerly = answered and step.updates and self._captured.fresh
         if engine is None and self.options.on_new_shape == "prepare" and not eagerly:
@@ -525,6 +556,21 @@ class _Hooks:
                 fix="prepare(...) again, or remove the hook",
             )
         self._registered = registered
+
+
+def _waits(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of ``tensor``, and eager would call it."""
+    return tensor.requires_grad and bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def _require_no_hooks(data: Iterable[torch.Tensor], names: Iterable[str]) -> None:
+    """Raise InputError for inputs or targets with hooks: a step makes gradients of parameters alone."""
+    for one, name in zip(data, names, strict=True):
+        if _waits(one):
+            raise InputError(
+                f"{name} has a hook that waits for its gradient, which a whole step does not make",
+                fix="remove it, or prepare(x, training=True), which calls it",
+            )
 
 
 def _settings(scaler: torch.amp.GradScaler | None) -> tuple[float, ...]:

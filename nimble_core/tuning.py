@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any
@@ -19,6 +19,7 @@ from nimble_core.costs import Costs
 from nimble_core.devices.base import Device, Executable, Observation
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.fusing import follow, fuse
+from nimble_core.inductor import first_line
 from nimble_core.judging import Judge
 from nimble_core.measurement import TIE, interleave
 from nimble_core.memory import serial_peak
@@ -36,7 +37,7 @@ Step = Callable[[str], AbstractContextManager[Any]]
 _POLICIES = ("contention", "nimble", "critical_path", "opara", "torchsched")
 """In the order of promise where simulation cannot tell: it knows neither launch priorities nor issue order."""
 _CAPS = (2, 3, 4, 6, 8)
-_TAKEN = ("single", "eager", "whole")
+_TAKEN = ("single", "eager", "whole", "library", "inductor")
 """Names in reports that a policy of the user's cannot have."""
 _CAPTURED = {"cuda": 3}
 """Candidates beside one stream that ``tune="fast"`` captures: the first two policies above and the most promising of
@@ -106,7 +107,8 @@ def tune(
     """Find the kernels and the plan to run.
 
     Kernels: ``fuse`` names them, or ``"auto"`` tries eager's own, libraries' and, as far as the budget goes, compiled
-    ones. Kernels that cannot be made, or whose outputs are not right, are left out with the reason; eager's own remain.
+    ones. Kernels that cannot be made, planned or run, or whose outputs are not right, are left out with the reason;
+    eager's own remain.
 
     Plans: with ``tune="off"`` nothing is measured: ``policy="auto"`` then means ``nimble`` on CUDA and ``single``
     elsewhere. Else one stream is captured and watched first: what each call costs decides the rest. ``policy="auto"``
@@ -128,6 +130,8 @@ def tune(
     Raises:
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
         ScheduleError, DeviceError, InputError: as ``capture`` and ``schedule_by``.
+        Exception: what a policy raises; under ``strict`` also what else goes wrong with other kernels than eager's, but
+            for CaptureError and DeviceError.
     """
     if eager_nbytes is None:  # what was timed is held against it, and nothing else
         eager_nbytes = eager_peak(device, recorded) if options.tune != "off" else 0
@@ -230,8 +234,8 @@ class _Tuning:
                 self._capture(name, kind, schedule, None)
             with self.step("check equality"):
                 checks = self._check()
-        except NimbleError as error:
-            self.notes.append(f"what an earlier process chose could not be made again: {error.what}")
+        except Exception as error:  # whatever it is: what is tried now says so again if it concerns that, too
+            self.notes.append(f"what an earlier process chose could not be made again: {_reason(error)}")
         else:
             if name in self.executables and not self._wrong(name):
                 self.notes.append(
@@ -263,26 +267,28 @@ class _Tuning:
             ("none",) if measure_single and "none" not in kinds and "none" not in self.variants else ()
         )
         for kind in (*baseline, *kinds):
-            if not self._made(kind):
-                continue
-            single = _named(kind, "single")
-            if measured or measure_single:
-                if single not in self.executables:
-                    with self.step(f"capture {single}"):
-                        self._capture(single, kind, schedule_by(self.variants[kind], "single", None, 1), None)
-                if search and kind != "none" and single in self.executables:
-                    # Kernels that are wrong must not displace plans of others.
-                    with self.step("check equality"):
-                        checks += self._check()
-                if single not in self.executables or (kind != "none" and self._wrong(single)):
+            with self._or_left_out(kind, kind):
+                if not self._made(kind):
                     continue
-                # Replays of a training step train: what is judged later starts from where this one did.
-                with self.step("measure calls"), state_kept(self.recorded):
-                    self.observed[kind] = observe(self.device, self.variants[kind], self.executables[single])
-            if kind in baseline:
-                continue
-            with self.step("schedule"):
-                planned |= {name: (kind, plan) for name, plan in self._planned(kind, search, measure_single).items()}
+                single = _named(kind, "single")
+                if measured or measure_single:
+                    if single not in self.executables:
+                        with self.step(f"capture {single}"):
+                            self._capture(single, kind, schedule_by(self.variants[kind], "single", None, 1), None)
+                    if search and kind != "none" and single in self.executables:
+                        # Kernels that are wrong must not displace plans of others.
+                        with self.step("check equality"):
+                            checks += self._check()
+                    if single not in self.executables or (kind != "none" and self._wrong(single)):
+                        continue
+                    # Replays of a training step train: what is judged later starts from where this one did.
+                    with self.step("measure calls"), state_kept(self.recorded):
+                        self.observed[kind] = observe(self.device, self.variants[kind], self.executables[single])
+                if kind in baseline:
+                    continue
+                with self.step("schedule"):
+                    found = self._planned(kind, search, measure_single)
+                    planned |= {name: (kind, plan) for name, plan in found.items()}
         for name, (fused, schedule) in self._promising(planned).items():
             single = _named(fused, "single")
             if len(self.executables) > 1 and search and self._spent(0.8, self.candidates[single].capture_s):
@@ -356,28 +362,54 @@ class _Tuning:
         expected_s = _compile_s(self.recorded) if kind == "inductor" else 0.0
         left_s = self.options.budget_s - (start - self.began)
         if self.options.fuse == "auto" and expected_s > left_s:
-            note = (
+            self._leave_out(
+                kind,
+                kind,
                 f"not {'compiled' if kind == 'inductor' else 'rewritten'}: about {expected_s:.0f} s expected, "
-                f"{max(left_s, 0):.0f} s left of budget_s={self.options.budget_s:g}"
+                f"{max(left_s, 0):.0f} s left of budget_s={self.options.budget_s:g}",
             )
-        else:
-            try:
-                self.variants[kind] = fuse(
-                    self.device,
-                    self.recorded,
-                    kind,
-                    measure=self.options.tune != "off",
-                    thorough=self.options.tune == "full",
-                    step=self.step,
-                )
-            except (CaptureError, DeviceError) as error:
-                note = f"left out: {error.what}" + (f" ({error.where})" if error.where else "")
+            return False
+        try:
+            self.variants[kind] = fuse(
+                self.device,
+                self.recorded,
+                kind,
+                measure=self.options.tune != "off",
+                thorough=self.options.tune == "full",
+                step=self.step,
+            )
+        finally:
+            self.fuse_s[kind] = time.perf_counter() - start
+        return True
+
+    @contextmanager
+    def _or_left_out(self, name: str, kind: str, *, optional: bool = False) -> Iterator[None]:
+        """What goes wrong inside leaves out a candidate, or all of one kind of kernels, with the reason.
+
+        Not so with eager's own, for which nothing else could run, unless this one is ``optional`` and there is too
+        little memory for it; and under ``strict`` only what kernels may meet is no error.
+        """
+        try:
+            yield
+        except Exception as error:
+            if kind == "none":
+                expected = optional and isinstance(error, DeviceError)
             else:
-                self.fuse_s[kind] = time.perf_counter() - start
-                return True
-        self.candidates[kind] = Candidate(kind, 0, 0, fuse=kind, fuse_s=time.perf_counter() - start, note=note)
-        self.notes.append(f"{kind}: {note}")
-        return False
+                expected = not self.options.strict or isinstance(error, (CaptureError, DeviceError))
+            if not expected:
+                raise
+            self._leave_out(name, kind, f"left out: {_reason(error)}")
+
+    def _leave_out(self, name: str, kind: str, note: str) -> None:
+        """Close ``name``, or what runs such kernels if it is the name of a kind, and say why."""
+        tried = [one for one, made in self.candidates.items() if name in (one, made.fuse)]
+        for one in tried:
+            if one in self.executables:
+                self.executables.pop(one).close()
+            self.candidates[one] = replace(self.candidates[one], note=note)
+        if not tried:
+            self.candidates[name] = Candidate(name, 0, 0, fuse=kind, fuse_s=self.fuse_s.get(kind, 0.0), note=note)
+        self.notes.append(f"{name}: {note}")
 
     def _planned(self, kind: str, search: bool, measure_single: bool) -> dict[str, Schedule]:
         """Schedules to capture, the most promising first."""
@@ -452,19 +484,13 @@ class _Tuning:
     ) -> None:
         start = time.perf_counter()
         schedule = replace(schedule, policy=name)
-        try:
+        if name not in self.candidates:
+            self._note(name, kind, schedule)
+        with self._or_left_out(name, kind, optional=optional):  # out of memory, most often
             executable = capture(
                 self.device, self.variants[kind], schedule, memory_limit=self.options.memory_limit, costs=costs
             )
-        except NimbleError as error:  # out of memory, most often: what is known without it is still of use
-            if kind == "none" and not (optional and isinstance(error, DeviceError)):
-                raise
-            self.notes.append(f"{name} was left out: {error.what}")
-            if name not in self.candidates:
-                self._note(name, kind, schedule)
-            self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
-            return
-        self._add(name, kind, executable, start)
+            self._add(name, kind, executable, start)
 
     def _add(self, name: str, kind: str, executable: Executable, start: float) -> None:
         self.executables[name] = executable
@@ -489,17 +515,10 @@ class _Tuning:
         checks = []
         for name in unchecked:
             kind = self.candidates[name].fuse
-            try:
+            with self._or_left_out(name, kind):
                 check = self.judge.judged(name, self.variants[kind], self.executables[name])
-            except DeviceError as error:
-                if kind == "none":
-                    raise
-                self.executables.pop(name).close()
-                self.notes.append(f"{name} was left out: {error.what}")
-                self.candidates[name] = replace(self.candidates[name], note=f"left out: {error.what}")
-                continue
-            checks.append(check)
-            self.candidates[name] = replace(self.candidates[name], check=check, note=check.reason)
+                checks.append(check)
+                self.candidates[name] = replace(self.candidates[name], check=check, note=check.reason)
         return tuple(checks)
 
     def _time(self, executables: Mapping[str, Executable]) -> None:
@@ -580,6 +599,13 @@ class _Tuning:
         for name in list(self.executables):
             if name not in kept:
                 self.executables.pop(name).close()
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, and where; of one that nobody raised on purpose also its type."""
+    if isinstance(error, NimbleError):
+        return error.what + (f" ({error.where})" if error.where else "")
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _named(kind: str, policy: str) -> str:

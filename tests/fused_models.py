@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MODELS", "Attention", "Residual", "Tower", "made"]
+import nimble_core.fusing as fusing
+
+__all__ = ["MODELS", "Attention", "Residual", "Tower", "compiler_broken", "made", "mistaken"]
 
 
 class Residual(nn.Module):
@@ -89,3 +93,31 @@ def made(name: str) -> tuple[Callable[..., Any], Callable[[], torch.Tensor]]:
                     norm.bias.uniform_(-0.5, 0.5)
         model.eval()
     return model, draw
+
+
+def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewrite that takes every ReLU for another function."""
+    real = fusing.affine_norms
+
+    def wrong(module: Any) -> int:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.relu.default:
+                node.target = torch.ops.aten.leaky_relu.default
+        return real(module)
+
+    monkeypatch.setattr(fusing, "affine_norms", wrong)
+
+
+@contextmanager
+def compiler_broken() -> Iterator[None]:
+    """Inside, no kernel compiles, but for those that this process has compiled before."""
+    import torch._inductor.cpp_builder as builder
+    import torch._inductor.runtime.triton_heuristics as heuristics
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("PassManager::run failed\nand more about it")
+
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heuristics.CachingAutotuner, "precompile", fail)
+        patch.setattr(builder.CppBuilder, "build", fail)
+        yield

@@ -924,7 +924,8 @@ def test_training_and_evaluation_in_turn(on: Place) -> None:
             optimizer.zero_grad()
             loss_of(found, model.train(), inputs, targets).backward()
             optimizer.step()
-        with torch.no_grad(), pytest.warns(NimbleWarning, match="not prepared in evaluation mode"):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NimbleWarning)
             out = net.eval()(inputs)
         with torch.no_grad():
             assert_values(out, eager.eval()(inputs), rtol=on.exact)
@@ -938,6 +939,23 @@ def test_training_and_evaluation_in_turn(on: Place) -> None:
     net.train()
     assert net(inputs).requires_grad
     net.close()
+
+
+def test_evaluating_in_eager_is_said_once() -> None:
+    """Whatever Python's own filter has forgotten: it does so in each ``catch_warnings``, and at each new line."""
+    x = torch.randn(6, 8)
+    nets = [pair(perceptron(), x)[0] for _ in range(2)]
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for net in nets:
+                net.eval()(x)
+                net.eval()(x)
+                net.train()(x)
+    said = [str(one.message) for one in caught]
+    assert said == ["not prepared in evaluation mode: runs in eager"] * len(nets)
+    for net in nets:
+        net.close()
 
 
 def test_without_gradients_the_forward_still_trains_statistics() -> None:
@@ -1253,6 +1271,74 @@ def test_frozen_between_forward_and_backward() -> None:
         layer(model, 0).weight.requires_grad_(False)
         loss.backward()
     assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+MOVES: dict[str, Callable[[nn.Module], None]] = {
+    "part of another type": lambda model: layer(model, 4).double(),
+    "all of another type": lambda model: model.double(),
+    "another shape": lambda model: setattr(layer(model, 4).weight, "data", torch.zeros(4, 17)),
+}
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_moved_between_forward_and_backward_is_refused_and_adds_nothing(move: str, accumulated: bool) -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    loss = net(torch.randn(6, 8)).sin().sum()
+    if accumulated:
+        loss.backward()
+        loss = net(torch.randn(6, 8)).sin().sum()
+    MOVES[move](net._model)
+    before = copy.deepcopy([one.grad for one in net.parameters()])
+    with pytest.raises(InputError, match=r"\d\.\w+ was float32 \[.* in the forward, and is float") as error:
+        loss.backward()
+    assert error.value.fix
+    for one, was in zip(net.parameters(), before, strict=True):
+        assert (one.grad is None) == (was is None)
+        assert was is None or torch.equal(one.grad, was)
+    net.close()
+
+
+def test_other_memory_of_the_same_kind_between_forward_and_backward() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    for model in (net, eager):
+        loss = model(x).sin().sum()
+        weight = layer(model, 0).weight
+        weight.data = weight.detach().clone()
+        loss.backward()
+    assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
+
+
+@pytest.mark.parametrize("way", ["grad", "jacobian", "vmap"])
+def test_gradients_in_a_batch_are_refused_and_one_by_one_they_are_eagers(way: str) -> None:
+    x = torch.randn(6, 8, requires_grad=True)
+    net, eager = pair(perceptron(), x)
+    each = torch.eye(4).unsqueeze(1).expand(4, 6, 4).contiguous()
+    out = net(x)
+
+    def batched() -> None:
+        if way == "grad":
+            torch.autograd.grad(out, list(net.parameters()), each, is_grads_batched=True)
+        elif way == "jacobian":
+            torch.autograd.functional.jacobian(net, x, vectorize=True)
+        else:
+            torch.func.vmap(lambda one: torch.autograd.grad(out, x, one))(each)
+
+    with pytest.raises(InputError, match="in a batch") as error:
+        batched()
+    assert "one backward after the other" in error.value.fix
+    if way == "jacobian":
+        jacobian = torch.autograd.functional.jacobian
+        torch.testing.assert_close(jacobian(net, x), jacobian(eager, x))
+    else:
+        mine, theirs = (
+            [torch.autograd.grad(made, [x, *model.parameters()], one, retain_graph=True) for one in each]
+            for model, made in ((net, out), (eager, eager(x)))
+        )
+        torch.testing.assert_close(mine, theirs)
     net.close()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import Attention, Residual, Tower, made
+from fused_models import Attention, Residual, Tower, compiler_broken, made, mistaken
 from torch import nn
 
 from nimble_core import CaptureError, Nimble, Options, TrainStep
@@ -275,6 +275,53 @@ def test_a_plan_makes_the_same_kernels_again(fuse: str, tmp_path: Path) -> None:
     torch.testing.assert_close(second(x), first(x))
 
 
+# -- what is not right, or cannot be made ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("fuse", ["library", "inductor", "auto"])
+def test_kernels_that_compute_something_else_are_left_out(
+    fuse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
+    mistaken(monkeypatch)
+    model, draw = made("residual")
+    model = model.cuda()
+    net = Nimble(model, Options(fuse=fuse, budget_s=200.0)).prepare(draw().cuda())
+    assert fused(net) == "none"
+    for kind in ("library", "inductor") if fuse == "auto" else (fuse,):
+        assert any(note.startswith(f"{kind}: left out: outputs differ") for note in engine(net).notes)
+        wrong = [one for one in engine(net).candidates if one.fuse == kind]
+        assert wrong
+        assert all(one.check and one.check.differs for one in wrong)
+    for _ in range(3):
+        x = draw().cuda()
+        torch.testing.assert_close(net(x), model(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("fuse", "scale"), [("inductor", 2.345), ("auto", 3.456)])
+def test_a_kernel_that_does_not_compile_is_left_out(
+    fuse: str, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x * scale + 1).sigmoid() * x).softmax(-1)
+
+    with compiler_broken():
+        net = Nimble(model, Options(fuse=fuse, budget_s=200.0)).prepare(torch.randn(6, 7, device="cuda"))
+    assert fused(net) in ("none", "library")
+    (note,) = [note for note in engine(net).notes if note.startswith("inductor: ")]
+    assert "PassManager::run failed" in note
+    (left,) = [one for one in engine(net).candidates if one.fuse == "inductor"]
+    assert left.note in note
+    for _ in range(3):
+        x = torch.randn(6, 7, device="cuda")
+        torch.testing.assert_close(net(x), model(x))
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -418,10 +465,77 @@ def test_a_triton_kernel_is_a_call_with_its_reads_and_writes(name: str, read: in
     assert len({ref.storage for ref in call.writes}) == written, "only what the kernel's code writes"
     assert len({ref.storage for ref in call.reads}) in (read, read + (name != "add_in_place"))
     assert call.origins
+    assert all(origin.file.endswith("test_fusing_cuda.py") for origin in call.origins), "the line that launches"
     assert engine(net).schedule.streams > 1, "the calls beside it run beside it"
     for _ in range(5):
         y = torch.randn(64, device="cuda")
         assert torch.equal(net(y), model(y))
+
+
+def reaching_elsewhere(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A model with a Triton kernel that writes memory which is none of its tensor arguments'."""
+    pytest.importorskip("triton")
+    import triton_kernels_for_tests as kernels
+    from torch.library import triton_op, wrap_triton
+
+    kept = torch.zeros(64, device="cuda")
+    table = torch.tensor([kept.data_ptr()], device="cuda")
+
+    def double_to(y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(y)
+        kernels.double_to[(1,)](y, out.data_ptr(), y.numel(), BLOCK=64)
+        return out
+
+    def double_through(y: torch.Tensor) -> torch.Tensor:
+        kernels.double_through[(1,)](y, table, y.numel(), BLOCK=64)
+        return kept
+
+    def double_of_pair(y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(y)
+        kernels.double_of_pair[(1,)]((y, out), y.numel(), BLOCK=64)
+        return out
+
+    if not hasattr(torch.ops.nimble_triton_tests, "doubled_to"):
+
+        @triton_op("nimble_triton_tests::doubled_to", mutates_args={})
+        def doubled_to(y: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(y)
+            wrap_triton(kernels.double_to)[(1,)](y, out.data_ptr(), y.numel(), BLOCK=64)
+            return out
+
+    run: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "double_to": double_to,
+        "double_through": double_through,
+        "double_of_pair": double_of_pair,
+        "doubled_to": torch.ops.nimble_triton_tests.doubled_to,
+    }
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y, z = x + 1, x * 5
+        for _ in range(3):
+            z = z.tanh() + x
+        return (run[name](y) - 1) * z
+
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fuse", [*KINDS, "auto"])
+@pytest.mark.parametrize("name", ["double_to", "double_through", "double_of_pair", "doubled_to"])
+def test_a_triton_kernel_that_may_reach_other_memory_is_noticed_and_never_raced(name: str, fuse: str) -> None:
+    model = reaching_elsewhere(name)
+    x = torch.randn(64, device="cuda")
+    net = Nimble(model, Options(fuse=fuse, policy="nimble", budget_s=1.0)).prepare(x)
+    kernel = "double_to" if name == "doubled_to" else name
+    (note,) = [note for note in engine(net).notes if "captured as a whole" in note]
+    assert f"{kernel} in the model at " in note
+    assert "test_fusing_cuda.py" in note
+    assert engine(net).schedule.streams == 1
+    for _ in range(200):
+        y = torch.randn(64, device="cuda")
+        assert torch.equal(net(y), model(y))
+    with pytest.raises(CaptureError, match=f"{kernel} in the model at "):
+        Nimble(model, Options(fuse=fuse, strict=True)).prepare(x)
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from nimble_core import Nimble, Options
 from nimble_core.devices.fake import FakeDevice
-from nimble_core.launchers import _SEEN, Launch, Relaunch, kernel_roles, launches_seen
+from nimble_core.errors import CaptureError
+from nimble_core.launchers import _SEEN, Launch, Relaunch, kernel_roles, launches_seen, reaches_elsewhere
 from nimble_core.pipeline import Stopwatch, check_inputs, record_static
 from nimble_core.recording import Issuer, Recording, issuing
 
@@ -283,10 +284,12 @@ def test_a_window_is_found_wherever_the_replay_has_the_memory(policy: str) -> No
 class InductorKernel:
     """As Inductor's CachingAutotuner is called by the code it generates."""
 
-    def __init__(self, name: str, arg_names: list[str], mutated: list[str]) -> None:
+    def __init__(self, name: str, arg_names: list[str], mutated: list[str], code: str = "") -> None:
         self.fn = SimpleNamespace(arg_names=arg_names, __name__=name)
         self.inductor_meta = {"kernel_name": name}
         self.mutated_arg_names = mutated
+        self.custom_kernel = bool(code)
+        self.compile_results = [SimpleNamespace(kernel=SimpleNamespace(asm={"ttir": code}))]
         self.runs: list[tuple[Any, ...]] = []
 
     def run(self, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> str:
@@ -297,17 +300,21 @@ class InductorKernel:
 class UserKernel:
     """As Triton's JITFunction is launched by ``kernel[grid](...)``."""
 
-    def __init__(self, name: str, arg_names: list[str]) -> None:
+    def __init__(self, name: str, arg_names: list[str], code: str = "", does: Callable[..., Any] | None = None) -> None:
         self.fn = SimpleNamespace(__name__=name)
         self.arg_names = arg_names
+        self.compiled = SimpleNamespace(asm={"ttir": code})
+        self.does = does
         self.runs: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> str:
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         self.runs.append((args, grid, warmup, kwargs))
-        return "ran"
+        if self.does is not None:
+            self.does(*args)
+        return self.compiled
 
 
 @pytest.fixture
@@ -382,6 +389,130 @@ def test_triton_launches_elsewhere_are_left_alone() -> None:
     launch()
     assert not doing.seen
     assert len(kernel.runs) == len(inductors.runs) == 3
+
+
+# -- kernels that reach other memory than that of their tensors --------------------------------------------------------
+
+DOUBLE = """\
+module {
+  tt.func public @double(%source: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("source"(#loc)), %target: !tt.ptr<f32> \
+loc("target"(#loc)), %count: i32 loc("count"(#loc))) attributes {noinline = false} {
+    %2 = tt.splat %target : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>>
+    %4 = tt.splat %source : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>>
+    %6 = tt.extern_elementwise %4 {libname = "", libpath = "", pure = true, symbol = "__nv_asinf"} : (tensor<64xf32>)
+    tt.store %3, %6, %1 : tensor<64x!tt.ptr<f32>>
+"""
+BY_ADDRESS = """\
+module {
+  tt.func public @by_address(%source: !tt.ptr<f32> loc("source"(#loc)), %address: i64 loc("address"(#loc))) {
+    %target = tt.int_to_ptr %address : i64 -> !tt.ptr<f32> loc(#loc7)
+    %2 = tt.splat %target : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>>
+"""
+BY_TABLE = """\
+  tt.func public @by_table(%source: !tt.ptr<f32> loc("source"(#loc)), %table: !tt.ptr<i64> loc("table"(#loc))) {
+    %target = tt.load %table : !tt.ptr<i64>
+    %target_0 = tt.int_to_ptr %target : i64 -> !tt.ptr<f32>
+"""
+BY_ASSEMBLY = """\
+  tt.func public @by_assembly(%source: !tt.ptr<f32> loc("source"(#loc)), %address: i64 loc("address"(#loc))) {
+    %v_4 = tt.elementwise_inline_asm "ld.global.f32 $0, [$1];" {constraints = "=f,l", pure = false} %v_3
+"""
+BY_DESCRIPTOR = """\
+  tt.func public @load(%d: !tt.tensordesc<tensor<64xf32>> loc("d"(#loc)), %d_0: i32, %d_1: i64, %out: !tt.ptr<f32>) {
+    %2 = tt.descriptor_load %d[%c0_i32] : !tt.tensordesc<tensor<64xf32>> -> tensor<64xf32>
+"""
+DESCRIPTOR_OF_A_TENSOR = """\
+  tt.func public @load(%source: !tt.ptr<f32> loc("source"(#loc)), %out: !tt.ptr<f32> loc("out"(#loc))) {
+    %d_1 = tt.make_tensor_descriptor %source, [%d], [%d_0] : <f32>, <tensor<64xf32>>
+    %2 = tt.descriptor_load %d_1[%c0_i32] : !tt.tensordesc<tensor<64xf32>> -> tensor<64xf32>
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "tensors", "elsewhere"),
+    [
+        (DOUBLE, 2, False),
+        (DESCRIPTOR_OF_A_TENSOR, 2, False),
+        (BY_ADDRESS, 1, True),
+        (BY_TABLE, 2, True),
+        (BY_ASSEMBLY, 1, True),
+        (BY_DESCRIPTOR, 1, True),
+        (DOUBLE, 0, True),  # both in a tuple
+        ("", 2, True),
+    ],
+)
+def test_whether_a_kernel_may_reach_other_memory_shows_in_its_code(code: str, tensors: int, elsewhere: bool) -> None:
+    assert reaches_elsewhere(code, tensors) is elsewhere
+
+
+@pytest.mark.usefixtures("triton")
+def test_kernels_that_may_reach_other_memory_are_told_of() -> None:
+    x, told, launching = torch.ones(4), list[str](), Doing()
+    kernels = [
+        UserKernel("double", ["source", "target"], DOUBLE),
+        UserKernel("by_address", ["source", "address"], BY_ADDRESS),
+        UserKernel("no_code", ["source"]),
+    ]
+    inductors = [
+        InductorKernel("triton_poi_0", ["in_ptr0", "out_ptr0"], []),
+        InductorKernel("double_0", ["in_ptr0", "out_ptr0"], [], DOUBLE),
+        InductorKernel("by_table_0", ["in_ptr0", "out_ptr0"], [], BY_TABLE),
+    ]
+    for apart in (launching.apart, lambda: True):  # launched by the model, or by an operator
+        told.clear()
+        with launches_seen(launching, apart, told.append), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
+            for kernel in kernels:
+                kernel[(1,)](x, *[x if kernel.fn.__name__ == "double" else x.data_ptr()])
+            for one in inductors:
+                one.run(x, x, stream=3)
+            kernels[1].run(x, 7, grid=(1,), warmup=True)
+            thread = threading.Thread(target=lambda: kernels[1][(1,)](x, 7))
+            thread.start()
+            thread.join()
+        assert told == ["by_address", "no_code", "by_table_0"]
+    roles = {launch.name: launch.roles for launch in launching.seen}
+    assert roles["triton_poi_0"] == {"in_ptr0": (True, False), "out_ptr0": (False, True)}
+    assert roles["double_0"] == {}, "what a user calls an argument says nothing"
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_with_such_a_kernel_is_not_taken_apart(inside: bool) -> None:
+    """On the host, with a kernel that writes where a number says."""
+    memory: dict[int, torch.Tensor] = {}
+
+    def write(source: torch.Tensor, address: int) -> None:
+        memory[address].copy_(source * 2)
+
+    kernel = UserKernel("by_address", ["source", "address"], BY_ADDRESS, does=write)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        memory[out.data_ptr()] = out
+        kernel[(1,)](x, out.data_ptr())
+        return out
+
+    run = doubled
+    if inside:
+        library = torch.library.Library("nimble_address_tests", "DEF")
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", doubled, "CPU")
+        run = torch.ops.nimble_address_tests.doubled
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y, z = x + 1, x * 5
+        return (run(y) - 1) * z
+
+    x = torch.randn(8)
+    expected = (2 * (x + 1) - 1) * (x * 5)
+    with pytest.warns(UserWarning, match=r"by_address in the model at .*test_launchers\.py:\d+, which may reach other"):
+        net = Nimble(model, Options(policy="nimble", tune="off")).prepare(x)
+    for _ in range(3):
+        torch.testing.assert_close(net(x), expected)
+    with pytest.raises(CaptureError, match="by_address in the model"):
+        Nimble(model, Options(strict=True)).prepare(x)
 
 
 # -- operators written in C++ ---------------------------------------------------------------------------------------

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import logging
+import queue
+import random
 import sys
+import threading
 import warnings
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,8 +25,10 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from nimble_core.errors import InputError
+from nimble_core.errors import InputError, NimbleError
 from nimble_core.optimizers import CapturedOptimizer
+from nimble_core.options import Options
+from nimble_core.training import TrainStep
 
 SHAPES = ((4, 3), (5,), (2, 3, 2, 2), ())
 
@@ -268,7 +278,7 @@ def optimizers(draw: st.DrawFn) -> tuple[type[optim.Optimizer], dict[str, Any]]:
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=4).filter(
         lambda marks: any(used and trained for used, trained in marks)
     ),
-    st.lists(st.sampled_from(["replay", "eager", "rate", "load", "reset"]), min_size=1, max_size=10),
+    st.lists(st.sampled_from(["replay", "eager", "rate", "load", "reset", "refresh"]), min_size=1, max_size=10),
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60)
@@ -298,6 +308,10 @@ def test_any_mix_of_steps_frozen_and_unused_parameters_follows_eager(
         if action == "reset":
             for one in (mine, other):
                 one.state.clear()
+        if action == "refresh":
+            before = everything(mine)
+            captured.refresh()
+            assert everything(mine) == before
         if action == "eager" or captured.fresh:
             eager(mine, full)
         else:
@@ -501,6 +515,7 @@ def test_construction_and_update_change_values_alone(kind: type[optim.Optimizer]
     members(mine)[1].grad = torch.ones(5)
     before = everything(mine)
     captured = CapturedOptimizer(mine, "cpu")
+    captured.refresh()
     captured.sync()
     assert everything(mine) == before
     flags = [dict(group) for group in mine.param_groups]
@@ -583,8 +598,9 @@ def test_sync_refuses_what_a_replay_would_miss_and_changes_nothing(
     change(mine)
     before = everything(mine)
     ours = [(tensor._version, tensor.tolist()) for _, _, tensor in captured.named_state()]
-    with pytest.raises(InputError, match=message):
-        captured.sync()
+    for follow in (captured.sync, captured.refresh):
+        with pytest.raises(InputError, match=message):
+            follow()
     assert everything(mine) == before
     assert [(tensor._version, tensor.tolist()) for _, _, tensor in captured.named_state()] == ours
     assert captured.rates[0].item() == pytest.approx(1e-3)
@@ -765,6 +781,244 @@ def test_what_cannot_be_captured_is_refused_and_left_as_it_is(make: Callable[[An
         assert everything(optimizer) == before
 
 
+@dataclass
+class Clock:
+    """Counts in an attribute."""
+
+    now: int = 0
+    seen: list[int] = field(default_factory=list)
+
+    def tick(self) -> None:
+        self.now += 1
+
+
+@dataclass(slots=True)
+class Slotted(Clock):
+    """Counts in a slot."""
+
+
+class Lagging:
+    """Counts where the class has the first number; equal to nothing."""
+
+    now = 0
+
+    def tick(self) -> None:
+        self.now += 1
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not to be compared")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"Lagging({vars(self)})"
+
+
+class Keeping(optim.SGD):
+    """SGD that keeps something of its own, and does with it what a test says."""
+
+    shared: list[int] = [0]  # noqa: RUF012  # changed in place, as users do
+    _count = 0
+
+    def __init__(self, these: Any, kept: Any = None, change: Callable[[Any], Any] = lambda one: None) -> None:
+        super().__init__(these, lr=0.1, momentum=0.9)
+        self._kept, self._change, self._method = kept, change, self.advance
+
+    def advance(self) -> None:
+        self._count += 1
+
+    def step(self, closure: Any = None) -> Any:
+        self._change(self)
+        return super().step(closure)
+
+
+def increase(held: Any, key: Any = 0) -> None:
+    held[key] += 1
+
+
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "private number": (lambda: 0, lambda one: setattr(one, "_kept", one._kept + 1)),
+    "number of the class": (lambda: None, lambda one: setattr(one, "_count", one._count + 1)),
+    "list": (lambda: [0], lambda one: increase(one._kept)),
+    "list of the class": (lambda: None, lambda one: increase(one.shared)),
+    "list in a dict in a tuple": (lambda: ({"k": [0]},), lambda one: increase(one._kept[0]["k"])),
+    "growing list": (list, lambda one: one._kept.append(0.0)),
+    "deque": (lambda: deque([1.0, 2.0], 2), lambda one: one._kept.append(3.0)),
+    "set": (set, lambda one: one._kept.add(len(one._kept))),
+    "defaultdict": (lambda: defaultdict(int), lambda one: increase(one._kept, "k")),
+    "each parameter's number": (dict, lambda one: [one._kept.setdefault(each, 1) for each in members(one)]),
+    "object": (Clock, lambda one: one._kept.tick()),
+    "object in a list": (lambda: [Clock()], lambda one: one._kept[0].tick()),
+    "list of an object": (Clock, lambda one: one._kept.seen.append(1)),
+    "slot": (Slotted, lambda one: one._kept.tick()),
+    "object without an equal": (Lagging, lambda one: one._kept.tick()),
+    "bound method": (lambda: None, lambda one: one._method()),
+    "array": (lambda: np.zeros(1), lambda one: increase(one._kept)),
+    "generator of numbers": (lambda: random.Random(1), lambda one: one._kept.random()),
+    "numpy's generator": (lambda: np.random.default_rng(1), lambda one: one._kept.random()),
+    "new tensor": (lambda: None, lambda one: setattr(one, "_kept", torch.zeros(()))),
+    "number in a group": (lambda: None, lambda one: increase(one.param_groups[0].setdefault("step", [0]))),
+    "number in the state": (lambda: None, lambda one: one.state["all"].setdefault("k", 1)),
+}
+
+
+@pytest.mark.parametrize("which", COUNTERS)
+def test_what_a_step_changes_on_the_host_is_refused_and_stays(which: str) -> None:
+    make, change = COUNTERS[which]
+    mine = Keeping(parameters(), make(), change)
+    if which == "number in a group":
+        mine.param_groups[0]["step"] = [0]
+
+    def kept() -> Any:
+        own = mine._kept.bit_generator.state if which.startswith("numpy") else mine._kept
+        own = own.getstate() if isinstance(own, random.Random) else own
+        return repr((own, mine._count, mine.shared, mine.param_groups[0].get("step"), dict(mine.state)))
+
+    before, contents = everything(mine), kept()
+    with pytest.raises(InputError, match=r"Keeping changes .* on the host in each step"):
+        CapturedOptimizer(mine, "cpu")
+    assert everything(mine) == before
+    assert kept() == contents
+    mine.step()  # it is one that counts
+    assert kept() != contents
+
+
+UNSET = object()
+LOG = logging.getLogger("an optimizer")
+
+
+def log(one: Any) -> None:
+    one._kept["log"].debug("a step")
+    one._kept["log"].isEnabledFor(len(one._kept))
+
+
+def sentinel(one: Any) -> None:
+    assert one._kept is UNSET
+
+
+def looks_up(one: Any) -> None:
+    assert members(one)[0] not in one._kept
+    assert not one._kept["no such entry"]
+
+
+STEADY: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "nothing": (lambda: None, lambda one: None),
+    "not a number": (lambda: [float("nan"), np.float64("nan")], lambda one: setattr(one, "_kept", [*one._kept])),
+    "an equal list anew": (lambda: [1, (2.0, "x")], lambda one: setattr(one, "_kept", [1, (2.0, "x")])),
+    "an equal object anew": (Lagging, lambda one: setattr(one, "_kept", Lagging())),
+    "sentinel": (lambda: UNSET, sentinel),
+    "read of a defaultdict": (lambda: defaultdict(list), looks_up),
+    "warm cache": (lambda: {"betas": (0.9, 0.99)}, lambda one: one._kept.setdefault("betas", (0.9, 0.99))),
+    "scratch": (list, lambda one: (one._kept.append(1), one._kept.clear())),
+    "logger": (lambda: {"log": LOG, "adapter": logging.LoggerAdapter(LOG)}, log),
+    "weak references": (lambda: [weakref.ref(LOG), weakref.WeakSet([LOG])], lambda one: one._kept[0]()),
+    "lock": (threading.Lock, lambda one: one._kept.acquire() and one._kept.release()),
+    "queue": (lambda: queue.Queue(1), lambda one: (one._kept.put(1), one._kept.get())),
+    "module and operator": (lambda: [torch.nn.Linear(2, 2), torch.ops.aten.add.Tensor], lambda one: list(one._kept)),
+    "tensor that is read": (lambda: {"scale": torch.ones(())}, lambda one: one._kept["scale"] * 2),
+    "cycle": (Clock, lambda one: setattr(one._kept, "owner", one)),
+}
+
+
+@pytest.mark.parametrize("which", STEADY)
+def test_what_a_step_leaves_as_it_was_is_no_change(which: str) -> None:
+    make, change = STEADY[which]
+    mine, other = (Keeping(parameters(), make(), change) for _ in range(2))
+    if which == "cycle":
+        mine._kept.owner = mine
+    before = everything(mine)
+    captured = CapturedOptimizer(mine, "cpu")
+    assert everything(mine) == before
+    recorded = Recorded(captured)
+    for step in range(4):
+        recorded.step(gradients_of(members(mine), step))
+        eager(other, gradients_of(members(other), step))
+    assert_same(mine, other)
+
+
+def test_a_scheduler_inside_the_optimizer_is_refused_where_it_steps() -> None:
+    mine = Keeping(parameters())
+    mine.schedule = optim.lr_scheduler.StepLR(mine, 1)
+    CapturedOptimizer(mine, "cpu")
+    mine._change = lambda one: one.schedule.step()
+    before = everything(mine), dict(vars(mine.schedule))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about the order of steps
+        with pytest.raises(InputError, match=r"Keeping changes .* on the host"):
+            CapturedOptimizer(mine, "cpu")
+    assert (everything(mine), vars(mine.schedule)) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda these: [one.detach().clone() for one in these], lambda one: one._kept[0].add_(1)),
+        (lambda these: torch.zeros(()), lambda one: one._kept.add_(1)),
+        (list, lambda one: [each.data.add_(1) for each in one._kept]),
+        (lambda these: torch.nn.BatchNorm1d(2), lambda one: one._kept.running_mean.add_(1)),
+    ],
+    ids=["copies of parameters", "number on the device", "the parameters", "a buffer"],
+)
+def test_tensors_that_are_written_beside_the_state_are_refused_and_stay(make: Any, change: Any) -> None:
+    these = parameters()
+    mine = Keeping(these, make(these), change)
+    before, values = everything(mine), copy.deepcopy(mine._kept)
+    with pytest.raises(InputError, match=r"writes a tensor that it keeps beside its state.*\n.*test_optimizers.py"):
+        CapturedOptimizer(mine, "cpu")
+    assert everything(mine) == before
+    if isinstance(values, torch.nn.Module):
+        mine._kept, values = mine._kept.running_mean, values.running_mean
+    torch.testing.assert_close(mine._kept, values, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_steps_another_one_is_refused_before_that_steps() -> None:
+    these = parameters()
+    mine = Keeping(these, [optim.SGD(these, lr=0.1)], lambda one: one._kept[0].step())
+    for one, gradient in zip(these, gradients_of(these, 0), strict=True):
+        one.grad = gradient
+    before = everything(mine), [one.detach().clone() for one in these]
+    with pytest.raises(InputError, match="keeps another one, a SGD"):
+        CapturedOptimizer(mine, "cpu")
+    assert everything(mine) == before[0]
+    torch.testing.assert_close(list(these), before[1], rtol=0, atol=0)
+
+
+FORMS: list[dict[str, bool]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}]
+SCHEDULES: list[Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]] = [
+    lambda one: optim.lr_scheduler.StepLR(one, 2),
+    lambda one: optim.lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch),
+    lambda one: optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9, cycle_momentum=False),
+    lambda one: optim.lr_scheduler.SequentialLR(
+        one,
+        [optim.lr_scheduler.LinearLR(one, total_iters=2), optim.lr_scheduler.CosineAnnealingLR(one, 5)],
+        milestones=[2],
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(f"{key}={value}" for key, value in form.items()))
+@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, _ in CASES), ids=lambda kind: kind.__name__)
+def test_no_form_of_torchs_optimizers_is_taken_for_one_that_changes(
+    kind: type[optim.Optimizer], form: dict[str, bool]
+) -> None:
+    if not form.keys() <= kind([torch.zeros(1)]).defaults.keys():
+        pytest.skip(f"{kind.__name__} has no such form")
+    for schedule in SCHEDULES:
+        mine, other = twins(kind, {"lr": 0.01, **form})
+        schedules = [schedule(one) for one in (mine, other)]
+        recorded = Recorded(CapturedOptimizer(mine, "cpu"))
+        if form.get("capturable"):
+            continue  # torch lets it step on accelerators alone
+        for step in range(4):
+            recorded.step(gradients_of(members(mine), step))
+            eager(other, gradients_of(members(other), step))
+            for each in schedules:
+                each.step()
+        assert_same(mine, other)
+        CapturedOptimizer(mine, "cpu")  # in the midst of training
+
+
 def test_an_optimizer_of_the_users_own_that_is_pure() -> None:
     mine, other = Adapting(parameters()), Adapting(parameters())
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
@@ -833,6 +1087,150 @@ def test_state_of_old_checkpoints_with_counters_that_are_numbers() -> None:
         recorded.step(gradients_of(members(mine), step))
         eager(other, gradients_of(members(other), step))
     assert_same(mine, other)
+
+
+# -- a preparation leaves the optimizer as it is -----------------------------------------------------------------------
+
+QUICK = Options(tune="off", policy="single")
+
+
+def kept_by(optimizer: optim.Optimizer) -> Any:
+    """Each tensor of the state, and where and what it is; parameters and hyperparameters."""
+    entries = [(id(entry), key, value) for entry in optimizer.state.values() for key, value in entry.items()]
+    settings = [{**group, "params": [one.tolist() for one in group["params"]]} for group in optimizer.param_groups]
+    return [(at, key, id(one), one.dtype, one.device, one.tolist()) for at, key, one in entries], settings
+
+
+def problem(
+    device: str = "cpu", kind: type[optim.Optimizer] = optim.AdamW, steps: int = 2, **options: Any
+) -> tuple[torch.nn.Module, optim.Optimizer]:
+    """A model and an optimizer that has made ``steps`` eager steps; the same each time."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    with torch.no_grad():
+        for seed, one in enumerate(model.parameters()):
+            one.copy_(parameters([tuple(one.shape)], seed)[0])
+    model.to(device)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    for step in range(steps):
+        eagerly(model, optimizer, *batch(step, device))
+    return model, optimizer
+
+
+def batch(step: int, device: str = "cpu", size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(size, 8, generator=generator), torch.randint(3, (size,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def eagerly(model: torch.nn.Module, optimizer: optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_counters_elsewhere(optimizer: optim.Optimizer) -> None:
+    """As default Adam has them on CUDA: in a form that a replay cannot write."""
+    for entry in optimizer.state.values():
+        entry["step"] = entry["step"].double()
+
+
+def fails(output: torch.Tensor, target: torch.Tensor) -> float:
+    return output.sum().item()
+
+
+def fails_late(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Recorded, but not the same on other inputs: the update was recorded too."""
+    loss = torch.nn.functional.cross_entropy(output, target)
+    return loss * 2 if output[0, 0] > 0 else loss
+
+
+cross_entropy = torch.nn.functional.cross_entropy
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, fails, fails_late])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_prepare_leaves_the_state_as_it_is_after_an_error_too(loss_fn: Any, elsewhere: bool) -> None:
+    model, mine = problem()
+    schedule = optim.lr_scheduler.StepLR(mine, 1)
+    if elsewhere:
+        with_counters_elsewhere(mine)
+    before = (everything(mine), kept_by(mine))
+    step = TrainStep(model, loss_fn, mine, options=QUICK)
+    for _ in range(2):
+        with nullcontext() if loss_fn is cross_entropy else pytest.raises(NimbleError):
+            step.prepare(*batch(0))
+        assert (everything(mine), kept_by(mine)) == before
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        schedule.step()  # no step was taken yet
+
+
+ACTIONS = ["prepare", "other shape", "step", "eager", "load", "save", "rate"]
+
+
+@given(st.booleans(), st.sampled_from([0, 2]), st.lists(st.sampled_from(ACTIONS), max_size=7))
+@settings(max_examples=25)
+def test_whatever_happens_between_preparations_and_steps_training_is_eagers(
+    elsewhere: bool, steps: int, actions: list[str]
+) -> None:
+    model, mine = problem(steps=steps)
+    peer, other = problem(steps=steps)
+    if elsewhere:
+        with_counters_elsewhere(mine)
+    first = copy.deepcopy(mine.state_dict())
+    step = TrainStep(model, cross_entropy, mine, options=QUICK)
+    saved: list[tuple[Any, Any]] = []
+    for number, action in enumerate(["prepare", *actions, "step", "step"]):
+        before = (everything(mine), kept_by(mine))
+        if action in ("prepare", "other shape"):
+            step.prepare(*batch(number, size=6 if action == "prepare" else 5))
+            assert (everything(mine), kept_by(mine)) == before
+        if action == "step":
+            step(*batch(number))
+            eagerly(peer, other, *batch(number))
+        if action == "eager":
+            for one in ((model, mine), (peer, other)):
+                eagerly(*one, *batch(number))
+        if action == "load":
+            for one in (mine, other):
+                one.load_state_dict(copy.deepcopy(first))
+        if action == "rate":
+            for one in (mine, other):
+                one.param_groups[0]["lr"] *= 0.5
+        if action == "save":
+            saved.append((copy.deepcopy(mine.state_dict()), copy.deepcopy(other.state_dict())))
+    step.close()
+    assert_same(mine, other)
+    for one, peers in saved:
+        for position, entry in one["state"].items():
+            for key, value in entry.items():
+                expected = peers["state"][position][key]
+                torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_the_first_step_puts_counters_where_replays_write_them() -> None:
+    model, mine = problem()
+    with_counters_elsewhere(mine)
+    theirs = [entry["step"] for entry in mine.state.values()]
+    step = TrainStep(model, cross_entropy, mine, options=QUICK).prepare(*batch(2))
+    kept = mine.state_dict()
+    step(*batch(2))
+    assert [entry["step"].dtype for entry in mine.state.values()] == [torch.float32] * 4
+    assert [entry["step"].item() for entry in mine.state.values()] == [3.0] * 4
+    assert [one.item() for one in theirs] == [2.0] * 4
+    assert [entry["step"].item() for entry in kept["state"].values()] == [3.0] * 4  # not copied: as in eager
+
+
+def test_state_made_in_eager_before_prepare_is_taken_over_not_copied() -> None:
+    model, mine = problem(steps=0)
+    step = TrainStep(model, cross_entropy, mine, options=QUICK)
+    eagerly(model, mine, *batch(0))
+    before = everything(mine)
+    step.prepare(*batch(0))
+    assert everything(mine) == before
+    held = {id(value) for entry in mine.state.values() for value in entry.values()}
+    step(*batch(0))
+    assert {id(value) for entry in mine.state.values() for value in entry.values()} == held
 
 
 # -- captured in CUDA graphs -------------------------------------------------------------------------------------------
@@ -921,3 +1319,38 @@ def test_rates_on_the_device_are_followed_without_waiting() -> None:
     with no_wait():
         captured.sync()
     assert captured.rates[0].item() == 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.NAdam, optim.SGD])
+def test_prepare_leaves_counters_on_the_host_until_the_first_step(kind: type[optim.Optimizer]) -> None:
+    options = {"momentum": 0.9} if kind is optim.SGD else {}
+    model, mine = problem("cuda", kind, **options)
+    peer, other = problem("cuda", kind, **options)
+    counters = [entry["step"] for entry in mine.state.values() if "step" in entry]
+    assert len(counters) == (0 if kind is optim.SGD else 4)
+    assert all(one.device.type == "cpu" for one in counters)  # neither fused nor capturable
+    torch.cuda.synchronize()
+    before = kept_by(mine)
+    for bad in (fails, fails_late):
+        with pytest.raises(NimbleError):
+            TrainStep(model, bad, mine, options=QUICK).prepare(*batch(2, "cuda"))
+        assert kept_by(mine) == before
+    step = TrainStep(model, cross_entropy, mine, options=QUICK).prepare(*batch(2, "cuda"))
+    assert kept_by(mine) == before
+    step.prepare(*batch(2, "cuda", size=5))
+    assert kept_by(mine) == before
+    resumed = copy.deepcopy(mine.state_dict())
+    for number in range(2, 6):
+        if number == 4:
+            mine.load_state_dict(resumed)
+            other.load_state_dict(copy.deepcopy(resumed))
+        step(*batch(number, "cuda", size=6 - number % 2))
+        eagerly(peer, other, *batch(number, "cuda", size=6 - number % 2))
+    assert all(value.is_cuda for entry in mine.state.values() for value in entry.values())
+    assert_same(mine, other)
+    step.close()
+    for number in range(6, 8):  # eager goes on with what replays have left
+        eagerly(model, mine, *batch(number, "cuda"))
+        eagerly(peer, other, *batch(number, "cuda"))
+    assert_same(mine, other)

@@ -300,6 +300,58 @@ def test_what_is_written_through_numpy_is_put_back() -> None:
     assert torch.equal(x, torch.ones(3))
 
 
+class Counting(nn.Module):
+    """Writes a buffer, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("count", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("count").add_(1.0)
+        return self.linear(x) * self.count
+
+
+PREPARES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "inference": lambda model, x: Nimble(model, Options(tune="off")).prepare(x),
+    "in place of the model": lambda model, x: Nimble(model, Options(tune="off")).prepare(x, training=True),
+    "measured": lambda model, x: Nimble(model, Options(budget_s=0.2)).prepare(x, training=True),
+    "step": lambda model, x: TrainStep(
+        model, torch.sum, torch.optim.Rprop(model.parameters()), options=Options(tune="off")
+    ).prepare(x),
+}
+
+
+@pytest.mark.parametrize("way", PREPARES)
+def test_a_backward_of_eager_that_reads_what_the_forward_writes_may_come_after_preparing(way: str) -> None:
+    model, x = Counting(), torch.randn(3, 8)
+    weight = torch.randn(4, requires_grad=True)
+    pending = (model.count * weight).sum()
+    before = [one._version for one in (*model.parameters(), *model.buffers(), x)]
+    net = PREPARES[way](model, x)
+    assert [one._version for one in (*model.parameters(), *model.buffers(), x)] == before
+    pending.backward()
+    assert torch.equal(weight.grad, torch.ones(4))
+    net.close()
+
+
+def test_what_a_run_closes_over_keeps_its_version() -> None:
+    outside, x = torch.ones(3), torch.ones(3)
+    before = [outside._version, x._version]
+    run_preserved(lambda x: x[:2].mul_(outside.view(-1).add_(1.0)[:2]), (x,), {})
+    assert [outside._version, x._version] == before
+    assert torch.equal(outside, x)
+
+
+def test_versions_are_kept_under_a_capture_too() -> None:
+    model = Counting()
+    before = model.count._version
+    with preserved(model, live=False):
+        model.count.zero_()
+    assert model.count._version == before
+
+
 def test_candidates_are_judged_without_giving_weights_other_memory() -> None:
     model = Binary(None)
     x = torch.randn(3)

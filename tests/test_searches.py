@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nimble_core import InputError, Nimble, Options
+from nimble_core import InputError, Nimble, NimbleError, Options, searches
 from nimble_core.searches import Behind, searches_are_answered
 
 OPTIONS = Options(fuse="none", policy="single", tune="off")
@@ -171,6 +172,48 @@ def test_a_hook_that_comes_after_the_forward_is_refused(pair: tuple[Two, Nimble]
     assert net.first.bias.grad is None
     out.backward()
     net.zero_grad()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_parameters_can_be_swapped(closed: bool) -> None:
+    """As ``.to()`` does where modules are set to: torch refuses tensors that have weak references."""
+    model, other = Two(), nn.Parameter(torch.ones(4, 4))
+    net = Nimble(model, OPTIONS).prepare(torch.randn(3, 4), training=True)
+    net(torch.randn(3, 4)).sum().backward()
+    if closed:
+        net.close()
+    weight = model.first.weight
+    torch.utils.swap_tensors(weight, other)
+    assert model.first.weight is weight
+    assert torch.equal(weight, torch.ones(4, 4))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert weight.dtype is torch.float64
+    net.close()
+
+
+def test_what_is_gone_is_expected_no_more() -> None:
+    gc.collect()
+    before = dict(searches._expected)
+    net = Nimble(Two(), OPTIONS).prepare(torch.randn(3, 4), training=True)
+    assert len(searches._expected) == len(before) + 1
+    net.close()
+    del net
+    gc.collect()
+    assert searches._expected == before
+
+
+def test_a_search_behind_what_was_closed_is_no_search_that_finds_nothing() -> None:
+    net = Nimble(Two(), OPTIONS).prepare(torch.randn(3, 4), training=True)
+    loss, weight = net(torch.randn(3, 4)).sum(), net.first.weight
+    net.close()
+    del net
+    gc.collect()
+    with pytest.raises(NimbleError):
+        torch.autograd.grad(loss, [weight], allow_unused=True)
 
 
 def test_reducers_find_all_parameters_in_the_graph(pair: tuple[Two, Nimble], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1137,7 +1137,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any =
         copy.deepcopy(state_of(model, optimizer, scaler)),
         [None if one.grad is None else (id(one.grad), one.grad.clone()) for one in model.parameters()],
         torch.get_rng_state(),
-        [(id(one), one.data_ptr(), one.requires_grad) for one in held],
+        [(id(one), one.data_ptr(), one.requires_grad, one._version) for one in held],
         [(key, value) for group in optimizer.param_groups for key, value in group.items() if key != "params"],
         model.training,
     ]
@@ -2048,6 +2048,99 @@ def test_hooks_of_parameters_that_go_are_noticed() -> None:
         step(x, y)
     step.prepare(x, y)
     step(x, y)
+    step.close()
+
+
+class Summed(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["0.weight", "loss_fn.scale"])
+def test_hooks_of_parameters_that_the_optimizer_lacks_are_refused(name: str, kind: str) -> None:
+    """Eager calls them."""
+    model, loss_fn = perceptron(), Summed()
+    optimizer = OPTIMIZERS["momentum"](model[4].parameters())
+    x, y = vectors()
+    step = TrainStep(model, loss_fn, optimizer, options=QUICK)
+    hooked = {**dict(model.named_parameters()), "loss_fn.scale": loss_fn.scale}[name]
+    handle = getattr(hooked, kind)(lambda *given: None)
+    with pytest.raises(InputError, match=f"{name} has a hook, and is no parameter of the optimizer") as error:
+        step.prepare(x, y)
+    assert "remove the hook" in error.value.fix
+    handle.remove()
+    step.prepare(x, y)
+    step(x, y)
+    handle = getattr(hooked, kind)(lambda *given: None)
+    with pytest.raises(InputError, match="other hooks"):
+        step(x, y)
+    handle.remove()
+    step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_hooks_of_inputs_are_refused(nested: bool) -> None:
+    """Inputs that require a gradient may come; in eager their hooks would be called."""
+
+    def given(hooked: bool) -> Any:
+        x = torch.randn(6, 8, requires_grad=True)
+        if hooked:
+            x.register_hook(lambda gradient: None)
+        return {"input": x} if nested else x
+
+    model, (_, y) = perceptron(), vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK)
+    name = r"inputs\['input'\]" if nested else "inputs"
+    with pytest.raises(InputError, match=f"^{name} has a hook"):
+        step.prepare(given(hooked=True), y)
+    step.prepare(given(hooked=False), y)
+    step(given(hooked=False), y)
+    before = copy.deepcopy(state_of(model))
+    with pytest.raises(InputError, match=f"^{name} has a hook"):
+        step(given(hooked=True), y)
+    assert_same(state_of(model), before)
+    step.close()
+
+
+def test_a_preparation_that_failed_changes_nothing_of_what_is_refused() -> None:
+    model, (x, y) = perceptron(), vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK).prepare(x, y)
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises((InputError, RuntimeError)):
+        step.prepare(torch.randn(6, 9), y)
+    with pytest.raises(InputError, match="other hooks"):
+        step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+@pytest.mark.parametrize("then", [None, torch.bfloat16])
+def test_another_autocast_than_around_the_preparation_is_refused(then: torch.dtype | None, warm: int) -> None:
+    def casting(to: torch.dtype | None) -> torch.autocast:
+        return torch.autocast("cpu", dtype=to or torch.bfloat16, enabled=to is not None)
+
+    model, (x, y) = perceptron(), vectors()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    with casting(then):
+        step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK).prepare(x, y)
+        for _ in range(warm):
+            step(x, y)
+    before = copy.deepcopy(state_of(model, optimizer))
+    with casting(torch.float16 if then else torch.bfloat16), pytest.raises(InputError, match="autocast was") as error:
+        step(x, y)
+    assert "the same torch.autocast" in error.value.fix
+    assert_same(state_of(model, optimizer), before)
+    with casting(then):
+        step(x, y)
+        assert step.outputs.dtype is (then or torch.float32)
     step.close()
 
 

@@ -14,7 +14,7 @@ from models import Wide
 from torch import nn
 
 from nimble_core.devices.fake import FakeDevice
-from nimble_core.errors import CaptureError, DeviceError, InputError
+from nimble_core.errors import CaptureError, DeviceError, InputError, ScheduleError
 from nimble_core.judging import eager_cases
 from nimble_core.memory import serial_peak
 from nimble_core.options import Options
@@ -288,7 +288,7 @@ def test_a_candidate_that_does_not_fit_is_left_out() -> None:
     device = Watched(1000.0, impossible="contention")
     with tuning(device, Options(tune="full")) as tuned:
         assert any("out of memory" in one.note for one in tuned.candidates)
-        assert any("contention was left out" in note for note in tuned.notes)
+        assert any("contention: left out" in note for note in tuned.notes)
     with pytest.raises(DeviceError), tuning(Watched(impossible="single")):
         pass
     device = Watched(impossible="nimble")
@@ -546,7 +546,7 @@ def test_a_choice_that_cannot_be_captured_now_is_made_again() -> None:
         pass
     with tuning(LikeCuda({"library": 0.1}, impossible="library"), options) as tuned:
         assert tuned.recorded.recording.program.fuse == "none"
-        assert any("library, single was left out: out of memory" in note for note in tuned.notes)
+        assert any("library, single: left out: out of memory" in note for note in tuned.notes)
 
 
 @pytest.mark.usefixtures("own_choices")
@@ -581,7 +581,7 @@ def test_kernels_that_do_not_fit_are_left_out(impossible: str) -> None:
         device = LikeCuda(impossible=impossible)
         with tuning(device, Options(fuse=fuse, budget_s=1.0)) as tuned:
             assert tuned.recorded.recording.program.fuse == "none"
-            assert any("library, single was left out: out of memory" in note for note in tuned.notes)
+            assert any("library, single: left out: out of memory" in note for note in tuned.notes)
 
 
 @pytest.mark.usefixtures("own_choices")
@@ -601,3 +601,131 @@ def test_no_budget_at_all() -> None:
         assert tuned.recorded.recording.program.fuse == "none"
     with tuning(LikeCuda(), Options(fuse="library", budget_s=0.0), measure_single=True) as tuned:
         assert tuned.recorded.recording.program.fuse == "library", "what is asked for by name is made whatever it takes"
+
+
+def only_eagers(graph: Any, costs: Any) -> Schedule:
+    """A policy that cannot do with fewer calls than eager makes."""
+    if graph.size < 10:
+        raise ValueError("made for 10 calls\nor more")
+    return replace(POLICIES["nimble"](graph, costs), policy="mine")
+
+
+@pytest.mark.usefixtures("own_choices")
+@pytest.mark.parametrize("fuse", ["auto", "library"])
+@pytest.mark.parametrize("tune", ["off", "fast"])
+def test_kernels_that_a_policy_cannot_plan_are_left_out(fuse: Any, tune: Any) -> None:
+    device = LikeCuda({"library": 0.1})
+    options = Options(fuse=fuse, policy=only_eagers, tune=tune, budget_s=1.0)
+    with tuning(device, options) as tuned:
+        assert tuned.recorded.recording.program.fuse == "none"
+        assert tuned.best.schedule.policy == "mine"
+        if "library" in device.recorded:
+            assert "library: left out: ValueError: made for 10 calls" in tuned.notes
+            left = [one for one in tuned.candidates if one.fuse == "library"]
+            assert left
+            assert all("ValueError" in one.note and not one.measurement for one in left)
+    if "library" in device.recorded:
+        with pytest.raises(ValueError, match="made for 10"), tuning(LikeCuda(), replace(options, strict=True)):
+            pass
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_a_policy_that_cannot_plan_eagers_kernels_is_an_error() -> None:
+    def never(graph: Any, costs: Any) -> Schedule:
+        raise ValueError("not for any")
+
+    for fuse in ("auto", "none", "library"):
+        device = LikeCuda()
+        with pytest.raises(ValueError, match="not for any"):
+            tune(device, recorded(device), Options(fuse=fuse, policy=never, budget_s=1.0), step=Stopwatch())
+        assert not device.open
+
+
+@pytest.mark.parametrize("fuse", ["auto", "library"])
+@pytest.mark.parametrize(
+    ("place", "error", "said", "strict"),
+    [
+        ("fusing.attributed", KeyError("x"), "KeyError: 'x'", True),
+        ("fusing.build_graph", RuntimeError("no graph"), "RuntimeError: no graph", True),
+        ("fusing.lift", InputError("not such a model"), "not such a model", True),
+        ("fusing.lift", ScheduleError("a race"), "a race", True),
+        ("fusing.lift", CaptureError("cannot be issued", where="here"), "cannot be issued (here)", False),
+        ("tuning.observe", DeviceError("the device is gone"), "the device is gone", False),
+        ("tuning.observe", AssertionError("wrong"), "AssertionError: wrong", True),
+    ],
+)
+def test_whatever_goes_wrong_with_other_kernels_leaves_them_out(
+    fuse: Any,
+    place: str,
+    error: Exception,
+    said: str,
+    strict: bool,
+    own_choices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And is raised under ``strict`` where it is no refusal that kernels may meet."""
+    import nimble_core.fusing as fusing
+    import nimble_core.tuning as tuning_
+
+    module, name = {"fusing": fusing, "tuning": tuning_}[place.partition(".")[0]], place.partition(".")[2]
+    real = getattr(module, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        variant = args[1] if name == "observe" else None
+        if isinstance(variant, Recorded) and variant.recording.program.fuse == "none":
+            return real(*args, **kwargs)
+        raise error
+
+    monkeypatch.setattr(module, name, failing)
+    options = Options(fuse=fuse, budget_s=1.0)
+    with tuning(LikeCuda({"library": 0.1}), options) as tuned:
+        assert tuned.recorded.recording.program.fuse == "none"
+        assert f"library: left out: {said}" in tuned.notes
+        assert tuned.best.schedule.streams > 1
+        assert all(one.note == f"left out: {said}" for one in tuned.candidates if one.fuse == "library")
+        assert any(one.fuse == "library" for one in tuned.candidates)
+    for choice in own_choices.iterdir():
+        choice.unlink()
+    device = LikeCuda()
+    found = recorded(device)
+    with state_kept(found):
+        if strict:
+            with pytest.raises(type(error)):
+                tune(device, found, replace(options, strict=True), step=Stopwatch())
+        else:
+            tune(device, found, replace(options, strict=True), step=Stopwatch()).close()
+    assert not device.open
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_whatever_goes_wrong_with_an_earlier_choice_lets_it_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nimble_core.tuning as tuning_
+
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda({"library": 0.1}), options):
+        pass
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(tuning_, "follow", failing)
+    with tuning(LikeCuda({"library": 0.1}), options) as tuned:
+        assert "what an earlier process chose could not be made again: KeyError: 'gone'" in tuned.notes
+        assert tuned.recorded.recording.program.fuse == "library"
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_kernels_that_cannot_be_checked_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nimble_core.judging import Judge
+
+    real = Judge.judged
+
+    def failing(self: Judge, name: str, *args: Any) -> Any:
+        if name.startswith("library"):
+            raise IndexError("no such output")
+        return real(self, name, *args)
+
+    monkeypatch.setattr(Judge, "judged", failing)
+    with tuning(LikeCuda({"library": 0.1}), Options(budget_s=1.0)) as tuned:
+        assert "library, single: left out: IndexError: no such output" in tuned.notes
+        assert tuned.recorded.recording.program.fuse == "none"

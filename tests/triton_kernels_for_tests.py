@@ -19,6 +19,29 @@ def add_in_place(target, source, count, BLOCK: tl.constexpr):
     tl.store(target + at, tl.load(target + at, mask=inside) + tl.load(source + at, mask=inside), mask=inside)
 
 
+@triton.jit
+def double_to(source, address, count, BLOCK: tl.constexpr):
+    """``2 * source`` to where the number ``address`` says."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = address.to(tl.pointer_type(tl.float32))
+    tl.store(target + at, 2 * tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def double_through(source, table, count, BLOCK: tl.constexpr):
+    """``2 * source`` to where the number in ``table`` says."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(table).to(tl.pointer_type(tl.float32))
+    tl.store(target + at, 2 * tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def double_of_pair(pair, count, BLOCK: tl.constexpr):
+    """``pair[1] = 2 * pair[0]``."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(pair[1] + at, 2 * tl.load(pair[0] + at, mask=at < count), mask=at < count)
+
+
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (64, 128)], key=["count"])
 @triton.jit
 def triple(source, target, count, BLOCK: tl.constexpr):
