@@ -12,7 +12,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks import readme
-from benchmarks.inference import BEST, OURS, OVERHEAD, best_peer, equal, selected, speed, summary
+from benchmarks.inference import AUTOTUNE, BEST, OURS, OVERHEAD, best_peer, equal, selected, speed, summary
 from benchmarks.readme import (
     NONE,
     ROOT,
@@ -120,13 +120,15 @@ def sentences(rows: Rows) -> list[str]:
     found = summary({key: dict(row) for key, row in rows.items()})
     said = []
     for batch, over in found["speed over"].items():
-        named = {OVERHEAD: f"`{OVERHEAD}`", BEST: "the best peer", "eager": "eager"}
-        values = [
-            f"{times(over[name]['copies']['value'])} over {text} ({times(over[name]['static']['value'])})"
-            for name, text in named.items()
-            if over[name]["copies"]["rows"]
-        ]
+        named = {OVERHEAD: f"`{OVERHEAD}`", AUTOTUNE: f"`{AUTOTUNE}`", BEST: "the best peer", "eager": "eager"}
+        named = {name: text for name, text in named.items() if name in over}
         count = over["eager"]["copies"]["rows"]
+        values = [
+            f"{times(mean['copies']['value'])} over {text} ({times(mean['static']['value'])})"
+            + (f" on {mean['copies']['rows']}" if mean["copies"]["rows"] < count else "")
+            for name, text in named.items()
+            if (mean := over[name])["copies"]["rows"]
+        ]
         said.append(
             f"**Geometric means**, {batch}, {count} row{'s' * (count > 1)} (with static outputs): {', '.join(values)}."
         )

@@ -731,7 +731,7 @@ def drawn(suite: Suite, path: Path, results: Results) -> str:
     out = path.with_suffix(".svg")
     try:
         importlib.import_module(suite.figure).compare(results, out)
-    except (ImportError, SystemExit) as error:  # no matplotlib; no row that can be drawn
+    except (ImportError, SystemExit, ValueError) as error:  # no matplotlib; no row, or a type, that can be drawn
         return f"not drawn: {error}; later: python -m {suite.figure} {path} {out}"
     return f"drawn: {out}"
 

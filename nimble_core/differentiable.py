@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nimble_core.accumulators import require_no_node_hooks
 from nimble_core.around import Around
 from nimble_core.candidates import EqualityCheck
 from nimble_core.devices.base import Device, Executable
@@ -674,9 +675,10 @@ def make_trainable(
     """Record forward and backward together, cut, tune each; nothing of the model is changed.
 
     Raises:
-        InputError: nothing to differentiate.
+        InputError: nothing to differentiate, or hooks that no replay would call.
         NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
     """
+    require_no_node_hooks(model.named_parameters())
     leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
     whole = ForwardBackward(model, leaves)
     with step("warm-up"):

@@ -144,7 +144,7 @@ def launches_seen(
         on_launch: told of the launch and of the frame that asked for it; what it returns is the launch's result.
         apart: whether the thread is inside an operator, whose launches are its own affair, or is doing a launch.
         on_elsewhere: told by name, while ``apart``, of each Triton kernel of the user's that was launched and may reach
-            other memory than that of the tensors it was given.
+            other memory than that of the tensors it was given; within an operator, that may be what it declares.
     """
     thread = threading.get_ident()
 
@@ -231,6 +231,8 @@ def _outside_triton(frame: FrameType) -> FrameType:
 def _analysed(kernel: Any, named: Mapping[str, Any]) -> dict[str, Role]:
     """Roles from the kernel's intermediate code; none (all tensors read and written) where that fails."""
     tensors = [name for name, value in named.items() if isinstance(value, torch.Tensor)]
+    if any(isinstance(value, (tuple, list)) for value in named.values()):
+        return {}  # torch's analysis trips over tensors inside, and what it does then ends a capture
     try:
         import torch._higher_order_ops.triton_kernel_wrap as analysis
 

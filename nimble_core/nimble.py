@@ -220,6 +220,13 @@ class Nimble(torch.nn.Module):
             CaptureError: a call that cannot be captured.
             DeviceError: out of memory.
         """
+        self.adopt(self.make(args, kwargs, training=training, plan=plan), args, kwargs)
+        return self
+
+    def make(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool = False, plan: Plan | None = None
+    ) -> Engine:
+        """The engine that ``prepare`` would add; the caller's to close, or to have adopted. Raises as ``prepare``."""
         if training and plan is not None:
             raise InputError(
                 "a plan is one schedule; prepare(training=True) makes two, of forward and of backward",
@@ -229,9 +236,11 @@ class Nimble(torch.nn.Module):
         unfused = self._options.fuse == "none" and not training
         with preparing(), collector_paused() if unfused else nullcontext():
             if training:
-                engine = _prepare_training(self._model, args, kwargs, self._options)
-            else:
-                engine = _prepare(self._model, args, kwargs, self._options, plan)
+                return _prepare_training(self._model, args, kwargs, self._options)
+            return _prepare(self._model, args, kwargs, self._options, plan)
+
+    def adopt(self, engine: Engine, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Replay ``engine`` for inputs like these from now on; what was prepared for them before is closed."""
         with self._swapping:
             replaced = [
                 one for one in self._engines if one.mode == engine.mode and one.signature.bind(args, kwargs) is not None
@@ -240,7 +249,6 @@ class Nimble(torch.nn.Module):
             object.__setattr__(self, "_engines", (engine, *kept))
         for one in replaced:
             one.close()
-        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the engine that was prepared for inputs like these.

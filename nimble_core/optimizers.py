@@ -29,6 +29,7 @@ from nimble_core.errors import InputError
 from nimble_core.freshness import same_objects
 from nimble_core.operators import has_memory, storage_address, written_tensors
 from nimble_core.origins import line_inside
+from nimble_core.preserve import random_state_kept
 from nimble_core.strides import with_strides_of
 
 __all__ = ["CapturedOptimizer"]
@@ -153,22 +154,29 @@ class CapturedOptimizer:
         self.rates = tuple(torch.empty((), dtype=kind, device=device) for _ in self._groups)
         self._numbers: list[float | None] = [None] * len(self._groups)
         self._fill(self._changed_rates())
-        self.state = tuple(self._made())
+        with _explained(optimizer):
+            held = _led_to(optimizer)
+        # Trial steps may draw noise; the user's next is as if there had been none.
+        with random_state_kept(device, [one for one in held if isinstance(one, torch.Generator)]):
+            self.state = tuple(self._made(_beside(held)))
         self._used = {position for position, kept in enumerate(self.state) if kept}
         self._updated = False
         # What optimizer.state held when it was last in step with ours: itself, its entries, copies of these.
         self._synced: tuple[Any, list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
-    def _made(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _made(self, beside: Set[int]) -> Iterator[dict[str, torch.Tensor]]:
         """Each parameter's state: the user's tensors where they fit, others with their values where they do not."""
-        tried = set()
-        with _explained(self.optimizer):
-            beside = _beside(self.optimizer)
+        twins: dict[tuple[int, torch.dtype], torch.optim.Optimizer] = {}
         for at, group in enumerate(self._groups):
             for position in group.positions:
                 parameter, layout = self.parameters[position], (at, self.parameters[position].dtype)
-                made = _trial(self.optimizer, group, parameter, beside, None if layout in tried else self.rates[at])
-                tried.add(layout)
+                rate = None if layout in twins else self.rates[at]
+                if rate is not None:
+                    # One for all alike: attributes to copy may be many, and steps have been seen to leave them alone.
+                    with _explained(self.optimizer):
+                        only = {at: {**group.options, "lr": 1.0, "params": [parameter]}}
+                        twins[layout] = _twin(self.optimizer, only, {})
+                made = _trial(self.optimizer, twins[layout], at, group, parameter, beside, rate)
                 _take_over(made, _differing(self.optimizer.state.get(parameter), made, self._places[position]))
                 yield made
 
@@ -268,11 +276,10 @@ class CapturedOptimizer:
         self._updated, self._synced = True, None
 
     def _step_on(self, part: Set[int], **scaling: torch.Tensor | None) -> None:
-        groups = []
-        for group, rate in zip(self._groups, self.rates, strict=True):
+        groups = {}
+        for at, (group, rate) in enumerate(zip(self._groups, self.rates, strict=True)):
             members = [self.parameters[position] for position in group.positions if position in part]
-            if members:
-                groups.append({**group.options, "lr": rate, "params": members})
+            groups[at] = {**group.options, "lr": rate, "params": members}
         state = {self.parameters[position]: dict(self.state[position]) for position in part if self.state[position]}
         _run(_twin(self.optimizer, groups, state, **scaling), self.device)
 
@@ -449,7 +456,7 @@ def _require_capturable(optimizer: Any, device: torch.device) -> None:
         if group.get("differentiable"):
             raise InputError("differentiable=True records the step for autograd", where=_place(at), fix="leave it out")
         for key, value in group.items():
-            if key not in ("params", "lr") and _has_tensor(value):
+            if key != "lr" and key in optimizer.defaults and _has_tensor(value):
                 raise InputError(f"{key} is a tensor, which the step reads back", where=_place(at), fix="give numbers")
         for member, one in enumerate(group["params"]):
             where = f"{_place(at)}['params'][{member}]"
@@ -522,12 +529,14 @@ def _fused_types(optimizer: torch.optim.Optimizer, device: torch.device) -> Set[
 
 def _trial(
     optimizer: torch.optim.Optimizer,
+    twin: torch.optim.Optimizer,
+    at: int,
     group: _Group,
     parameter: torch.Tensor,
     beside: Set[int],
     rate: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """State as a step on a copy of ``parameter`` makes it.
+    """State as a step of ``twin`` on a copy of ``parameter`` makes it.
 
     Given ``rate``, a second step shows whether the optimizer reads the device, or changes on the host. ``beside``: as
     ``_Refusing`` takes it.
@@ -536,16 +545,19 @@ def _trial(
     stand_in.grad = torch.zeros_like(stand_in)
     name, where = _name(optimizer), _step_of(optimizer)
     with _explained(optimizer):
-        twin = _twin(optimizer, [{**group.options, "lr": 1.0, "params": [stand_in]}], {})
+        twin.param_groups[0]["params"][:] = [stand_in]
         with _Refusing(name, beside):
             _run(twin, stand_in.device)
         made = dict(twin.state.get(stand_in, {}))
+        twin.param_groups[0]["params"].clear()  # memory of the device, which the next does not need
+        twin.state.clear()
         for key, value in made.items():
             if not isinstance(value, torch.Tensor):
                 raise InputError(f"{name} keeps {key} on the host, as a {type(value).__name__}", where=where)
         if rate is None:
             return made
-        groups, state = [{**group.options, "lr": rate, "params": [stand_in]}], {stand_in: made} if made else {}
+        groups = {at: {**group.options, "lr": rate, "params": [stand_in]}}
+        state = {stand_in: made} if made else {}
         before, twin = (_twin(optimizer, groups, state) for _ in range(2))
         with _Refusing(name, beside, reads=True):
             _run(twin, stand_in.device)
@@ -620,23 +632,32 @@ def _line() -> str:
 
 def _twin(
     optimizer: torch.optim.Optimizer,
-    groups: list[dict[str, Any]],
+    groups: Mapping[int, dict[str, Any]],
     state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
     **attributes: Any,
 ) -> torch.optim.Optimizer:
     """An optimizer of the same kind for other groups and state; nothing of ``optimizer`` is changed by its steps.
 
     Tensors are shared, and what holds them in ``groups``, ``state`` and attributes is the twin's own.
+
+    Args:
+        optimizer: the user's.
+        groups: what its groups are in the twin, by their position; those without parameters only where attributes lead
+            to them.
+        state: for parameters of these groups.
+        attributes: of the twin, beside those of ``optimizer``.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {}
+    instead = {at: _own(group, memo) for at, group in groups.items()}
     own: dict[str, Any] = {
-        "param_groups": _own(groups, memo),
+        "param_groups": [group for group in instead.values() if group["params"]],
         "state": defaultdict(dict, {parameter: dict(kept) for parameter, kept in state.items()}),
         "_warned_capturable_if_run_uncaptured": True,
         "_need_device_dtype_check_for_fused": False,  # the form was chosen by devices and types
     }
     memo |= {id(optimizer): twin, id(optimizer.param_groups): own["param_groups"], id(optimizer.state): own["state"]}
+    memo |= {id(optimizer.param_groups[at]): group for at, group in instead.items()}
     vars(twin).update(_inherited(optimizer, memo) | own | attributes)
     return twin
 
@@ -680,13 +701,9 @@ def _inherited(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> dict[s
 
     Hooks are left alone: they may lead anywhere, and no step calls those of checkpoints.
     """
-    held = {
-        key: value
-        for kind in reversed(type(optimizer).__mro__)
-        if kind.__module__.partition(".")[0] != "torch"
-        for key, value in vars(kind).items()
-        if isinstance(value, _CONTAINERS) and not key.startswith("__")
-    }
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    shown = {key: value for kind in reversed(kinds) for key, value in vars(kind).items() if not key.startswith("__")}
+    held = {key: value for key, value in shown.items() if isinstance(value, _CONTAINERS)}
     return {
         key: value if key.startswith("_optimizer_") else _own(value, memo)
         for key, value in (held | vars(optimizer)).items()
@@ -694,13 +711,18 @@ def _inherited(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> dict[s
     }
 
 
-def _beside(optimizer: torch.optim.Optimizer) -> Set[int]:
-    """Where the tensors lie that its attributes lead to."""
+def _led_to(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What its attributes lead to, copies where a twin has its own."""
     memo: dict[int, Any] = {id(one): one for one in (optimizer, optimizer.param_groups, optimizer.state)}
     _inherited(optimizer, memo)
-    modules = [one for one in memo.values() if isinstance(one, torch.nn.Module)]
+    return list(memo.values())
+
+
+def _beside(held: Iterable[Any]) -> Set[int]:
+    """Where the tensors lie among these."""
+    modules = [one for one in held if isinstance(one, torch.nn.Module)]
     inside = chain.from_iterable((*one.parameters(), *one.buffers()) for one in modules)
-    tensors = chain((one for one in memo.values() if isinstance(one, torch.Tensor)), inside)
+    tensors = chain((one for one in held if isinstance(one, torch.Tensor)), inside)
     return {storage_address(one) for one in tensors if has_memory(one)}
 
 
@@ -732,11 +754,15 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
         if not all(map(is_, items, value)):
             made = tuple.__new__(type(value), items)
     elif isinstance(value, MethodType):
-        made = MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
+        made = MethodType(value.__func__, _own(value.__self__, memo))
     elif _is_plain(value):
         memo[id(value)] = made = object.__new__(type(value))
+        table = getattr(made, "__dict__", {})
         for name, one in _attributes(value).items():
-            object.__setattr__(made, name, _own(one, memo))
+            if name in getattr(value, "__dict__", ()):
+                table[name] = _own(one, memo)  # past properties of the same name, whose setters may do more
+            else:
+                object.__setattr__(made, name, _own(one, memo))
     elif _package(value) in _COPIED_WHOLE:
         made = deepcopy(value)
     memo[id(value)] = made

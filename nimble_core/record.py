@@ -36,7 +36,7 @@ from nimble_core.allocations import Ask, Window
 from nimble_core.collector import collector_paused
 from nimble_core.errors import CaptureError
 from nimble_core.exports import exports_seen, host_copies_seen
-from nimble_core.launchers import Launch, launches_seen, relative_window
+from nimble_core.launchers import Launch, Relaunch, launches_seen, relative_window
 from nimble_core.operators import (
     TOLD_BY_VALUE,
     Shown,
@@ -653,8 +653,9 @@ class _Recorder(TorchDispatchMode):
             self.counter.begin(self._label)
         try:
             result = func(*args, **kwargs)
-            if self._elsewhere:
-                self._notice_elsewhere(frame)
+            elsewhere, self._elsewhere = self._elsewhere, ""
+            if elsewhere and isinstance(func, Relaunch):  # what an operator launches, its schema declares
+                self._notice_elsewhere(elsewhere, frame)
             return result
         except RuntimeError as error:
             if self.stand_in and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
@@ -990,12 +991,11 @@ class _Recorder(TorchDispatchMode):
                     else "convert it with .to_dense() in the model, or leave that part out of the prepared module",
                 )
 
-    def _notice_elsewhere(self, frame: FrameType) -> None:
+    def _notice_elsewhere(self, kernel: str, frame: FrameType) -> None:
         """Count a kernel whose reads and writes cannot be known as one that was not seen."""
-        where = self._where(self._elsewhere, frame)
+        where = self._where(kernel, frame)
         self._unseen_where = self._unseen_where or f"{where}, which may reach other memory than its tensors'"
         self._unseen += 1
-        self._elsewhere = ""
 
     def _notice_unseen(self, frame: FrameType | None) -> None:
         assert self.counter

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nimble_core.accumulators import require_no_node_hooks
 from nimble_core.around import Around, require_training_mode
 from nimble_core.differentiable import autocast_name, autocast_type
 from nimble_core.errors import DeviceError, InputError
@@ -425,12 +426,18 @@ class TrainStep:
         require_training_mode(self.model)
         self._captured.refresh()
         seen = _settings(self.scaler), self._hooks_now(), self._casts_now()
-        updating = self._turns[-1]
-        self._prepare(updating, inputs, targets, plan)  # first: a plan that does not fit replaces nothing
-        for turn in self._nets:
-            if turn != updating:
-                self._prepare(turn, inputs, targets)
-        self._scaling, self._hooks, self._casts = seen  # not before: after an error the old ones hold
+        require_no_node_hooks(self._steps[self._turns[-1]].named_parameters())
+        made: list[tuple[Turn, Engine]] = []
+        try:
+            for turn in sorted(self._nets, key=self._turns.index, reverse=True):  # the plan is that of the last
+                made.append((turn, self._make(turn, inputs, targets, None if made else plan)))
+        except BaseException:  # what was prepared before still holds, all of it
+            for _, engine in made:
+                engine.close()
+            raise
+        for turn, engine in made:
+            self._nets[turn].adopt(engine, (inputs, targets), {})
+        self._scaling, self._hooks, self._casts = seen
         return self
 
     def _hooks_now(self) -> _Hooks:
@@ -442,9 +449,10 @@ class TrainStep:
         """What forward and loss are cast to: the step's own type, or that of the autocast around it."""
         return self._autocast or autocast_type(self._device)
 
-    def _prepare(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> None:
-        net = self._nets[turn].prepare(inputs, targets, plan=plan)
-        self._present[id(net.engines[0])] = self._steps[turn].present
+    def _make(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> Engine:
+        engine = self._nets[turn].make((inputs, targets), {}, plan=plan)
+        self._present[id(engine)] = self._steps[turn].present
+        return engine
 
     def __call__(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train one step; returns its loss, a 0-dim tensor that belongs to the caller. Asynchronous on CUDA.
@@ -479,7 +487,7 @@ class TrainStep:
         answered = engine is not None or self.options.on_new_shape != "error"
         eagerly = answered and step.updates and self._captured.fresh
         if engine is None and self.options.on_new_shape == "prepare" and not eagerly:
-            self._prepare(turn, inputs, targets)
+            self._nets[turn].adopt(self._make(turn, inputs, targets), (inputs, targets), {})
             engine, tensors = net.bind((inputs, targets), {})
         waiting = frozenset[str]() if turn in ("only", "first") else self._waiting
         present = frozenset[str]() if engine is None else self._present[id(engine)]

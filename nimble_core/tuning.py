@@ -37,7 +37,7 @@ Step = Callable[[str], AbstractContextManager[Any]]
 _POLICIES = ("contention", "nimble", "critical_path", "opara", "torchsched")
 """In the order of promise where simulation cannot tell: it knows neither launch priorities nor issue order."""
 _CAPS = (2, 3, 4, 6, 8)
-_TAKEN = ("single", "eager", "whole", "library", "inductor")
+_TAKEN = ("single", "eager", "whole", "none", "library", "inductor")
 """Names in reports that a policy of the user's cannot have."""
 _CAPTURED = {"cuda": 3}
 """Candidates beside one stream that ``tune="fast"`` captures: the first two policies above and the most promising of
@@ -278,7 +278,7 @@ class _Tuning:
                     if search and kind != "none" and single in self.executables:
                         # Kernels that are wrong must not displace plans of others.
                         with self.step("check equality"):
-                            checks += self._check()
+                            checks += self._check(kind)
                     if single not in self.executables or (kind != "none" and self._wrong(single)):
                         continue
                     # Replays of a training step train: what is judged later starts from where this one did.
@@ -323,8 +323,10 @@ class _Tuning:
             try:
                 with self.step(f"capture {name}"):
                     executable = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
-            except NimbleError as error:
-                left_out = error.what
+            except Exception as error:
+                if not isinstance(error, NimbleError) and (kind == "none" or self.options.strict):
+                    raise
+                left_out = _reason(error)
                 continue
             self._add(name, kind, executable, start)
             break
@@ -505,18 +507,19 @@ class _Tuning:
         budget_s = self.options.budget_s
         return time.perf_counter() - self.began > share * budget_s and more_s > _NEGLIGIBLE * budget_s
 
-    def _check(self) -> tuple[EqualityCheck, ...]:
-        """Judge those that were not judged yet; other kernels than eager's that fail are left out."""
-        unchecked = [name for name in self.executables if self.candidates[name].check is None]
+    def _check(self, kind: str = "") -> tuple[EqualityCheck, ...]:
+        """Judge those (of one kind of kernels) that were not judged yet; others than eager's that fail are left out."""
+        candidates = {name: self.candidates[name] for name in self.executables}
+        unchecked = [name for name, one in candidates.items() if one.check is None and kind in ("", one.fuse)]
         fused = any(self.candidates[name].fuse != "none" for name in unchecked)
         if not unchecked:
             return ()
         self.judge.expect(fused=fused)
         checks = []
         for name in unchecked:
-            kind = self.candidates[name].fuse
-            with self._or_left_out(name, kind):
-                check = self.judge.judged(name, self.variants[kind], self.executables[name])
+            fused_by = self.candidates[name].fuse
+            with self._or_left_out(name, fused_by):
+                check = self.judge.judged(name, self.variants[fused_by], self.executables[name])
                 checks.append(check)
                 self.candidates[name] = replace(self.candidates[name], check=check, note=check.reason)
         return tuple(checks)
@@ -605,7 +608,7 @@ def _reason(error: Exception) -> str:
     """What an error says, and where; of one that nobody raised on purpose also its type."""
     if isinstance(error, NimbleError):
         return error.what + (f" ({error.where})" if error.where else "")
-    return f"{type(error).__name__}: {first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 def _named(kind: str, policy: str) -> str:

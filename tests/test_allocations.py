@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.allocations import Ask, Event, Window, asks_of
+from nimble_core.devices import cuda
 
 
 def test_what_a_call_frees_and_keeps() -> None:
@@ -58,3 +65,39 @@ def test_every_allocation_is_found_once(data: st.DataObject, calls: list[list[tu
             last = place == len(requests) - 1
             assert ask.freed_before == (None if kept or last else place + 1)
         first += len(requests)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_the_users_label_counts_for_no_call_and_is_put_back(
+    error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label, events = "0", []  # the label that the first call gets, too
+
+    def labelled(now: str) -> None:
+        nonlocal label
+        label = now
+
+    def allocated(address: int) -> None:
+        events.append({"addr": address, "size": 8, "action": "alloc", "stream": 1, "user_metadata": label})
+
+    for name, replacement in {
+        "_cuda_isHistoryEnabled": lambda: False,
+        "_cuda_getMemoryMetadata": lambda: label,
+        "_cuda_setMemoryMetadata": labelled,
+        "_cuda_clearCublasWorkspaces": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch._C, name, replacement, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [events]})
+    stream: Any = SimpleNamespace(cuda_stream=1, device=torch.device("cuda", 0))
+    probe: Any = SimpleNamespace(nodes=lambda: 0)
+    with pytest.raises(error) if error else nullcontext(), cuda._allocations_traced(stream) as trace:
+        counter = cuda._Counter(probe, stream.device, trace)
+        allocated(64)  # before the first call
+        counter.begin("0")
+        allocated(128)
+        if error:
+            raise error
+        counter.end()
+        assert counter.asks([Window("0", {128: 3})]) == ((Ask(8, 3),),)
+    assert label == "0"

@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import optim
+from torch.optim.swa_utils import SWALR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -854,6 +855,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "slot": (Slotted, lambda one: one._kept.tick()),
     "object without an equal": (Lagging, lambda one: one._kept.tick()),
     "bound method": (lambda: None, lambda one: one._method()),
+    "object of a bound method": (lambda: Clock().tick, lambda one: one._kept()),
     "array": (lambda: np.zeros(1), lambda one: increase(one._kept)),
     "generator of numbers": (lambda: random.Random(1), lambda one: one._kept.random()),
     "numpy's generator": (lambda: np.random.default_rng(1), lambda one: one._kept.random()),
@@ -872,7 +874,7 @@ def test_what_a_step_changes_on_the_host_is_refused_and_stays(which: str) -> Non
 
     def kept() -> Any:
         own = mine._kept.bit_generator.state if which.startswith("numpy") else mine._kept
-        own = own.getstate() if isinstance(own, random.Random) else own
+        own = own.getstate() if isinstance(own, random.Random) else getattr(own, "__self__", own)
         return repr((own, mine._count, mine.shared, mine.param_groups[0].get("step"), dict(mine.state)))
 
     before, contents = everything(mine), kept()
@@ -935,6 +937,91 @@ def test_what_a_step_leaves_as_it_was_is_no_change(which: str) -> None:
         recorded.step(gradients_of(members(mine), step))
         eager(other, gradients_of(members(other), step))
     assert_same(mine, other)
+
+
+class Base(optim.SGD):
+    factors: Sequence[float] = [1.0]  # as users write it
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for one in members(self):
+            one.sub_(self.factors[0] * self.main["lr"] * one.grad)
+
+    def __init__(self, these: Any) -> None:
+        super().__init__(these, lr=0.1)
+        self.main = self.param_groups[0]
+
+
+class Derived(Base):
+    factors = (2.0,)
+
+
+@pytest.mark.parametrize("kind", [Base, Derived])
+def test_twins_see_the_class_attributes_and_groups_that_the_optimizer_sees(kind: Any) -> None:
+    mine, other = (kind([{"params": [one]} for one in parameters()]) for _ in range(2))
+    recorded = Recorded(CapturedOptimizer(mine, "cpu"))
+    for step in range(3):
+        for one in (mine, other):
+            one.param_groups[0]["lr"] = 0.1 / (step + 1)
+        recorded.step(gradients_of(members(mine), step))
+        eager(other, gradients_of(members(other), step))
+    assert_same(mine, other)
+
+
+class Guarded:
+    """Keeps a value in its dictionary, behind properties that tell of what is set."""
+
+    told: list[Any] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        vars(self).update(fixed=1, told_of=1)
+
+    fixed = property(lambda self: vars(self)["fixed"])
+    told_of = property(lambda self: vars(self)["told_of"], lambda self, value: self.told.append(value))
+
+
+def test_copies_of_objects_set_no_properties() -> None:
+    CapturedOptimizer(Keeping(parameters(), Guarded(), lambda one: one._kept.fixed + one._kept.told_of), "cpu")
+    assert not Guarded.told
+
+
+def test_trial_steps_that_draw_leave_random_states_alone() -> None:
+    own = torch.Generator().manual_seed(1)
+    mine = Keeping(parameters(), [own], lambda one: (torch.rand(3), torch.rand(3, generator=own), random.random()))
+    before = torch.get_rng_state(), own.get_state(), random.getstate()
+    CapturedOptimizer(mine, "cpu")
+    torch.testing.assert_close((torch.get_rng_state(), own.get_state()), before[:2], rtol=0, atol=0)
+    assert random.getstate() == before[2]
+
+
+@pytest.mark.parametrize("schedule", [lambda one: optim.lr_scheduler.StepLR(one, 2), lambda one: SWALR(one, 0.01)])
+def test_a_rate_that_is_a_tensor_with_a_scheduler_attached_before(schedule: Any) -> None:
+    mine, other = (optim.Adam(parameters(), lr=torch.tensor(0.1)) for _ in range(2))
+    schedules = [schedule(mine), schedule(other)]
+    recorded = Recorded(CapturedOptimizer(mine, "cpu"))
+    for step in range(5):
+        recorded.step(gradients_of(members(mine), step))
+        eager(other, gradients_of(members(other), step))
+        for one in schedules:
+            one.step()
+    assert_same(mine, other)
+
+
+class Copied(list[int]):
+    copies = 0
+
+    def __copy__(self) -> Copied:
+        Copied.copies += 1
+        return Copied(self)
+
+
+def test_attributes_are_copied_as_often_for_many_parameters_as_for_few() -> None:
+    counts = []
+    for many in (2, 20):
+        Copied.copies = 0
+        CapturedOptimizer(Keeping(parameters([(2,)] * many), Copied()), "cpu")
+        counts.append(Copied.copies)
+    assert counts[0] == counts[1]
 
 
 def test_a_scheduler_inside_the_optimizer_is_refused_where_it_steps() -> None:

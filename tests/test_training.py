@@ -2256,3 +2256,35 @@ def test_a_loss_that_is_a_number_of_python() -> None:
     with pytest.raises(InputError, match="a Python float") as caught:
         step.prepare(torch.randn(2, 3))
     assert ".item()" in caught.value.fix
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_preparation_that_fails_late_replaces_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    model, x, y = perceptron(), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, fused=True) for one in (model, eager)]
+    step = TrainStep(model, F.cross_entropy, optimizers[0], options=QUICK, accumulate=3).prepare(x, y)
+    make, calls = Nimble.make, 0
+
+    def fails(net: Nimble, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise DeviceError("out of memory")
+        return make(net, *args, **kwargs)
+
+    monkeypatch.setattr(Nimble, "make", fails)
+    handle = model[0].weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(DeviceError, match="out of memory"):
+        step.prepare(x, y)
+    handle.remove()
+    for _ in range(2):
+        for _ in range(3):
+            step(x, y)
+            (F.cross_entropy(eager(x), y) / 3).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for one, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one, expected)
+    step.close()

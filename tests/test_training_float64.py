@@ -65,7 +65,8 @@ def test_gradients_and_steps_are_as_near_to_float64_as_eagers(name: str, fuse: s
     lost(found, eager, inputs, targets).backward()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
     net = Nimble(ours, options).prepare(*args, training=True, **kwargs)
-    assert net.engines[0].recorded.recording.program.fuse == fuse
+    if fuse != "library":  # where nothing of the kind is to be done, the kernels are eager's
+        assert net.engines[0].recorded.recording.program.fuse == fuse, net.engines[0].notes
     lost(found, net, inputs, targets).backward()
     allowed = FACTOR * error(gradients(eager), gradients(truth)) + FLOOR[fuse]
     assert error(gradients(ours), gradients(truth)) <= allowed

@@ -652,6 +652,7 @@ def test_a_policy_that_cannot_plan_eagers_kernels_is_an_error() -> None:
         ("fusing.lift", CaptureError("cannot be issued", where="here"), "cannot be issued (here)", False),
         ("tuning.observe", DeviceError("the device is gone"), "the device is gone", False),
         ("tuning.observe", AssertionError("wrong"), "AssertionError: wrong", True),
+        ("tuning.observe", AssertionError(), "AssertionError", True),
     ],
 )
 def test_whatever_goes_wrong_with_other_kernels_leaves_them_out(
@@ -729,3 +730,39 @@ def test_kernels_that_cannot_be_checked_are_left_out(monkeypatch: pytest.MonkeyP
     with tuning(LikeCuda({"library": 0.1}), Options(budget_s=1.0)) as tuned:
         assert "library, single: left out: IndexError: no such output" in tuned.notes
         assert tuned.recorded.recording.program.fuse == "none"
+
+
+@pytest.mark.usefixtures("own_choices")
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_goes_wrong_with_eagers_kernels_is_not_put_down_to_others(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are judged when all is captured, and an error then is one, even if it would not come again."""
+    from nimble_core.judging import Judge
+
+    real, judged = Judge.judged, []
+
+    def failing(self: Judge, name: str, *args: Any) -> Any:
+        judged.append(name)
+        if judged.count("single") == 1 and name == "single":
+            raise IndexError("no such output")
+        return real(self, name, *args)
+
+    monkeypatch.setattr(Judge, "judged", failing)
+    device = LikeCuda({"library": 0.1})
+    with pytest.raises(IndexError), tuning(device, Options(budget_s=1.0, strict=strict)):
+        pass
+    assert judged[0] == "library, single"
+    assert judged.count("single") == 1
+    assert not device.open
+
+
+def test_a_policy_may_have_the_name_of_eagers_kernels() -> None:
+    """Where its plan does not fit, that one is left out, and not all that runs eager's kernels."""
+
+    def none(graph: Any, costs: Any) -> Schedule:
+        return replace(POLICIES["nimble"](graph, costs), policy="none")
+
+    with tuning(Watched(impossible="none"), Options(policy=none), measure_single=True) as tuned:
+        assert [one.note for one in tuned.candidates] == ["", "left out: out of memory"]
+        assert list(tuned.executables) == ["single"]

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from nimble_core import cupti, kineto
+from nimble_core.accumulators import accumulators_renewed
 from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
+from nimble_core.around import Around
 from nimble_core.collector import collector_paused
 from nimble_core.devices.base import Executable, Observation, PlacementError
 from nimble_core.devices.placement import Placer
@@ -115,7 +117,7 @@ class CudaDevice:
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
-        with capturing, random_state_kept(self.device), _errors_explained():
+        with capturing, random_state_kept(self.device), _errors_explained(), accumulators_renewed(_leaves(model)):
             run_until_settled(model, args, kwargs)
             self.synchronize()
 
@@ -131,6 +133,7 @@ class CudaDevice:
     ) -> Recording:
         """Record under a throwaway capture."""
         with (
+            accumulators_renewed(_leaves(model)),
             self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (streams, probe),
             _allocations_traced(streams[0]) if traced else nullcontext() as trace,
         ):
@@ -236,7 +239,7 @@ class CudaDevice:
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
-        with self._capturing(graph, 1), torch.no_grad():
+        with accumulators_renewed(_leaves(model)), self._capturing(graph, 1), torch.no_grad():
             result = model(*args, **kwargs)
         with _errors_explained():
             graph.instantiate()
@@ -746,6 +749,11 @@ class _Counter:
             runtime.cudaThreadExchangeStreamCaptureMode(mode)
 
 
+def _leaves(model: Callable[..., Any]) -> list[torch.Tensor]:
+    """Parameters whose gradients a run of ``model`` makes: of what runs another model's backward as well."""
+    return list(model.parameters()) if isinstance(model, Around) else []
+
+
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(tensor, requires_grad=False)
     return made.copy_(tensor.detach())
@@ -830,6 +838,7 @@ def _allocations_traced(stream: torch.cuda.Stream) -> Iterator[_Trace | None]:
     label = torch._C._cuda_getMemoryMetadata()
     try:
         torch.cuda.memory._record_memory_history(enabled="all", context=None)
+        torch._C._cuda_setMemoryMetadata("")  # the user's could be that of a call
         yield _Trace(stream)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
