@@ -46,10 +46,12 @@ def renew(leaves: Iterable[torch.Tensor]) -> int:
     plain = [one for one in leaves if one.requires_grad and one.is_leaf and type(one) in _PLAIN]
     found = [one for one in plain if _is_held(one) and not has_node_hooks(one)]
     for leaf in found:
-        # torch lets go of the node where a leaf's type changes.
         data = leaf.data
-        other = torch.float64 if data.dtype != torch.float64 else torch.float32
-        leaf.data = torch.empty(0, dtype=other, device=data.device)
+        other = torch.float32 if data.dtype == torch.float64 else torch.float64
+        empty = torch.empty(0, dtype=other, device=data.device)
+        # torch lets go of the node where a leaf's type changes. Python looks neither for signals nor for other threads
+        # between these two lines, so nobody ever finds the leaf empty.
+        leaf.data = empty
         leaf.data = data
     return len(found)
 

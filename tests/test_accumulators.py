@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -35,6 +36,22 @@ def test_graphs_that_are_kept_and_new_ones_add_to_the_same_gradient(dtype: torch
     once = weight.grad.clone()
     fresh.backward()
     torch.testing.assert_close(weight.grad, once * 2)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers on this platform")
+def test_an_interrupt_never_finds_a_leaf_empty() -> None:
+    weight, found = leaf(3), set[tuple[int, torch.dtype]]()
+    kept = [weight.sum()]
+    before = signal.signal(signal.SIGALRM, lambda *_: found.add((len(weight), weight.dtype)))
+    try:
+        for at in range(1000):
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 * (at % 100 + 1))
+            renew([weight])
+            kept[0] = weight.sum()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert found == {(3, torch.float32)}
 
 
 def test_strides_and_hooks_stay() -> None:
