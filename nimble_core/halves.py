@@ -170,6 +170,7 @@ def _part(recording: Recording, steps: Sequence[Step], inputs: Sequence[int], ou
         changed=recording.changed,
         asks=tuple(_renamed(recording.asks[call], number) for call in old) if recording.asks else (),
         refs=refs,
+        unset=recording.unset,
     )
 
 

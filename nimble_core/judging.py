@@ -197,7 +197,8 @@ class _Eager:
         with preserved(model), state_kept(self._recorded), torch.no_grad():
             with nullcontext() if seed is None else perturbed(seed):
                 outputs, self.structure = flatten(model(*args, **kwargs), what="output")
-            return [one.detach().clone() for one in outputs], [one.tensor.clone() for one in self.state]
+            made = _with_nothing_unset(self._recorded, [one.detach().clone() for one in outputs])
+            return made, [one.tensor.clone() for one in self.state]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +231,19 @@ def from_same_state(recorded: Recorded, run: Run) -> Run:
 
     def kept(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with state_kept(recorded):
-            return run(inputs)
+            return _with_nothing_unset(recorded, run(inputs))
 
     return kept
+
+
+def _with_nothing_unset(recorded: Recorded, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, with zeros for those that nothing was written to: what is in their memory is nobody's mistake."""
+    recording = (recorded.eager or recorded).recording
+    found = list(outputs)
+    for at, slot in enumerate(recording.outputs):
+        if slot in recording.unset:
+            found[at] = torch.zeros_like(found[at])
+    return found
 
 
 def _stepped(

@@ -201,6 +201,10 @@ def copies_to_host(
     return device is not None and torch.device(device).type == "cpu"
 
 
+_SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
+"""Names that torch gives results of attention which its backward takes as seeds."""
+
+
 def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of ``func``, which may draw random numbers, does.
 
@@ -213,6 +217,13 @@ def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if any(given.get(name) is False for name in ("train", "training")):
         return False
     return not any(given.get(name, 1.0) == 0.0 for name in ("dropout_p", "dropout"))
+
+
+def seeds_among(func: Any, result: Any) -> list[torch.Tensor]:
+    """Results that keep, for the backward, what a call drew from: of attention, for the masks of its dropout."""
+    values = result if isinstance(result, tuple) else (result,)
+    pairs = zip(func._schema.returns, values, strict=False)
+    return [value for one, value in pairs if one.name in _SEEDS and isinstance(value, torch.Tensor)]
 
 
 def argument_texts(

@@ -47,6 +47,7 @@ from nimble_core.operators import (
     has_memory,
     owned_tensors,
     same_arguments,
+    seeds_among,
     shape_depends_on_data,
     shown_by,
     storage_address,
@@ -337,6 +338,7 @@ class _Recorder(TorchDispatchMode):
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
         self._unseen_where = ""
+        self._unset: set[int] = set()
         self._elsewhere = ""  # what ran last and may reach memory that no argument of it shows
         self._exported: dict[int, _Exported] = {}
         self._names: dict[int, tuple[Role, str]] = {}
@@ -420,6 +422,10 @@ class _Recorder(TorchDispatchMode):
         made = range(known, len(self._storages))
         self._made.update(made)
         fresh = [slot >= 0 and self._storage_of[slot] in made for slot in outputs]
+        if traits.seeded and not draws:
+            self._unset.update(
+                slot for tensor in seeds_among(func, result) if (slot := self._slot_of(tensor)) is not None
+            )
         reached = self._reaches_device(traits, written, list(compress(returned, fresh)))
         if reached:
             call = self._call(func, traits, template, named, reads, written, writes, returned, outputs, frame, draws)
@@ -507,6 +513,7 @@ class _Recorder(TorchDispatchMode):
             unseen=self._unseen,
             unseen_where=self._unseen_where,
             asks=self.counter.asks(self._windows) if self.counter else (),
+            unset=frozenset(self._unset),
             refs=tuple(self._ref_of),
         )
 

@@ -84,6 +84,7 @@ class Recording:
         asks: what each call asks of the device's allocator, its results and what it frees again, such as libraries'
             workspaces; empty where that is not known.
         changed: attributes of the model that the run changed, and which were put back.
+        unset: slots of results that hold whatever was in their memory: seeds of dropout where nothing is dropped.
     """
 
     program: Program
@@ -100,6 +101,7 @@ class Recording:
     changed: tuple[str, ...] = ()
     asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
+    unset: frozenset[int] = frozenset()
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

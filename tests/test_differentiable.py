@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import Nimble, NotStaticError, TrainStep, differentiable
-from nimble_core.devices.host import HostDevice
+from nimble_core.devices.host import HostDevice, HostExecutable
 from nimble_core.differentiable import ForwardBackward
 from nimble_core.errors import InputError, NimbleError, NimbleWarning
 from nimble_core.halves import halve
@@ -1761,3 +1761,56 @@ def test_what_leads_to_positions_stays() -> None:
 def test_nothing_is_lent_where_there_is_no_memory() -> None:
     saved = [torch.ones(3)]
     assert differentiable._lent(None, saved) == (saved, None)
+
+
+def attention_of_seeds(name: str, seed: Callable[[], int]) -> Callable[..., Any]:
+    """An operator that returns a seed for its backward, as attention does, and draws nothing."""
+    tests = torch.library.Library("nimble_seed_tests", "FRAGMENT")
+    given = "Tensor philox_seed, float dropout_p=0.0"
+    tags = (torch.Tag.nondeterministic_seeded,)
+    tests.define(f"{name}(Tensor q, float dropout_p=0.0) -> (Tensor out, Tensor philox_seed)", tags=tags)
+    tests.define(f"{name}_backward(Tensor grad, Tensor q, {given}) -> Tensor")
+    tests.impl(name, lambda q, dropout_p=0.0: (q.sin(), torch.tensor(seed())), "CPU")
+    tests.impl(f"{name}_backward", lambda grad, q, seed, dropout_p=0.0: grad * q.cos(), "CPU")
+    forward = getattr(torch.ops.nimble_seed_tests, name)
+    backward = getattr(torch.ops.nimble_seed_tests, f"{name}_backward")
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], output[1])
+        ctx.dropout = inputs[1]
+
+    torch.library.register_autograd(
+        f"nimble_seed_tests::{name}",
+        lambda ctx, grad, _: (backward(grad, *ctx.saved_tensors, ctx.dropout), None),
+        setup_context=save,
+        lib=tests,
+    )
+    return lambda q, dropout: (forward(q, dropout)[0], tests)[0]  # which lives as long as this
+
+
+def test_seeds_that_nothing_is_dropped_by_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are whatever was in their memory: fused kernels of attention without dropout were left out for that."""
+    replaying, run = [False], HostExecutable.run
+
+    def watched(self: HostExecutable, *args: Any, **kwargs: Any) -> Any:
+        replaying[0] = True
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            replaying[0] = False
+
+    monkeypatch.setattr(HostExecutable, "run", watched)
+    attend = attention_of_seeds("attend", lambda: 1 << 40 if replaying[0] else 0)
+
+    class Attends(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](F.gelu(attend(self[0](x), 0.0)))
+
+    model, x = Attends(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    eager = copy.deepcopy(model)
+    net = Nimble(model, Options(fuse="library", tune="off")).prepare(x, training=True)
+    assert not net.engines[0].notes
+    assert net.engines[0].recorded.recording.program.fuse == "library"
+    net(x).sum().backward()
+    eager(x).sum().backward()
+    assert_same_gradients(model, eager)
