@@ -1,64 +1,73 @@
-"""Autograd's nodes that gather the gradients of leaves (``AccumulateGrad``): their hooks, and new ones for a capture.
+"""Autograd's nodes that gather the gradients of leaves (``AccumulateGrad``): who holds them, and their hooks.
 
 A leaf has one such node for as long as any graph holds it: a loss that a notebook keeps is enough. It belongs to the
-stream on which it was made, and every backward hands its gradients over there. Under capture, that pulls a stream into
-the graph which is none of its own, and CUDA ends the capture (torch issue 137483; torch 2.13 can redirect it, releases
-before cannot).
+stream on which it was made, and every backward hands its gradients over there. Under capture that pulls a stream into
+the graph which is none of its own, and CUDA ends the capture. torch 2.13 can redirect it
+(``torch.autograd.graph.set_override_stale_capture_stream``); before, all there is to do is to say who is in the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from nimble_core.errors import InputError
+from nimble_core.errors import CaptureError, InputError
 
-__all__ = ["accumulators_renewed", "has_node_hooks", "renew", "require_no_node_hooks"]
+__all__ = ["has_node_hooks", "held_by_graphs", "kept_graphs_apart", "require_no_node_hooks"]
 
 _MARK = "nimble_core.accumulators"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
-def accumulators_renewed(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Nodes of earlier graphs are none of those inside, nor the other way round, whatever keeps a graph alive."""
-    leaves = list(leaves)
-    renew(leaves)
+def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Around a capture of a backward: graphs that are kept do not get into it, or are what its error speaks of.
+
+    Args:
+        leaves: whose gradients are captured, by name.
+
+    Raises:
+        CaptureError: the capture failed, and graphs that hold leaves may be why.
+    """
+    held = held_by_graphs(leaves)
+    redirects: Any = getattr(torch._C, "_set_override_stale_capture_stream", None)
+    if held and redirects is not None:
+        before = torch._C._override_stale_capture_stream()
+        redirects(True)
+        try:
+            yield
+        finally:
+            redirects(before)
+        return
     try:
         yield
-    finally:
-        renew(leaves)
+    except (CaptureError, torch.AcceleratorError) as error:
+        if not held:
+            raise
+        raise CaptureError(
+            f"the backward cannot be captured while {held[0]}{_and_more(len(held))} is part of a graph that is kept: "
+            "its gradient would go to the stream of that graph's forward",
+            where=getattr(error, "where", ""),
+            fix="let go of losses and outputs of earlier steps that carry gradients (del loss, or loss = loss.item()), "
+            "and prepare again; torch 2.13 needs none of that",
+        ) from error
 
 
-def renew(leaves: Iterable[torch.Tensor]) -> int:
-    """Let the next graph make nodes of its own; how many leaves had one that is alive.
+def _and_more(count: int) -> str:
+    return f" (and {count - 1} more)" if count > 1 else ""
 
-    Graphs that hold the old node still add to the leaf's ``.grad``; its value, version and hooks stay. Not renewed are
-    nodes with hooks of their own, which would be lost, and none at all where ``torch.distributed`` runs, which has some
-    that Python does not see.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return 0
-    plain = [one for one in leaves if one.requires_grad and one.is_leaf and type(one) in _PLAIN]
-    found = [one for one in plain if _is_held(one) and not has_node_hooks(one)]
-    for leaf in found:
-        data = leaf.data
-        other = torch.float32 if data.dtype == torch.float64 else torch.float64
-        empty = torch.empty(0, dtype=other, device=data.device)
-        # torch lets go of the node where a leaf's type changes. Python looks neither for signals nor for other threads
-        # between these two lines, so nobody ever finds the leaf empty.
-        leaf.data = empty
-        leaf.data = data
-    return len(found)
+
+def held_by_graphs(leaves: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of leaves whose nodes a graph holds, or whoever asked for them."""
+    return [name for name, leaf in leaves.items() if _has_node(leaf) and _is_held(leaf)]
 
 
 def has_node_hooks(leaf: torch.Tensor) -> bool:
     """Whether hooks are registered on the node of ``leaf``, which a gradient that does not come by there passes."""
-    node: Any = get_gradient_edge(leaf).node
+    node = _node(leaf)
     probes = node.register_hook(_nothing), node.register_prehook(_nothing)
     # Handles lead to all hooks that are registered in the same place.
     found = any(len(probe.hooks_dict_ref()) > 1 for probe in probes)
@@ -70,7 +79,7 @@ def has_node_hooks(leaf: torch.Tensor) -> bool:
 def require_no_node_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise InputError for a leaf with hooks on its node: gradients of a replay do not come by there."""
     for name, leaf in named:
-        if leaf.requires_grad and leaf.is_leaf and has_node_hooks(leaf):
+        if _has_node(leaf) and has_node_hooks(leaf):
             raise InputError(
                 f"{name} has a hook on the node that gathers its gradient (AccumulateGrad), which a replay passes by",
                 fix="register it on the parameter: register_hook, or register_post_accumulate_grad_hook with "
@@ -82,11 +91,19 @@ def _nothing(*gradients: Any) -> None:
     """A hook that changes nothing."""
 
 
+def _has_node(leaf: torch.Tensor) -> bool:
+    """Whether torch can be asked for the node of ``leaf``: it makes a view, which not all layouts have."""
+    strided = leaf.layout is torch.strided and not leaf.is_nested
+    return leaf.requires_grad and leaf.is_leaf and strided and not leaf.is_inference()
+
+
+def _node(leaf: torch.Tensor) -> Any:
+    with torch.inference_mode(False):  # where it is on, views have no nodes
+        return get_gradient_edge(leaf).node
+
+
 def _is_held(leaf: torch.Tensor) -> bool:
     """Whether anything holds the node of ``leaf``: else it is a new one each time it is asked for."""
     mark = object()
-    node: Any = get_gradient_edge(leaf).node
-    node.metadata[_MARK] = mark
-    del node
-    node = get_gradient_edge(leaf).node
-    return node.metadata.pop(_MARK, None) is mark
+    _node(leaf).metadata[_MARK] = mark
+    return _node(leaf).metadata.pop(_MARK, None) is mark

@@ -20,6 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Launch", "Relaunch", "Role", "kernel_roles", "launches_seen", "reaches_elsewhere", "relative_window"]
 
@@ -231,8 +232,9 @@ def _outside_triton(frame: FrameType) -> FrameType:
 def _analysed(kernel: Any, named: Mapping[str, Any]) -> dict[str, Role]:
     """Roles from the kernel's intermediate code; none (all tensors read and written) where that fails."""
     tensors = [name for name, value in named.items() if isinstance(value, torch.Tensor)]
-    if any(isinstance(value, (tuple, list)) for value in named.values()):
-        return {}  # torch's analysis trips over tensors inside, and what it does then ends a capture
+    inside = tree_leaves([value for value in named.values() if isinstance(value, (tuple, list))])
+    if any(isinstance(one, torch.Tensor) for one in inside):
+        return {}  # torch's analysis trips over them, and what it does then ends a capture
     try:
         import torch._higher_order_ops.triton_kernel_wrap as analysis
 

@@ -220,10 +220,10 @@ class Nimble(torch.nn.Module):
             CaptureError: a call that cannot be captured.
             DeviceError: out of memory.
         """
-        self.adopt(self.make(args, kwargs, training=training, plan=plan), args, kwargs)
+        self.adopt_engine(self.make_engine(args, kwargs, training=training, plan=plan), args, kwargs)
         return self
 
-    def make(
+    def make_engine(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool = False, plan: Plan | None = None
     ) -> Engine:
         """The engine that ``prepare`` would add; the caller's to close, or to have adopted. Raises as ``prepare``."""
@@ -239,7 +239,7 @@ class Nimble(torch.nn.Module):
                 return _prepare_training(self._model, args, kwargs, self._options)
             return _prepare(self._model, args, kwargs, self._options, plan)
 
-    def adopt(self, engine: Engine, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def adopt_engine(self, engine: Engine, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Replay ``engine`` for inputs like these from now on; what was prepared for them before is closed."""
         with self._swapping:
             replaced = [

@@ -425,7 +425,7 @@ class TrainStep:
         """
         require_training_mode(self.model)
         self._captured.refresh()
-        seen = _settings(self.scaler), self._hooks_now(), self._casts_now()
+        scaling, hooks, casts = _settings(self.scaler), self._hooks_now(), self._casts_now()
         require_no_node_hooks(self._steps[self._turns[-1]].named_parameters())
         made: list[tuple[Turn, Engine]] = []
         try:
@@ -435,9 +435,12 @@ class TrainStep:
             for _, engine in made:
                 engine.close()
             raise
+        if (scaling, casts) != (self._scaling, self._casts) or not hooks.same_as(self._hooks):
+            for net in self._nets.values():  # engines for other shapes, too, are of a step that is not this one
+                net.close()
+        self._scaling, self._hooks, self._casts = scaling, hooks, casts
         for turn, engine in made:
-            self._nets[turn].adopt(engine, (inputs, targets), {})
-        self._scaling, self._hooks, self._casts = seen
+            self._nets[turn].adopt_engine(engine, (inputs, targets), {})
         return self
 
     def _hooks_now(self) -> _Hooks:
@@ -450,7 +453,7 @@ class TrainStep:
         return self._autocast or autocast_type(self._device)
 
     def _make(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> Engine:
-        engine = self._nets[turn].make((inputs, targets), {}, plan=plan)
+        engine = self._nets[turn].make_engine((inputs, targets), {}, plan=plan)
         self._present[id(engine)] = self._steps[turn].present
         return engine
 
@@ -487,7 +490,7 @@ class TrainStep:
         answered = engine is not None or self.options.on_new_shape != "error"
         eagerly = answered and step.updates and self._captured.fresh
         if engine is None and self.options.on_new_shape == "prepare" and not eagerly:
-            self._nets[turn].adopt(self._make(turn, inputs, targets), (inputs, targets), {})
+            self._nets[turn].adopt_engine(self._make(turn, inputs, targets), (inputs, targets), {})
             engine, tensors = net.bind((inputs, targets), {})
         waiting = frozenset[str]() if turn in ("only", "first") else self._waiting
         present = frozenset[str]() if engine is None else self._present[id(engine)]
@@ -552,6 +555,10 @@ class _Hooks:
     def _now(self) -> list[tuple[tuple[object, ...], ...]]:
         tables = ("_backward_hooks", "_post_accumulate_grad_hooks")
         return [tuple(tuple((getattr(one, table) or {}).values()) for table in tables) for one in self._parameters]
+
+    def same_as(self, other: _Hooks) -> bool:
+        """Whether these hooks were those of the same parameters."""
+        return self._before == other._before and list(map(id, self._parameters)) == list(map(id, other._parameters))
 
     def require_unchanged(self) -> None:
         """Raise InputError if a hook has come or gone."""

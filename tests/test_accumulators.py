@@ -1,8 +1,8 @@
-"""Nodes that gather gradients are made anew, and nothing else changes."""
+"""Who holds the nodes that gather gradients, what is said of it, and which hooks they have."""
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,70 +11,116 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from nimble_core import Nimble, TrainStep
-from nimble_core.accumulators import accumulators_renewed, has_node_hooks, renew, require_no_node_hooks
-from nimble_core.errors import InputError
+from nimble_core.accumulators import has_node_hooks, held_by_graphs, kept_graphs_apart, require_no_node_hooks
+from nimble_core.errors import CaptureError, InputError
 from nimble_core.options import Options
 
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, dtype=dtype))
+REDIRECTS = hasattr(torch._C, "_set_override_stale_capture_stream")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
-def test_graphs_that_are_kept_and_new_ones_add_to_the_same_gradient(dtype: torch.dtype) -> None:
-    weight = leaf(2, 3, dtype=dtype)
-    value, version, address = weight.detach().clone(), weight._version, weight.data_ptr()
-    kept = (weight * 2).sum().abs()
-    old = id(get_gradient_edge(weight).node)
-    assert renew([weight]) == 1
-    fresh = (weight * 2).sum().abs()
-    assert id(get_gradient_edge(weight).node) != old
-    assert (weight._version, weight.data_ptr(), weight.dtype) == (version, address, dtype)
-    assert torch.equal(weight, value)
+def leaf(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def fails() -> None:
+    raise CaptureError("CUDA refused the capture: operation not permitted", where="linear, line 3", fix="run it once")
+
+
+# -- graphs that are kept --------------------------------------------------------------------------------------------
+
+
+def test_leaves_of_graphs_that_are_kept_are_named() -> None:
+    one, two, three, frozen = leaf(3), leaf(3), leaf(3), leaf(3).requires_grad_(False)
+    named = {"one": one, "two": two, "three": three, "frozen": frozen, "made": one * 2}
+    (three * 2).sum().backward()  # nobody keeps this
+    kept = (one * two).sum()
+    assert held_by_graphs(named) == ["one", "two"]
+    assert held_by_graphs(named) == ["one", "two"], "asking keeps nothing"
     kept.backward()
-    assert weight.grad is not None
-    once = weight.grad.clone()
-    fresh.backward()
-    torch.testing.assert_close(weight.grad, once * 2)
+    assert held_by_graphs(named) == ["one", "two"], "also after its backward"
+    del kept, named["made"]
+    assert held_by_graphs(named) == []
+    assert [tensor.grad is not None for tensor in (one, two, three)] == [True] * 3
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers on this platform")
-def test_an_interrupt_never_finds_a_leaf_empty() -> None:
-    weight, found = leaf(3), set[tuple[int, torch.dtype]]()
-    kept = [weight.sum()]
-    before = signal.signal(signal.SIGALRM, lambda *_: found.add((len(weight), weight.dtype)))
-    try:
-        for at in range(1000):
-            signal.setitimer(signal.ITIMER_REAL, 1e-6 * (at % 100 + 1))
-            renew([weight])
-            kept[0] = weight.sum()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert found == {(3, torch.float32)}
+def test_a_capture_that_fails_says_what_is_kept_where_torch_cannot_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_override_stale_capture_stream", raising=False)
+    weight, bias = leaf(3), leaf(3)
+    kept = (weight + bias).sum()
+    told = pytest.raises(CaptureError, match=r"while weight \(and 1 more\) is part of a graph that is kept")
+    with told as caught, kept_graphs_apart({"weight": weight, "bias": bias}):
+        fails()
+    assert "del loss" in caught.value.fix
+    assert caught.value.where == "linear, line 3"
+    assert isinstance(caught.value.__cause__, CaptureError)
+    kept.backward()
 
 
-def test_strides_and_hooks_stay() -> None:
-    weight = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    strides, seen = weight.stride(), []
-    weight.register_hook(lambda gradient: seen.append("gradient"))
-    weight.register_post_accumulate_grad_hook(lambda one: seen.append("accumulated"))
+def test_other_errors_and_other_captures_speak_for_themselves() -> None:
+    weight = leaf(3)
+    with pytest.raises(CaptureError, match="CUDA refused"), kept_graphs_apart({"weight": weight}):
+        fails()
     kept = weight.sum()
-    assert renew([weight]) == 1
-    assert weight.stride() == strides
-    weight.sum().backward()
+    with pytest.raises(ValueError, match="mine"), kept_graphs_apart({"weight": weight}):
+        raise ValueError("mine")
     kept.backward()
-    assert seen == ["gradient", "accumulated"] * 2
 
 
-def test_what_no_graph_holds_is_left_alone() -> None:
-    weight, frozen, made = leaf(3), leaf(3).requires_grad_(False), leaf(3) * 2
-    (weight * 2).sum().backward()
-    assert renew([weight, frozen, made]) == 0
+@pytest.mark.skipif(not REDIRECTS, reason="this torch cannot redirect gradients of graphs that are kept")
+@pytest.mark.parametrize("before", [False, True])
+def test_torch_redirects_where_it_can_and_as_long_as_it_takes(before: bool) -> None:
+    weight, asked = leaf(3), torch._C._override_stale_capture_stream
+    torch._C._set_override_stale_capture_stream(before)
+    try:
+        with kept_graphs_apart({"weight": weight}):
+            assert asked() is before, "nothing is kept"
+        kept = weight.sum()
+        with kept_graphs_apart({"weight": weight}):
+            assert asked() is True
+        assert asked() is before
+        with pytest.raises(CaptureError, match="CUDA refused"), kept_graphs_apart({"weight": weight}):
+            fails()
+        assert asked() is before
+        kept.backward()
+    finally:
+        torch._C._set_override_stale_capture_stream(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_loss_that_is_kept_is_redirected_or_named(whole: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).cuda()
+    x, y = torch.randn(3, 4, device="cuda"), torch.randn(3, 2, device="cuda")
+    kept = [nn.functional.mse_loss(model(x), y)]  # its graph holds nodes of the default stream
+    options = Options(tune="off", policy="nimble")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    step = TrainStep(model, nn.functional.mse_loss, optimizer, options=options)
+    net = Nimble(model, options)
+
+    def prepare() -> None:
+        _ = step.prepare(x, y) if whole else net.prepare(x, training=True)
+
+    if not REDIRECTS:
+        with pytest.raises(CaptureError, match=r"while 0\.weight \(and 3 more\) is part of a graph that is kept"):
+            prepare()
+        kept.pop().backward()  # and is none the worse for it
+    expected = torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))
+    prepare()
+    if whole:
+        step(x, y)
+        found = list(step.gradients.values())
+    else:
+        model.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        found = [one.grad for one in model.parameters() if one.grad is not None]
+    torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-5)
+
+
+# -- hooks of nodes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
-def test_a_node_with_hooks_of_its_own_keeps_them(register: str) -> None:
+def test_hooks_of_a_node_are_found(register: str) -> None:
     weight, seen = leaf(3), []
     node: Any = get_gradient_edge(weight).node
     assert not has_node_hooks(weight)
@@ -82,14 +128,11 @@ def test_a_node_with_hooks_of_its_own_keeps_them(register: str) -> None:
     assert has_node_hooks(weight)
     with pytest.raises(InputError, match="weight has a hook on the node"):
         require_no_node_hooks([("weight", weight)])
-    assert renew([weight]) == 0
     weight.sum().backward()
     assert seen == [1]
-    assert node is get_gradient_edge(weight).node
     handle.remove()
     assert not has_node_hooks(weight)
     require_no_node_hooks([("weight", weight), ("frozen", torch.ones(2)), ("made", weight * 2)])
-    assert renew([weight]) == 1
 
 
 def test_hooks_of_the_leaf_are_not_the_nodes() -> None:
@@ -97,32 +140,6 @@ def test_hooks_of_the_leaf_are_not_the_nodes() -> None:
     weight.register_hook(lambda gradient: None)
     weight.register_post_accumulate_grad_hook(lambda one: None)
     assert not has_node_hooks(weight)
-
-
-def test_inside_nothing_is_shared_with_graphs_outside() -> None:
-    weight = leaf(3)
-    kept = weight.sum()
-    outside = id(get_gradient_edge(weight).node)
-    with accumulators_renewed([weight]):
-        inner = weight.sum()  # as of a failed preparation, whose error is kept
-        inside = id(get_gradient_edge(weight).node)
-    assert len({outside, inside, id(get_gradient_edge(weight).node)}) == 3
-    (kept + inner + weight.sum()).backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [3.0] * 3
-
-
-def test_errors_renew_as_well() -> None:
-    weight, kept = leaf(3), []
-
-    def fails() -> None:
-        with accumulators_renewed([weight]):
-            kept.append(weight.sum())
-            raise RuntimeError("oh")
-
-    with pytest.raises(RuntimeError, match="oh"):
-        fails()
-    assert renew([weight]) == 0
 
 
 def test_training_refuses_hooks_that_it_would_pass_by() -> None:
@@ -139,26 +156,37 @@ def test_training_refuses_hooks_that_it_would_pass_by() -> None:
     step(x, y)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_loss_that_is_kept_is_in_nobodys_way(whole: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).cuda()
-    x, y = torch.randn(3, 4, device="cuda"), torch.randn(3, 2, device="cuda")
-    kept = nn.functional.mse_loss(model(x), y)  # its graph holds nodes of the default stream
-    kept.backward(retain_graph=True)
-    expected = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-    options = Options(tune="off", policy="nimble")
-    if whole:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-        step = TrainStep(model, nn.functional.mse_loss, optimizer, options=options).prepare(x, y)
-        step(x, y)
-        found = list(step.gradients.values())
-    else:
-        net = Nimble(model, options).prepare(x, training=True)
-        model.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        found = [one.grad for one in model.parameters() if one.grad is not None]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    model.zero_grad()
+# -- leaves of all kinds ---------------------------------------------------------------------------------------------
+
+
+def test_inference_mode_changes_nothing() -> None:
+    weight = leaf(3)
+    kept = (weight * weight).sum()
+    with torch.inference_mode():
+        assert not has_node_hooks(weight)
+        assert held_by_graphs({"weight": weight}) == ["weight"]
+    assert (weight.is_inference(), weight._version) == (False, 0)
     kept.backward()
-    torch.testing.assert_close([one.grad for one in model.parameters()], expected, rtol=1e-4, atol=1e-5)
+    with torch.inference_mode(), pytest.raises(InputError, match="requires a gradient"):
+        Nimble(nn.Linear(3, 2), Options(tune="off")).prepare(torch.randn(2, 3), training=True)
+
+
+def made_for_inference() -> nn.Parameter:
+    with torch.inference_mode():
+        return leaf(3)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|The PyTorch API of nested")
+@pytest.mark.parametrize(
+    "make",
+    [
+        made_for_inference,
+        lambda: nn.Parameter(torch.eye(3).to_sparse()),
+        lambda: nn.Parameter(torch.eye(3).to_sparse_csr()),
+        lambda: nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ],
+)
+def test_leaves_that_torch_makes_no_views_of_are_left_alone(make: Callable[[], nn.Parameter]) -> None:
+    weight = make()
+    require_no_node_hooks([("weight", weight)])
+    assert held_by_graphs({"weight": weight}) == []

@@ -2265,7 +2265,7 @@ def test_a_preparation_that_fails_late_replaces_nothing(failing: int, monkeypatc
     eager = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, fused=True) for one in (model, eager)]
     step = TrainStep(model, F.cross_entropy, optimizers[0], options=QUICK, accumulate=3).prepare(x, y)
-    make, calls = Nimble.make, 0
+    make, calls = Nimble.make_engine, 0
 
     def fails(net: Nimble, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -2274,7 +2274,7 @@ def test_a_preparation_that_fails_late_replaces_nothing(failing: int, monkeypatc
             raise DeviceError("out of memory")
         return make(net, *args, **kwargs)
 
-    monkeypatch.setattr(Nimble, "make", fails)
+    monkeypatch.setattr(Nimble, "make_engine", fails)
     handle = model[0].weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(DeviceError, match="out of memory"):
         step.prepare(x, y)
@@ -2287,4 +2287,50 @@ def test_a_preparation_that_fails_late_replaces_nothing(failing: int, monkeypatc
         optimizers[1].zero_grad()
     for one, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one, expected)
+    step.close()
+
+
+@pytest.mark.parametrize("change", ["hook", "autocast"])
+def test_engines_for_other_shapes_go_where_hooks_or_casts_are_others(change: str) -> None:
+    model, target = perceptron(), torch.randint(0, 4, (6,))
+    x = torch.randn(6, 8)
+    step = TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
+    handle = model[0].weight.register_hook(torch.zeros_like) if change == "hook" else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+        step.prepare(x, target)
+    if handle is not None:
+        handle.remove()
+    step.prepare(x[:4], target[:4]).prepare(x[:2], target[:2])
+    with pytest.raises(InputError):
+        step(x, target)
+    for size in (4, 2):  # these two are alike
+        step(x[:size], target[:size])
+    step.close()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_between_replacements_leaves_no_engine_of_before(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = perceptron(), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK, accumulate=3).prepare(x, y)
+    adopt, calls = Nimble.adopt, 0
+
+    def interrupted(net: Nimble, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        adopt(net, *args)
+
+    handle = model[0].weight.register_hook(torch.zeros_like)
+    with monkeypatch.context() as patch:
+        patch.setattr(Nimble, "adopt", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.prepare(x, y)
+    with pytest.raises(InputError, match="the step is not prepared"):
+        step(x, y)
+    step.prepare(x, y)
+    step(x, y)
+    assert not step.gradients["0.weight"].any()
+    handle.remove()
     step.close()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nimble_core import cupti, kineto
-from nimble_core.accumulators import accumulators_renewed
+from nimble_core.accumulators import kept_graphs_apart
 from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
 from nimble_core.around import Around
@@ -117,7 +117,7 @@ class CudaDevice:
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
-        with capturing, random_state_kept(self.device), _errors_explained(), accumulators_renewed(_leaves(model)):
+        with capturing, random_state_kept(self.device), _errors_explained():
             run_until_settled(model, args, kwargs)
             self.synchronize()
 
@@ -133,7 +133,7 @@ class CudaDevice:
     ) -> Recording:
         """Record under a throwaway capture."""
         with (
-            accumulators_renewed(_leaves(model)),
+            kept_graphs_apart(_leaves(model)),
             self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (streams, probe),
             _allocations_traced(streams[0]) if traced else nullcontext() as trace,
         ):
@@ -239,7 +239,7 @@ class CudaDevice:
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
-        with accumulators_renewed(_leaves(model)), self._capturing(graph, 1), torch.no_grad():
+        with kept_graphs_apart(_leaves(model)), self._capturing(graph, 1), torch.no_grad():
             result = model(*args, **kwargs)
         with _errors_explained():
             graph.instantiate()
@@ -749,9 +749,9 @@ class _Counter:
             runtime.cudaThreadExchangeStreamCaptureMode(mode)
 
 
-def _leaves(model: Callable[..., Any]) -> list[torch.Tensor]:
+def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """Parameters whose gradients a run of ``model`` makes: of what runs another model's backward as well."""
-    return list(model.parameters()) if isinstance(model, Around) else []
+    return dict(model.named_parameters()) if isinstance(model, Around) else {}
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
