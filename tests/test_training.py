@@ -2313,7 +2313,7 @@ def test_an_interrupt_between_replacements_leaves_no_engine_of_before(at: int, m
     model, x, y = perceptron(), torch.randn(6, 8), torch.randint(0, 4, (6,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK, accumulate=3).prepare(x, y)
-    adopt, calls = Nimble.adopt, 0
+    adopt, calls = Nimble.adopt_engine, 0
 
     def interrupted(net: Nimble, *args: Any) -> None:
         nonlocal calls
@@ -2324,7 +2324,7 @@ def test_an_interrupt_between_replacements_leaves_no_engine_of_before(at: int, m
 
     handle = model[0].weight.register_hook(torch.zeros_like)
     with monkeypatch.context() as patch:
-        patch.setattr(Nimble, "adopt", interrupted)
+        patch.setattr(Nimble, "adopt_engine", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step.prepare(x, y)
     with pytest.raises(InputError, match="the step is not prepared"):
