@@ -299,7 +299,8 @@ class _Recorder(TorchDispatchMode):
         self.counter = counter
         self.stand_in = stand_in
         self._rewritten = rewritten
-        self._inside = self._runs = 0
+        self._inside = 0
+        self._runs = 0  # each is the label of its allocations
         self.device = signature.device
         self.before_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self.before_draw: Callable[[torch.Generator | None], None] = lambda generator: None
@@ -333,7 +334,6 @@ class _Recorder(TorchDispatchMode):
         self._written: set[int] = set()
         self._generator: int | None = None
         self._nodes = counter.nodes() if counter else 0
-        self._label = ""  # of the call that ran last
         self._next_node = torch._C._autograd._get_sequence_nr()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
@@ -433,7 +433,7 @@ class _Recorder(TorchDispatchMode):
             if self.counter and not self.stand_in:
                 new = compress(zip(returned, outputs, strict=True), fresh)
                 homes = {tensor.untyped_storage().data_ptr(): self._storage_of[slot] for tensor, slot in new}
-                self._windows.append(Window(self._label, homes))
+                self._windows.append(Window(str(self._runs), homes))
             self._step(func, template, named, outputs, places_of(result), reads, len(self._calls) - 1)
         elif not written and returned and all(fresh):
             # Memory without content (empty, empty_like, results of no elements): made from its layout alone, since
@@ -643,7 +643,7 @@ class _Recorder(TorchDispatchMode):
         call = len(self._calls)
         made = tuple(dict.fromkeys(accesses))
         self._calls.append(Call(call, launch.name, texts, made, current_phase(), origins=origins, eager=eager))
-        self._windows.append(Window(self._label, {}))
+        self._windows.append(Window(str(self._runs), {}))
         self._step(launch.launch, template, keywords, (), (), slots, call)
         return result
 
@@ -655,9 +655,8 @@ class _Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         self._inside += 1
         if self.counter:
-            self._label = str(self._runs)
             self._runs += 1
-            self.counter.begin(self._label)
+            self.counter.begin(str(self._runs))
         try:
             result = func(*args, **kwargs)
             elsewhere, self._elsewhere = self._elsewhere, ""

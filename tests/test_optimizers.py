@@ -145,6 +145,25 @@ class Recorded:
         self.tape.replay()
 
 
+def side_by_side(
+    recorded: Recorded,
+    mine: optim.Optimizer,
+    other: optim.Optimizer,
+    steps: range,
+    *,
+    falling: bool = False,
+    schedules: Sequence[Any] = (),
+) -> None:
+    """Steps of a recording and of eager on equal gradients; rates fall by hand, or as ``schedules`` of both have it."""
+    for step in steps:
+        for one in (mine, other) if falling else ():
+            one.param_groups[0]["lr"] = 0.1 / (step + 1)
+        recorded.step(gradients_of(members(mine), step))
+        eager(other, gradients_of(members(other), step))
+        for one in schedules:
+            one.step()
+
+
 def assert_same(mine: optim.Optimizer, other: optim.Optimizer, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """Parameters and all state, through ``state_dict``: what a checkpoint would hold."""
     if isinstance(mine, optim.RAdam) and rtol:
@@ -203,9 +222,7 @@ def test_a_resumed_optimizer_needs_no_eager_step_and_keeps_its_own_tensors(
     before = {id(value) for entry in mine.state.values() for value in entry.values()}
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
     assert not recorded.captured.fresh
-    for step in range(3, 8):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(3, 8))
     assert_same(mine, other)
     assert {id(value) for entry in mine.state.values() for value in entry.values()} == before
 
@@ -234,9 +251,7 @@ def test_eager_steps_and_loaded_states_between_replays(kind: type[optim.Optimize
 def test_a_checkpoint_goes_on_in_a_new_eager_optimizer(kind: type[optim.Optimizer], options: dict[str, Any]) -> None:
     mine, other = twins(kind, options)
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(4):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(4))
     resumed = kind(in_two_groups([torch.nn.Parameter(one.detach().clone()) for one in members(mine)]), **options)
     resumed.load_state_dict(copy.deepcopy(mine.state_dict()))
     for step in range(4, 8):
@@ -331,9 +346,7 @@ def test_other_types_of_parameters(kind: type[optim.Optimizer], dtype: torch.dty
         return
     mine, other = twins(kind, {"lr": 0.1}, dtype=dtype)
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(6):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(6))
     loose = {"rtol": 5e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {}
     assert_same(mine, other, **loose)
 
@@ -376,11 +389,7 @@ def test_one_cycle_without_momentum_follows_and_with_momentum_is_refused() -> No
     mine, other = twins(optim.SGD, {"lr": 0.01, "momentum": 0.9})
     schedules = [schedule(one, cycle_momentum=False) for one in (mine, other)]
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(8):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
-        for one in schedules:
-            one.step()
+    side_by_side(recorded, mine, other, range(8), schedules=schedules)
     assert_same(mine, other)
 
     mine, _ = twins(optim.Adam, {"lr": 0.01})
@@ -934,9 +943,7 @@ def test_what_a_step_leaves_as_it_was_is_no_change(which: str) -> None:
     captured = CapturedOptimizer(mine, "cpu")
     assert everything(mine) == before
     recorded = Recorded(captured)
-    for step in range(4):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(4))
     assert_same(mine, other)
 
 
@@ -961,11 +968,7 @@ class Derived(Base):
 def test_twins_see_the_class_attributes_and_groups_that_the_optimizer_sees(kind: Any) -> None:
     mine, other = (kind([{"params": [one]} for one in parameters()]) for _ in range(2))
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(3):
-        for one in (mine, other):
-            one.param_groups[0]["lr"] = 0.1 / (step + 1)
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(3), falling=True)
     assert_same(mine, other)
 
 
@@ -1000,11 +1003,7 @@ def test_a_rate_that_is_a_tensor_with_a_scheduler_attached_before(schedule: Any)
     mine, other = (optim.Adam(parameters(), lr=torch.tensor(0.1)) for _ in range(2))
     schedules = [schedule(mine), schedule(other)]
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(5):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
-        for one in schedules:
-            one.step()
+    side_by_side(recorded, mine, other, range(5), schedules=schedules)
     assert_same(mine, other)
 
 
@@ -1098,11 +1097,7 @@ def test_no_form_of_torchs_optimizers_is_taken_for_one_that_changes(
         recorded = Recorded(CapturedOptimizer(mine, "cpu"))
         if form.get("capturable"):
             continue  # torch lets it step on accelerators alone
-        for step in range(4):
-            recorded.step(gradients_of(members(mine), step))
-            eager(other, gradients_of(members(other), step))
-            for each in schedules:
-                each.step()
+        side_by_side(recorded, mine, other, range(4), schedules=schedules)
         assert_same(mine, other)
         CapturedOptimizer(mine, "cpu")  # in the midst of training
 
@@ -1110,11 +1105,7 @@ def test_no_form_of_torchs_optimizers_is_taken_for_one_that_changes(
 def test_an_optimizer_of_the_users_own_that_is_pure() -> None:
     mine, other = Adapting(parameters()), Adapting(parameters())
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(6):
-        for one in (mine, other):
-            one.param_groups[0]["lr"] = 0.1 / (step + 1)
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(6), falling=True)
     assert_same(mine, other)
 
 
@@ -1171,9 +1162,7 @@ def test_state_of_old_checkpoints_with_counters_that_are_numbers() -> None:
     for entry in mine.state.values():
         entry["step"] = entry["step"].item()
     recorded = Recorded(CapturedOptimizer(mine, "cpu"))
-    for step in range(1, 4):
-        recorded.step(gradients_of(members(mine), step))
-        eager(other, gradients_of(members(other), step))
+    side_by_side(recorded, mine, other, range(1, 4))
     assert_same(mine, other)
 
 
