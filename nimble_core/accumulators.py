@@ -8,6 +8,7 @@ the graph which is none of its own, and CUDA ends the capture. torch 2.13 can re
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
     try:
         yield
     except (CaptureError, torch.AcceleratorError) as error:
+        _let_go(error)
         if not held:
             raise
         raise CaptureError(
@@ -54,6 +56,13 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
             fix="let go of losses and outputs of earlier steps that carry gradients (del loss, or loss = loss.item()), "
             "and prepare again; torch 2.13 needs none of that",
         ) from error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of the graphs in frames that ended with ``error``: who keeps it (a notebook does) would keep those, too."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _and_more(count: int) -> str:

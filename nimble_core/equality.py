@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.candidates import EqualityCheck
-from nimble_core.distances import Gap, all_finite, finite, gaps
+from nimble_core.distances import Gap, all_finite, finite, gaps, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -204,9 +204,11 @@ def check_equality(
     nothing, and only fails to refute. Without references every output is compared with eager, by ``TOLERANCE``.
 
     With ``perturbed`` outputs (a training step's) what the perturbation did to a tensor counts like eager's own error,
-    if it is more. All is measured against the greater of the
-    truth's and eager's norm, so that tensors of pure rounding count as such. Single elements are held to four times
-    these bounds, relative to the greatest: a few stale ones among millions are nothing to a norm.
+    if it is more. All is measured against the greater of the truth's and eager's norm, so that tensors of pure rounding
+    count as such. Single elements are held to four times these bounds, relative to the greatest: a few stale ones among
+    millions are nothing to a norm.
+
+    Where eager is infinite, a replay has to be as infinite; what is compared is the rest. NaN makes the check void.
 
     Args:
         name: which replay.
@@ -226,6 +228,12 @@ def check_equality(
     precision = working_precision(eager[0], lowest)
     # Compared after the last run: an output overwritten by a later run shows.
     alike = all(_alike(out, eager[case]) for case, out in kept)
+    # Masked logits are infinite, and so is what pads the sums that attention saves: there replays have to be, too.
+    infinite = None if not alike or _finite(eager) else [_infinities(outputs) for outputs in eager]
+    alike_there = infinite is None or all(_alike_at(infinite[case], out, eager[case]) for case, out in kept)
+    if infinite is not None:
+        kept = [(case, _without(infinite[case], out)) for case, out in kept]
+        eager = [_without(where, outputs) for where, outputs in zip(infinite, eager, strict=True)]
     errors: list[float] | None = None
     verdicts: list[_Verdict] = []
     if not _finite(eager):
@@ -234,8 +242,12 @@ def check_equality(
         reason = "void: there are no outputs to compare"
     elif not alike:
         reason = "outputs differ from eager's in number or shape"
+    elif not alike_there:
+        # In half precision rounding decides what overflows.
+        reason = "void: " if precision == "float16" else ""
+        reason += "outputs differ from eager's in which numbers are infinite"
     else:
-        truth, moved = _usable(references, eager), _usable(perturbed, eager)
+        truth, moved = (_usable(runs, eager, infinite) for runs in (references, perturbed))
         if moved is None or truth is not None:
             errors = _worst([_errors(out, eager[case]) for case, out in kept])
         if moved is None:
@@ -357,11 +369,31 @@ def _worst(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _usable(
-    references: Sequence[Sequence[torch.Tensor] | None] | None, eager: Sequence[Sequence[torch.Tensor]]
+    references: Sequence[Sequence[torch.Tensor] | None] | None,
+    eager: Sequence[Sequence[torch.Tensor]],
+    infinite: Sequence[Sequence[torch.Tensor]] | None,
 ) -> list[Sequence[torch.Tensor]] | None:
     found = [one for one in references or () if one is not None]
-    fits = len(found) == len(eager) and all(map(_alike, found, eager)) and _finite(found)
-    return found if fits else None
+    if len(found) != len(eager) or not all(map(_alike, found, eager)):
+        return None
+    if infinite is not None:
+        found = [_without(where, outputs) for where, outputs in zip(infinite, found, strict=True)]
+    return found if _finite(found) else None
+
+
+def _infinities(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Where each is infinite; complex numbers that are stay, which makes checks void."""
+    nowhere = _torch().zeros_like
+    return [nowhere(one, dtype=_torch().bool) if one.is_complex() else one.isinf() for one in outputs]
+
+
+def _alike_at(where: Sequence[torch.Tensor], out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bool:
+    return all(numbers([((a == b) | ~at).all() for at, a, b in zip(where, out, reference, strict=True)]))
+
+
+def _without(where: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``outputs`` with zeros ``where`` eager is infinite."""
+    return [one.masked_fill(at, 0) for at, one in zip(where, outputs, strict=True)]
 
 
 def _finite(runs: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -56,6 +56,23 @@ def test_a_capture_that_fails_says_what_is_kept_where_torch_cannot_redirect(monk
     kept.backward()
 
 
+def test_an_error_that_is_kept_keeps_no_graph_of_the_capture_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_override_stale_capture_stream", raising=False)
+    weight = leaf(3)
+
+    def captures() -> None:
+        made = (weight * 2).sum()  # noqa: F841 - what a frame holds
+        try:
+            fails()
+        except CaptureError as error:
+            raise CaptureError("another, about the first") from error
+
+    with pytest.raises(CaptureError, match="another") as caught, kept_graphs_apart({"weight": weight}):
+        captures()
+    assert held_by_graphs({"weight": weight}) == []
+    assert caught.value.__cause__ is not None
+
+
 def test_other_errors_and_other_captures_speak_for_themselves() -> None:
     weight = leaf(3)
     with pytest.raises(CaptureError, match="CUDA refused"), kept_graphs_apart({"weight": weight}):
@@ -101,8 +118,10 @@ def test_a_loss_that_is_kept_is_redirected_or_named(whole: bool) -> None:
         _ = step.prepare(x, y) if whole else net.prepare(x, training=True)
 
     if not REDIRECTS:
-        with pytest.raises(CaptureError, match=r"while 0\.weight \(and 3 more\) is part of a graph that is kept"):
+        told = pytest.raises(CaptureError, match=r"while 0\.weight \(and 3 more\) is part of a graph that is kept")
+        with told as caught:  # kept, as a notebook keeps the last error
             prepare()
+        assert "del loss" in caught.value.fix
         kept.pop().backward()  # and is none the worse for it
     expected = torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))
     prepare()

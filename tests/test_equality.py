@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,51 @@ def test_eager_outputs_that_are_not_finite_make_the_check_void(bad: float) -> No
     assert "not finite" in check.reason
     assert math.isfinite(check.relative_error)
     assert math.isfinite(check.input_effect)
+
+
+def masked(inputs: Sequence[torch.Tensor], fill: float = -math.inf, factor: float = 2.0) -> list[torch.Tensor]:
+    """As logits of tokens that must not be: the first and the last, in whatever order."""
+    logits = inputs[0] * factor
+    logits[[0, -1]] = fill
+    return [logits, inputs[0].argmax()]
+
+
+MASKED = [([x], masked([x])) for x in (A, B)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_what_eager_has_infinite_has_to_be_so_and_the_rest_is_compared(exact: bool, noisy: bool) -> None:
+    more: dict[str, Any] = {}
+    if exact:
+        more["references"] = [masked([x.double()]) for x in (A, B)]
+    if noisy:
+        more["perturbed"] = [[a * (1 + 1e-7), b] for _, (a, b) in MASKED]
+    found = check_equality("n", masked, MASKED, **more)
+    assert (found.passed, found.reason, found.relative_error) == (True, "", 0.0)
+    assert found.reference == ("float64" if exact else "eager")
+    for wrong in (math.inf, 0.0, -1e38, math.nan):
+        found = check_equality("n", lambda i, wrong=wrong: masked(i, wrong), MASKED, **more)  # type: ignore[misc]
+        assert found.differs, wrong
+        assert "which numbers are infinite" in found.reason
+    assert check_equality("n", lambda i: masked(i, factor=2.1), MASKED, **more).differs
+    assert check_equality(
+        "n", lambda i: [masked(i)[0] * i[0].new_tensor([1, math.inf, 1, 1, 1]), masked(i)[1]], MASKED
+    ).differs
+
+
+def test_in_float16_what_overflows_is_a_matter_of_rounding() -> None:
+    cases = [([x], [one.half() for one in masked([x])[:1]]) for x in (A, B)]
+    found = check_equality("n", lambda i: [masked(i, -65504.0)[0].half()], cases)
+    assert not found.passed
+    assert found.void
+    assert check_equality("n", lambda i: [masked(i)[0].half()], cases).passed
+
+
+def test_nan_and_infinite_complex_numbers_in_eager_stay_void() -> None:
+    for bad in (torch.tensor(math.nan), torch.tensor(complex(math.inf, 0))):
+        cases = [([x], [torch.cat([masked([x])[0], bad[None]])]) for x in (A, B)]
+        assert check_equality("n", lambda i, bad=bad: [torch.cat([masked(i)[0], bad[None]])], cases).void  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

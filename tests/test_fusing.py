@@ -346,6 +346,21 @@ def test_kernels_that_compute_something_else_are_left_out(
         assert torch.equal(net(x), model(x))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("fuse", FUSED)
+def test_logits_that_are_masked_by_infinity_leave_nothing_out(fuse: str) -> None:
+    class Masked(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(x).flatten(1)
+            return logits.masked_fill(torch.arange(logits.shape[1]) % 3 == 0, -torch.inf)
+
+    model = Masked(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    net = Nimble(model, quick(fuse)).prepare(x)
+    assert programs(net)[0].fuse == fuse, engine(net).notes
+    torch.testing.assert_close(net(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_kernels_of_which_nothing_can_be_shown_are_left_out() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(x) + (x * 1e-9).tanh()
