@@ -48,6 +48,8 @@ _HOPELESS = 1.25
 _HEAVY, _HEAVY_NBYTES = 1.22, 8 << 20
 """What holds this many times as much as eager does, parameters and their like included, and this much more, has to be
 worth it."""
+_RATE = 3.0
+"""What a percent of eager's memory beyond that has to be worth, in percent of time, as far as ``worth``."""
 _LESS = (0.0, 0.25, 0.5)
 """Limits to try where much is held: shares of the way from what is not heavy to all that the fastest holds."""
 _NEGLIGIBLE = 0.02
@@ -125,7 +127,8 @@ def tune(
         measure_single: capture and watch eager's kernels on one stream whatever the options say.
         eager_nbytes: most bytes that eager holds in what this is a part of; None: as ``eager_peak`` says.
         beside_nbytes: of that, what other parts hold already.
-        worth: how many times as fast as others a plan has to be that holds much more than eager does.
+        worth: how many times as fast as others a plan has to be that holds much more than eager does; little more need
+            be worth less.
 
     Raises:
         CaptureError: a call that cannot be issued again; under ``strict`` also outputs that differ from eager's.
@@ -347,13 +350,31 @@ class _Tuning:
 
     def _light(self, name: str) -> int:
         """Bytes that this plan may hold without being much; all that it does if there is nothing to compare it with."""
-        single = self.candidates.get(_named(self.candidates[name].fuse, "single"))
-        if single is None or not single.nbytes:
+        single = self._single(name)
+        if not single:
             return self.candidates[name].nbytes
+        light = int(_HEAVY * self._eager_total(single)) - self._owned()
+        return max(light - self.beside_nbytes, single)
+
+    def _single(self, name: str) -> int:
+        """Bytes that one stream of the same kernels holds; 0 if that is not known."""
+        single = self.candidates.get(_named(self.candidates[name].fuse, "single"))
+        return single.nbytes if single is not None else 0
+
+    def _owned(self) -> int:
         storages = self.recorded.recording.program.storages
-        owned = sum(storage.nbytes for storage in storages if storage.role in ("parameter", "buffer"))
-        light = int(_HEAVY * (max(self.eager_nbytes, single.nbytes) + owned)) - owned
-        return max(light - self.beside_nbytes, single.nbytes)
+        return sum(storage.nbytes for storage in storages if storage.role in ("parameter", "buffer"))
+
+    def _eager_total(self, single: int) -> int:
+        """All that eager holds, parameters and their like included; what one stream holds counts as eager's, too."""
+        return max(self.eager_nbytes, single) + self._owned()
+
+    def _price(self, name: str, worth: float) -> float:
+        """How many times its time a plan counts for what it holds: ``worth``, less if that is little too much."""
+        if not self._heavy(name):
+            return 1.0
+        excess = (self.candidates[name].nbytes - self._light(name)) / self._eager_total(self._single(name))
+        return min(worth, 1 + _RATE * excess)
 
     def _made(self, kind: Fuse) -> bool:
         """Whether there are kernels of this kind: made now, if they can be and the budget allows."""
@@ -540,14 +561,15 @@ class _Tuning:
     def _best(self, wanted: Sequence[Fuse], worth: float | None = None) -> str:
         """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured.
 
-        One that holds much memory has to be ``worth`` times as fast as others (None: as many as this tuning wants).
+        One that holds much memory has to be ``worth`` times as fast as others (None: as many as this tuning wants), or
+        less (``_price``).
         """
         worth = self.worth if worth is None else worth
         taken: dict[str, float] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
             if measurement is not None and not self._wrong(name):
-                taken[name] = measurement.median_ns * (worth if self._heavy(name) else 1.0)
+                taken[name] = measurement.median_ns * self._price(name, worth)
         taken = {name: one for name, one in taken.items() if self._asked(name, wanted)} or taken
         if taken:
             fastest = min(taken.values())

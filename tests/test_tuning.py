@@ -156,6 +156,15 @@ def test_how_much_faster_is_the_callers_to_say(worth: float, monkeypatch: pytest
         assert tuned.best.schedule.policy == heavy if worth == 1.0 else tuned.best.nbytes < named[heavy].nbytes
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e3])
+def test_a_little_too_much_need_be_worth_only_little(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.tuning._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.tuning._RATE", rate)
+    with tuning(Watched(1000.0), Options(policy="auto"), model=Broad(), worth=100.0) as tuned:
+        heavy = max(tuned.candidates, key=lambda one: one.nbytes)
+        assert (tuned.best.nbytes == heavy.nbytes) == (rate == 0.0)
+
+
 class Owning(Broad):
     """The same, beside a parameter that is larger than all that."""
 
