@@ -159,7 +159,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
     channels_last = channels_last and to_channels_last(module) > 0
     if not speaks_of_strides(module):  # siblings become slices of one result
-        merge_siblings(module, where, decisions, convolutions=compiled)
+        merge_siblings(module, where, decisions, channels_last=channels_last, compiled=compiled)
     if device.kind == "cuda":
         pad_products(module, where, decisions, compiled=compiled, constant=True)
     if compiled:

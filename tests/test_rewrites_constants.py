@@ -38,7 +38,7 @@ def usual(module: fx.GraphModule) -> None:
     affine_norms(module)
     share_equal(module)
     to_channels_last(module)
-    merge_siblings(module, torch.device("cpu"), Decisions(), convolutions=False)
+    merge_siblings(module, torch.device("cpu"), Decisions(), channels_last=True, compiled=False)
     fold_affine(module)
 
 

@@ -27,7 +27,7 @@ def whole(module: fx.GraphModule, decisions: Decisions, *, compiled: bool, layou
     affine_norms(module)
     share_equal(module)
     layout = layout and to_channels_last(module) > 0
-    merge_siblings(module, HOST, decisions, convolutions=compiled)
+    merge_siblings(module, HOST, decisions, channels_last=layout, compiled=compiled)
     if compiled:
         row_products_as_sums(module)
     elif layout:

@@ -31,6 +31,7 @@ from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms, fold_affine
 from nimble_core.rewrites.layout import to_channels_last
+from nimble_core.rewrites.library import choose_forms
 from nimble_core.rewrites.merge import joined, merge_siblings
 from nimble_core.rewrites.simplify import share_equal
 
@@ -38,8 +39,20 @@ HOST = torch.device("cpu")
 TOGETHER = fake_timer([1.0])
 
 
-def merged(module: fx.GraphModule, decisions: Decisions | None = None, *, convolutions: bool = True) -> int:
-    return merge_siblings(module, HOST, decisions or Decisions(TOGETHER), convolutions=convolutions)
+def copies_for_free(calls: Any) -> list[float | None]:
+    """Of libraries: every convolution takes as long as any other, and slices are copied in no time."""
+    return [0.0 if getattr(call.func, "__name__", "") == "contiguous" else 1.0 for call in calls]
+
+
+def merged(
+    module: fx.GraphModule,
+    decisions: Decisions | None = None,
+    *,
+    compiled: bool = True,
+    channels_last: bool = False,
+) -> int:
+    chosen = decisions or Decisions(TOGETHER)
+    return merge_siblings(module, HOST, chosen, channels_last=channels_last, compiled=compiled)
 
 
 @settings(max_examples=25)
@@ -98,8 +111,10 @@ def test_products_of_any_width(kinds: list[tuple[int, bool]], batched: bool) -> 
     ),
     layout=st.booleans(),
     norms=st.booleans(),
+    compiled=st.booleans(),
+    batch=st.integers(1, 2),
 )
-def test_convolutions_of_any_kind(kinds: list[Any], layout: bool, norms: bool) -> None:
+def test_convolutions_of_any_kind(kinds: list[Any], layout: bool, norms: bool, compiled: bool, batch: int) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Conv2d(3, 3 * n, k, s, k // 2, groups=g, bias=b) for n, k, s, g, b in kinds).double()
     scales = nn.ModuleList(nn.BatchNorm2d(3 * n) for n, *_ in kinds).double().eval()
@@ -110,20 +125,26 @@ def test_convolutions_of_any_kind(kinds: list[Any], layout: bool, norms: bool) -
 
     def rewrite(module: fx.GraphModule) -> None:
         affine_norms(module)
-        if layout:
-            to_channels_last(module)
+        last = layout and to_channels_last(module) > 0
         before = sum(node.target is torch.ops.aten.convolution.default for node in module.graph.nodes)
-        saved = merged(module)
+        saved = merged(module, Decisions(copies_for_free), compiled=compiled, channels_last=last)
         after = sum(node.target is torch.ops.aten.convolution.default for node in module.graph.nodes)
         assert before - after == saved
         alike: dict[Any, int] = {}
-        for _, k, s, g, _ in kinds:
-            alike[k, s, g] = alike.get((k, s, g), 0) + (g == 1)
+        for _, k, s, g, bias in kinds:
+            key = k, s, g, bias and not compiled and not norms  # libraries compute the bias as well
+            alike[key] = alike.get(key, 0) + (g == 1)
         assert saved == sum(max(count - 1, 0) for count in alike.values())
+        if norms and not compiled:  # one scale and shift, and one ReLU, for all of them
+            assert sum(node.target is torch.ops.aten.relu.default for node in module.graph.nodes) == after
+        if not compiled:
+            choose_forms(module, HOST, Decisions(TOGETHER), channels_last=last, compiled=False)
         fold_affine(module)
         split_constants(module, {})
 
-    unchanged_by(rewrite, recorded(forward, torch.randn(2, 3, 5, 5).double()), strides=True)
+    one = recorded(forward, torch.randn(batch, 3, 5, 5).double())
+    module = unchanged_by(rewrite, one, strides=True)
+    assert claimed(module) == claimed(lift(one.recording))
 
 
 # -- who else uses what they are made of -----------------------------------------------------------------------------
@@ -266,8 +287,80 @@ def test_unmeasured_products_are_merged_and_convolutions_are_not() -> None:
     layers = [nn.Conv2d(3, n, 1) for n in (2, 3)]
     _, module = lifted(lambda x: [layer(x) for layer in layers], torch.randn(1, 3, 4, 4))
     assert merged(module, Decisions()) == 0
-    assert merged(module, convolutions=False) == 0
+    assert merged(module, Decisions(), compiled=False) == 0
     assert merged(module) == 1
+
+
+class Branches(nn.Module):
+    """As in an Inception block: two convolutions of one input, and what reads them."""
+
+    def __init__(self, read: str, norms: bool = True, relu: tuple[bool, bool] = (True, True)) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 2, 1, bias=not norms), nn.Conv2d(3, 4, 1, bias=not norms)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) if norms else nn.Identity() for n in (2, 4))
+        self.after = nn.Conv2d(4, 2, 3, padding=1)
+        self.read, self.relu = read, relu
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = (norm(layer(x)) for norm, layer in zip(self.norms, (self.one, self.two), strict=True))
+        one, two = (y.relu() if relu else y for y, relu in zip((one, two), self.relu, strict=True))
+        return torch.cat([one, self.after(two) if self.read == "convolution" else two], 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "last", "read", "copies", "pays"),
+    [
+        (1, False, "convolution", 0, True),  # slices of channels are in one piece
+        (2, False, "convolution", 1, False),
+        (1, True, "convolution", 1, False),
+        (1, True, "cat", 0, True),  # which copies anyway
+    ],
+)
+def test_copies_of_slices_count(batch: int, last: bool, read: str, copies: int, pays: bool) -> None:
+    """A convolution takes 10 us of any width, and a copy 11."""
+    copied: list[object] = []
+
+    def timer(calls: Any) -> list[float | None]:
+        found = [getattr(call.func, "__name__", "") == "contiguous" for call in calls]
+        copied.extend(call() for call, one in zip(calls, found, strict=True) if one)
+        return [11_000.0 if one else 10_000.0 for one in found]
+
+    one = recorded(Branches(read), torch.randn(batch, 3, 5, 5))
+
+    def rewrite(module: fx.GraphModule) -> None:
+        affine_norms(module)
+        channels_last = last and to_channels_last(module) > 0
+        assert merged(module, Decisions(timer), compiled=False, channels_last=channels_last) == int(pays)
+        choose_forms(module, HOST, Decisions(TOGETHER), channels_last=channels_last, compiled=False)
+        fold_affine(module)
+
+    unchanged_by(rewrite, one, 1e-5)
+    assert len(copied) == copies
+
+
+def test_a_copy_that_does_not_run_does_not_pay() -> None:
+    def timer(calls: Any) -> list[float | None]:
+        return [None if getattr(call.func, "__name__", "") == "contiguous" else 1.0 for call in calls]
+
+    for batch, saved in ((1, 1), (2, 0)):
+        _, module = lifted(Branches("convolution"), torch.randn(batch, 3, 5, 5))
+        affine_norms(module)
+        assert merged(module, Decisions(timer), compiled=False) == saved
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_siblings_in_libraries_are_alike_in_what_follows(norms: bool) -> None:
+    for relu, saved in (((True, True), 1), ((True, False), 0), ((False, False), 1)):
+        _, module = lifted(Branches("cat", norms, relu), torch.randn(1, 3, 5, 5))
+        affine_norms(module)
+        assert merged(module, Decisions(copies_for_free), compiled=False) == saved
+
+
+def test_what_is_added_to_stays_alone() -> None:
+    layers = [nn.Conv2d(3, 4, 1) for _ in range(2)]
+    _, module = lifted(lambda x: (layers[0](x) + layers[1](x)).relu(), torch.randn(1, 3, 4, 4))
+    assert merged(module, Decisions(copies_for_free), compiled=False) == 0
 
 
 def test_given_choices_are_made_again() -> None:

@@ -59,7 +59,7 @@ def rewrite(module: fx.GraphModule, names: Sequence[str], decisions: Decisions) 
         elif name == "layout":
             layout = layout or to_channels_last(module) > 0
         elif name in ("siblings", "convolutions"):
-            merge_siblings(module, HOST, decisions, convolutions=name == "convolutions")
+            merge_siblings(module, HOST, decisions, channels_last=layout, compiled=name == "convolutions")
         elif name == "rows":
             row_products_as_sums(module)
         elif name == "pools":

@@ -28,6 +28,7 @@ __all__ = [
     "choose_forms",
     "contiguous_is_faster",
     "forms_of",
+    "measured",
     "padded_channels",
     "sites_of",
     "times_of",
@@ -165,7 +166,7 @@ def sites_of(module: fx.GraphModule, *, channels_last: bool) -> list[tuple[Site,
             last = user
         parameters = (tuple(given["stride"]), tuple(given["padding"]), tuple(given["dilation"]), int(given["groups"]))
         site = Site(
-            (source.sizes, (_channels(node, weight), *weight.sizes[1:])),
+            (source.sizes, (result.sizes[1], *weight.sizes[1:])),  # of merged siblings all of theirs
             parameters,
             result.dtype,
             channels_last,
@@ -192,14 +193,6 @@ def _is_sum(user: fx.Node, of: fx.Node, result: TensorRef) -> bool:
     if recorded is None or after is None or after.target is not _aten.relu.default:
         return False
     return (recorded.sizes, recorded.dtype) == (result.sizes, result.dtype)
-
-
-def _channels(convolution: fx.Node, weight: TensorRef) -> int:
-    """Output channels; of merged siblings all of theirs."""
-    split = _only_user(convolution)
-    if split is not None and split.target is _aten.split_with_sizes.default:
-        return int(sum(split.args[1]))  # type: ignore[arg-type]
-    return weight.sizes[0]
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -390,8 +383,8 @@ def times_of(
     return times
 
 
-def _measured(
-    sites: Iterable[Site], device: torch.device, decisions: Decisions, timer: Timer, *, compiled: bool
+def measured(
+    sites: Iterable[Site], device: torch.device, decisions: Decisions, timer: Timer, *, compiled: bool = False
 ) -> dict[Site, dict[str, float]]:
     """``times_of``, with what was measured before in these decisions."""
     distinct = dict.fromkeys(sites)
@@ -430,7 +423,7 @@ def contiguous_is_faster(module: fx.GraphModule, device: torch.device, decisions
     if decisions.timer is not None:
         totals = {}
         for layout, sites in layouts.items():
-            times = _measured((site for site, _ in sites), device, decisions, decisions.timer, compiled=compiled)
+            times = measured((site for site, _ in sites), device, decisions, decisions.timer, compiled=compiled)
             totals[layout] = sum(min(times[site].values()) for site, _ in sites)
         wanted = totals[False] < _CLEARLY * totals[True]
     return decisions.take(first, "contiguous", wanted=wanted)
@@ -453,7 +446,7 @@ def choose_forms(
     if decisions.given is None:
         distinct = list(dict.fromkeys(site for site, _ in sites))
         if decisions.timer is not None:
-            best = best_forms(_measured(distinct, device, decisions, decisions.timer, compiled=compiled))
+            best = best_forms(measured(distinct, device, decisions, decisions.timer, compiled=compiled))
         elif not compiled:
             fused = {"cuda": "cudnn fused", "cpu": "onednn fused"}.get(device.type, "")
             best = {site: fused for site in distinct if fused in forms_of(site, device.type)}

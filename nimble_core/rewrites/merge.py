@@ -2,14 +2,17 @@
 
 Query, key and value of an attention, the 1x1 branches of an Inception block: one larger call fills more of the device
 than several small ones, and needs no streams to do so. It pays where the larger call takes hardly longer than the
-longest of the small ones, which is measured.
+longest of the small ones, which is measured. For libraries siblings are whole sites, with the scale, shift and ReLU
+that follow each of them, so that a single call does it all; slices that have to be copied for who reads them are
+counted.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +32,9 @@ from nimble_core.lift import (
 )
 from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
+from nimble_core.rewrites.fold import affine
 from nimble_core.rewrites.layout import keep_strides
+from nimble_core.rewrites.library import Place, Site, measured, sites_of
 
 __all__ = ["joined", "merge_siblings"]
 
@@ -48,23 +53,31 @@ def joined(parts: Sequence[torch.Tensor | None], sizes: Sequence[int], like: tor
     return out
 
 
-def merge_siblings(module: fx.GraphModule, device: torch.device, decisions: Decisions, *, convolutions: bool) -> int:
+def merge_siblings(
+    module: fx.GraphModule, device: torch.device, decisions: Decisions, *, channels_last: bool, compiled: bool
+) -> int:
     """Merge sibling products, and convolutions, where it pays; how many calls that saved.
 
     Args:
         module: changed in place.
         device: where it runs.
         decisions: where nothing is measured, products are merged without asking, convolutions are not.
-        convolutions: whether to merge those too: their results are slices, which suits a compiler, not libraries.
+        channels_last: layout of all convolutions.
+        compiled: a compiler takes what follows a convolution, and reads slices of channels as they are.
     """
+    sites: Sites = {}
+    if not compiled:
+        sites = {one.convolution: (site, one) for site, one in sites_of(module, channels_last=channels_last)}
     saved = 0
-    for group in _groups(module, convolutions=convolutions):
+    for group in _groups(module, sites, compiled=compiled):
         if decisions.given is not None or decisions.timer is None:
             wanted = group[0].target is not _aten.convolution.default
+        elif group[0] in sites:
+            wanted = _sites_pay([sites[node] for node in group], device, decisions, decisions.timer)
         else:
             wanted = _pays(group, device, decisions.timer)
         if decisions.take(group[0], "merged siblings", wanted=wanted):
-            _merge(module.graph, group)
+            _merge(module.graph, group, [sites[node][1] for node in group if node in sites])
             saved += len(group) - 1
     if saved:
         keep_strides(module)
@@ -72,16 +85,26 @@ def merge_siblings(module: fx.GraphModule, device: torch.device, decisions: Deci
     return saved
 
 
-def _groups(module: fx.GraphModule, *, convolutions: bool) -> list[list[fx.Node]]:
+Sites = Mapping[fx.Node, tuple[Site, Place]]
+
+
+def _groups(module: fx.GraphModule, sites: Sites, *, compiled: bool) -> list[list[fx.Node]]:
     found: dict[Any, list[fx.Node]] = {}
     for node in module.graph.nodes:
-        key = _key(node, convolutions)
+        key = _key(node)
+        if key is not None and not compiled and node.target is _aten.convolution.default:
+            key = (key, _tail(*sites[node])) if node in sites and sites[node][1].total is None else None
         if key is not None:
             found.setdefault(key, []).append(node)
     return [group for group in found.values() if len(group) > 1]
 
 
-def _key(node: fx.Node, convolutions: bool) -> Any:
+def _tail(site: Site, place: Place) -> tuple[bool, bool, bool]:
+    """What follows a convolution: siblings have to be alike in that."""
+    return place.norm is not None, site.bias, site.relu
+
+
+def _key(node: fx.Node) -> Any:
     made = reference_of(node)
     if node.op != "call_function" or not movable(node) or made is None:
         return None
@@ -94,7 +117,7 @@ def _key(node: fx.Node, convolutions: bool) -> Any:
         if weight is None or not plain or (bias is not None and not _is_vector(bias, made.sizes[1])) or _is_given(rows):
             return None
         return node.target, rows, given["mat2"].target, _dtype(weight), bias is None
-    if convolutions and node.target is _aten.convolution.default:
+    if node.target is _aten.convolution.default:
         given = arguments_of(node)
         weight = given["weight"]
         if given["transposed"] or given["groups"] != 1 or not _only_weights(weight):
@@ -185,18 +208,46 @@ def _pays(group: Sequence[fx.Node], device: torch.device, timer: Timer) -> bool:
     return together <= min(sum(apart), max(apart) + _HAND_OFF_NS)
 
 
-def _merge(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
+def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisions: Decisions, timer: Timer) -> bool:
+    """Each in its fastest form; and then the slices that somebody reads who wants them without gaps."""
+    singles = [site for site, _ in group]
+    (source, (_, *kernel)), widths = singles[0].sizes, [site.sizes[1][0] for site in singles]
+    whole = replace(singles[0], sizes=(source, (sum(widths), *kernel)))
+    times = {site: min(own.values()) for site, own in measured([*singles, whole], device, decisions, timer).items()}
+    copied = [] if _dense(whole) else [site.out_sizes[1] for site, place in group if not _only_joined_again(place)]
+    out = torch.empty(whole.out_sizes, dtype=getattr(torch, whole.dtype), device=device)
+    out = out.to(memory_format=torch.channels_last) if whole.channels_last else out
+    layout = torch.channels_last if whole.channels_last else torch.contiguous_format
+    copies = timer([partial(out[:, :width].contiguous, memory_format=layout) for width in copied]) if copied else []
+    together = times[whole] + sum(math.inf if one is None else one for one in copies)
+    apart = [times[site] for site in singles]
+    return math.isfinite(together) and together <= min(sum(apart), max(apart) + _HAND_OFF_NS)
+
+
+def _dense(site: Site) -> bool:
+    """Whether channels that are neighbours lie in one piece of memory."""
+    return not site.channels_last and site.out_sizes[0] == 1
+
+
+def _only_joined_again(place: Place) -> bool:
+    """Whether all that happens to a result is to be copied elsewhere, which takes slices as well."""
+    return all(user.target is _aten.cat.default for user in place.last.users)
+
+
+def _merge(graph: fx.Graph, group: Sequence[fx.Node], places: Sequence[Place]) -> None:
+    """One call for a group; of sites also one scale and shift, and one ReLU."""
     sources = [_parts(node) for node in group]
     widths = [width for *_, width in sources]
     first = group[0]
+    norms = [place.norm for place in places if place.norm is not None]
+    ends = [place.last for place in places] or group
+    vectors = [one for norm in norms for one in norm.args[1:3] if isinstance(one, fx.Node)]
     # Weights are given tensors, or made of them: they may all come before the first sibling.
     late = set(itertools.dropwhile(lambda one: one is not first, list(graph.nodes)))
-    for node in group[1:]:
-        _, weight, bias, _ = _parts(node)
-        for needed in made_of([one for one in (weight, bias) if one is not None], graph):
-            if needed in late:
-                late.remove(needed)
-                first.prepend(needed)
+    for needed in made_of([*vectors, *(one for part in sources for one in part[1:3] if one is not None)], graph):
+        if needed in late:
+            late.remove(needed)
+            first.prepend(needed)
     with graph.inserting_before(first):
         weight = graph.call_function(joined, ([one[1] for one in sources], widths, sources[0][1]))
         biases = [one[2] for one in sources]
@@ -204,21 +255,35 @@ def _merge(graph: fx.Graph, group: Sequence[fx.Node]) -> None:
             graph.call_function(joined, (biases, widths, sources[0][1])) if any(b is not None for b in biases) else None
         )
         if first.target is _aten.convolution.default:
-            merged = graph.call_function(first.target, (sources[0][0], weight, bias, *first.args[3:]))
+            args = (sources[0][0], weight, bias, *first.args[3:])
+            merged = _all_of(graph.call_function(first.target, args), group, widths)
         else:
             turned = graph.call_function(_aten.t.default, (weight,))
             if bias is None:
                 merged = graph.call_function(_aten.mm.default, (sources[0][0], turned))
             else:
                 merged = graph.call_function(_aten.addmm.default, (bias, sources[0][0], turned))
-        use_calls(merged, *group)
-        recorded = reference_of(first)
-        if recorded is not None:
-            sizes = (recorded.sizes[0], sum(widths), *recorded.sizes[2:])
-            merged.meta["ref"] = replace(recorded, sizes=sizes)
+            merged = _all_of(merged, group, widths)
+        if norms:
+            scale, shift = (
+                graph.call_function(joined, ([norm.args[at] for norm in norms], widths, norms[0].args[at]))
+                for at in (1, 2)
+            )
+            merged = _all_of(graph.call_function(affine, (merged, scale, shift)), norms, widths)
+        if ends[0].target is _aten.relu.default:
+            merged = _all_of(graph.call_function(_aten.relu.default, (merged,)), ends, widths)
         slices = graph.call_function(_aten.split_with_sizes.default, (merged, widths, 1))
         pieces = [graph.call_function(operator.getitem, (slices, place)) for place in range(len(group))]
-    for node, piece in zip(group, pieces, strict=True):
+    for node, piece in zip(ends, pieces, strict=True):
         piece.meta.update(node.meta)
         piece.meta["eager"] = ()
         node.replace_all_uses_with(piece)
+
+
+def _all_of(merged: fx.Node, nodes: Sequence[fx.Node], widths: Sequence[int]) -> fx.Node:
+    """``merged``, which stands for all of ``nodes``, as wide as they are together."""
+    use_calls(merged, *nodes)
+    recorded = reference_of(nodes[0])
+    if recorded is not None:
+        merged.meta["ref"] = replace(recorded, sizes=(recorded.sizes[0], sum(widths), *recorded.sizes[2:]))
+    return merged
