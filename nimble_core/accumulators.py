@@ -8,6 +8,7 @@ the graph which is none of its own, and CUDA ends the capture. torch 2.13 can re
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,10 +44,11 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
         finally:
             redirects(before)
         return
+    handled = sys.exception()
     try:
         yield
     except (CaptureError, torch.AcceleratorError) as error:
-        _let_go(error)
+        _let_go(error, handled)
         if not held:
             raise
         raise CaptureError(
@@ -58,9 +60,16 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
         ) from error
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Of the graphs in frames that ended with ``error``: who keeps it (a notebook does) would keep those, too."""
-    while error is not None:
+def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
+    """Of the graphs in frames that ended with ``error``: who keeps it (a notebook does) would keep those, too.
+
+    Args:
+        error: with all that it came of.
+        handled: what was being handled before all that, which is the caller's.
+    """
+    seen = {handled}
+    while error is not None and error not in seen:
+        seen.add(error)
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

@@ -60,10 +60,13 @@ def test_an_error_that_is_kept_keeps_no_graph_of_the_capture_that_failed(monkeyp
     monkeypatch.delattr(torch._C, "_set_override_stale_capture_stream", raising=False)
     weight = leaf(3)
 
-    def captures() -> None:
+    def deep() -> None:
         made = (weight * 2).sum()  # noqa: F841 - what a frame holds
+        fails()
+
+    def captures() -> None:
         try:
-            fails()
+            deep()
         except CaptureError as error:
             raise CaptureError("another, about the first") from error
 
@@ -71,6 +74,27 @@ def test_an_error_that_is_kept_keeps_no_graph_of_the_capture_that_failed(monkeyp
         captures()
     assert held_by_graphs({"weight": weight}) == []
     assert caught.value.__cause__ is not None
+
+
+def test_errors_of_the_callers_and_errors_that_cause_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_override_stale_capture_stream", raising=False)
+
+    def fails_with_something() -> None:
+        something = 1  # noqa: F841 - what a frame holds
+        raise ValueError("the caller's")
+
+    try:
+        fails_with_something()
+    except ValueError as mine:
+        with pytest.raises(CaptureError), kept_graphs_apart({}):
+            fails()
+        traceback = mine.__traceback__
+        assert traceback is not None
+        assert traceback.tb_next is not None
+        assert traceback.tb_next.tb_frame.f_locals == {"something": 1}
+    error = CaptureError("round and round")
+    with pytest.raises(CaptureError, match="round"), kept_graphs_apart({}):
+        raise error from error
 
 
 def test_other_errors_and_other_captures_speak_for_themselves() -> None:

@@ -109,6 +109,19 @@ def test_in_float16_what_overflows_is_a_matter_of_rounding() -> None:
     assert check_equality("n", lambda i: [masked(i)[0].half()], cases).passed
 
 
+@pytest.mark.parametrize("who", ["perturbed", "references"])
+def test_where_rounding_decides_what_is_infinite_nothing_is_said(who: str) -> None:
+    cases = [([x], [torch.log((x - 1).relu())]) for x in (A, B.flip(0) + 2)]
+
+    def replay(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.log((inputs[0] - 1 + 1e-7).relu())]
+
+    assert check_equality("n", replay, cases).differs
+    others = [[torch.log((x - 1 + 2e-7).relu())] for (x,), _ in cases]
+    assert check_equality("n", replay, cases, **{who: others}).void  # type: ignore[arg-type]
+    assert check_equality("n", replay, cases, **{who: [out for _, out in cases]}).differs  # type: ignore[arg-type]
+
+
 def test_nan_and_infinite_complex_numbers_in_eager_stay_void() -> None:
     for bad in (torch.tensor(math.nan), torch.tensor(complex(math.inf, 0))):
         cases = [([x], [torch.cat([masked([x])[0], bad[None]])]) for x in (A, B)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,46 @@ def test_copies_of_slices_count(batch: int, last: bool, read: str, copies: int, 
     assert len(copied) == copies
 
 
+@pytest.mark.parametrize(("last", "dense"), [(False, True), (True, False)])
+def test_slices_of_one_contiguous_image_have_no_gaps(last: bool, dense: bool) -> None:
+    """Weights of 1x1 kernels lie in either layout: joined, too, or the merged convolution would write another."""
+    _, module = lifted(Branches("cat"), torch.randn(1, 3, 5, 5))
+    affine_norms(module)
+    assert merged(module, Decisions(copies_for_free), compiled=False) == 1
+    fold_affine(module)
+    module.recompile()
+    seen: list[bool] = []
+
+    class Watched(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            made = super().run_node(n)
+            if n.target is operator.getitem:
+                seen.append(made.is_contiguous())
+            return made
+
+    x = torch.randn(1, 3, 5, 5)
+    Watched(module).run(x.to(memory_format=torch.channels_last) if last else x)
+    assert seen == [dense] * 2
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_every_reader_copies(readers: int) -> None:
+    one, two, *after = (nn.Conv2d(*sizes) for sizes in [(3, 4, 1), (3, 4, 1), *[(4, 2, 3)] * readers])
+    copies: list[int] = []
+
+    def timer(calls: Any) -> list[float | None]:
+        copies.append(sum(getattr(call.func, "__name__", "") == "contiguous" for call in calls))
+        return [1.0] * len(calls)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        read, joined_again = one(x).relu(), two(x).relu()
+        return torch.cat([*(layer(read) for layer in after), joined_again[:, :, 1:-1, 1:-1]], 1)
+
+    _, module = lifted(forward, torch.randn(2, 3, 5, 5))
+    merged(module, Decisions(timer), compiled=False)
+    assert sum(copies) == readers + 1  # that slice of it
+
+
 def test_a_copy_that_does_not_run_does_not_pay() -> None:
     def timer(calls: Any) -> list[float | None]:
         return [None if getattr(call.func, "__name__", "") == "contiguous" else 1.0 for call in calls]
@@ -359,7 +400,12 @@ def test_siblings_in_libraries_are_alike_in_what_follows(norms: bool) -> None:
 
 def test_what_is_added_to_stays_alone() -> None:
     layers = [nn.Conv2d(3, 4, 1) for _ in range(2)]
-    _, module = lifted(lambda x: (layers[0](x) + layers[1](x)).relu(), torch.randn(1, 3, 4, 4))
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        addend = torch.cat([x, x[:, :1]], 1)
+        return [(layer(x) + addend).relu() for layer in layers]
+
+    _, module = lifted(forward, torch.randn(1, 3, 4, 4))
     assert merged(module, Decisions(copies_for_free), compiled=False) == 0
 
 

@@ -47,10 +47,8 @@ def joined(parts: Sequence[torch.Tensor | None], sizes: Sequence[int], like: tor
     """Weights or biases side by side along the first dimension; zeros for a bias that is not there."""
     made = [torch.zeros(size, dtype=like.dtype, device=like.device) if part is None else part
             for part, size in zip(parts, sizes, strict=True)]  # fmt: skip
-    out = torch.cat(made)
-    if made[0].dim() == 4 and made[0].is_contiguous(memory_format=torch.channels_last):
-        out = out.to(memory_format=torch.channels_last)
-    return out
+    # The layout stays theirs: 1x1 weights are in either, and strides that only one has would decide the result's.
+    return torch.cat(made)
 
 
 def merge_siblings(
@@ -214,7 +212,7 @@ def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisi
     (source, (_, *kernel)), widths = singles[0].sizes, [site.sizes[1][0] for site in singles]
     whole = replace(singles[0], sizes=(source, (sum(widths), *kernel)))
     times = {site: min(own.values()) for site, own in measured([*singles, whole], device, decisions, timer).items()}
-    copied = [] if _dense(whole) else [site.out_sizes[1] for site, place in group if not _only_joined_again(place)]
+    copied = [] if _dense(whole) else [site.out_sizes[1] for site, place in group for _ in range(_copies(place))]
     out = torch.empty(whole.out_sizes, dtype=getattr(torch, whole.dtype), device=device)
     out = out.to(memory_format=torch.channels_last) if whole.channels_last else out
     layout = torch.channels_last if whole.channels_last else torch.contiguous_format
@@ -229,9 +227,9 @@ def _dense(site: Site) -> bool:
     return not site.channels_last and site.out_sizes[0] == 1
 
 
-def _only_joined_again(place: Place) -> bool:
-    """Whether all that happens to a result is to be copied elsewhere, which takes slices as well."""
-    return all(user.target is _aten.cat.default for user in place.last.users)
+def _copies(place: Place) -> int:
+    """How many read a result and copy a slice before; what joins it to others copies it anyway."""
+    return sum(user.target is not _aten.cat.default for user in place.last.users)
 
 
 def _merge(graph: fx.Graph, group: Sequence[fx.Node], places: Sequence[Place]) -> None:
