@@ -44,7 +44,7 @@ from nimble_core.pipeline import (
     record_static,
     state_kept,
 )
-from nimble_core.program import Program, TensorRef
+from nimble_core.program import Fuse, Program, TensorRef
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
@@ -470,6 +470,8 @@ class Backward:
             gradient = held[at]
             if gradient is None:
                 self.parameters[at].grad = found[at]
+            elif gradient.layout is not torch.strided:  # takes no dense one in place
+                self.parameters[at].grad = found[at] + gradient
             else:
                 sums.append(gradient)
                 new.append(found[at])
@@ -661,6 +663,17 @@ class Trainable:
     notes: tuple[str, ...]
     wrong: str
 
+    @property
+    def kinds(self) -> tuple[Fuse, Fuse]:
+        """Kernels of forward and backward."""
+        forward, backward = (one.recorded.recording.program.fuse for one in (self.forward, self.backward.tuned))
+        return forward, backward
+
+    def close(self) -> None:
+        """Free what replays."""
+        self.forward.best.close()
+        self.backward.close()
+
 
 def make_trainable(
     device: Device,
@@ -674,10 +687,33 @@ def make_trainable(
 ) -> Trainable:
     """Record forward and backward together, cut, tune each; nothing of the model is changed.
 
+    Where both together are not what eager computes, in other kernels than its own, these are left out.
+
     Raises:
         InputError: nothing to differentiate, or hooks that no replay would call.
         NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
     """
+    given = (device, model, signature, args, kwargs)
+    made = _make_trainable(*given, options, step=step)
+    others = dict.fromkeys(kind for kind in made.kinds if kind != "none")
+    if not made.wrong or not others or options.strict:
+        return made
+    made.close()
+    note = f"{' and '.join(others)}: left out: {made.wrong}"
+    made = _make_trainable(*given, replace(options, fuse="none"), step=step)
+    return replace(made, notes=(note, *made.notes))
+
+
+def _make_trainable(
+    device: Device,
+    model: torch.nn.Module,
+    signature: Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    step: Step,
+) -> Trainable:
     require_no_node_hooks(model.named_parameters())
     leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
     whole = ForwardBackward(model, leaves)

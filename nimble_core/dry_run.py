@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from nimble_core.allocations import Ask, Window
 from nimble_core.errors import CaptureError, InputError
-from nimble_core.operators import makes_memory_only, storage_address, written_tensors
+from nimble_core.operators import makes_memory_only, parts_of, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.record import announced, record
 from nimble_core.recording import Recording, flat_tensors
@@ -203,6 +203,9 @@ class _DeviceWork(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (parts := parts_of(func)) is not None:
+            with self:
+                return parts(*args, **kwargs)
         given = {storage_address(tensor) for tensor in flat_tensors([*args, *kwargs.values()])}
         written = [tensor for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, torch.Tensor)]
         result = func(*args, **kwargs)

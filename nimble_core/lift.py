@@ -52,6 +52,12 @@ _RESHAPES: dict[Any, Any] = {
 }
 """Views that ask for strides which rewrites may change, unless memory is written through them."""
 
+_SPLITS: dict[Any, Any] = {
+    torch.ops.aten.unsafe_split.Tensor: torch.ops.aten.split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default: torch.ops.aten.split_with_sizes.default,
+}
+"""Views whose schemas deny it: a compiler would lose what is written through them."""
+
 _TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
 """Operators whose result is of another type than what they write in place."""
 
@@ -171,7 +177,7 @@ class _Lift:
                 break
             args = (*args, named.pop(argument.name))
         name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
-        target = functional or _RESHAPES.get(func, func)
+        target = functional or _RESHAPES.get(func) or _SPLITS.get(func, func)
         node = self.graph.create_node("call_function", target, args, named, name=name)
         if step.call is not None:
             node.meta[_CALLS] = (step.call,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "makes_memory_only",
     "overlaps_itself",
     "owned_tensors",
+    "parts_of",
     "same_arguments",
     "shape_depends_on_data",
     "shown_by",
@@ -93,6 +94,24 @@ def traits_of(func: Any) -> Traits:
         memory_only=makes_memory_only(func),
         doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*_INDEXED, *_COPIES, _CHECKS),
     )
+
+
+def parts_of(func: Any) -> Callable[..., Any] | None:
+    """What makes ``func`` of other operators, where dispatch modes see it whole instead of those; None elsewhere.
+
+    Autograd takes composite operators (``linear``, ``batch_norm``) apart before a mode sees anything, and has no part
+    in ``inference_mode``. A mode calls this with itself entered, and so sees the same operators everywhere.
+    """
+    return _composite(func) if torch.is_inference_mode_enabled() else None
+
+
+@cache
+def _composite(func: Any) -> Callable[..., Any] | None:
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    has, key = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C.DispatchKey.CompositeImplicitAutograd
+    own = any(has(func.name(), backend) for backend in ("CPU", "CUDA"))
+    return partial(func._op_dk, key) if has(func.name(), key) and not own else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from nimble_core.errors import CaptureError
 from nimble_core.exports import exports_seen
-from nimble_core.operators import has_memory, shown_by, storage_address, written_tensors
+from nimble_core.operators import has_memory, parts_of, shown_by, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
 from nimble_core.strides import elements_once
@@ -346,6 +346,9 @@ class _WriteGuard(TorchDispatchMode):
                 f"{func} takes functions: what they do cannot be recorded as calls",
                 fix="write the branch or loop that is taken as plain operators, or move it out of the prepared module",
             )
+        if (parts := parts_of(func)) is not None:
+            with self:
+                return parts(*args, **kwargs)
         self.guard.before_draw(kwargs.get("generator"))
         for tensor in written_tensors(func, args, kwargs):
             if has_memory(tensor) and storage_address(tensor) not in self.made:

@@ -46,6 +46,7 @@ from nimble_core.operators import (
     draws_numbers,
     has_memory,
     owned_tensors,
+    parts_of,
     same_arguments,
     seeds_among,
     shape_depends_on_data,
@@ -363,6 +364,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (parts := parts_of(func)) is not None:
+            with self:
+                return parts(*args, **kwargs)
         if self.stand_in:
             if func is torch.ops.prim.device.default:  # fake tensors say where they are through dispatch
                 return func(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from nimble_core.errors import InputError, NimbleError
-from nimble_core.operators import draws_numbers, has_memory, owned_tensors, storage_address
+from nimble_core.operators import draws_numbers, has_memory, owned_tensors, parts_of, storage_address
 from nimble_core.preserve import random_state_kept
 from nimble_core.recording import flat_tensors
 from nimble_core.structure import builder, flatten
@@ -199,6 +199,9 @@ class _InFloat64(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (parts := parts_of(func)) is not None:
+            with self:
+                return parts(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(torch.Tensor, self.inside, (args, kwargs or {}))
         args, kwargs = tree_map_only(torch.dtype, _dtype, (args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags and draws_numbers(func, args, kwargs):

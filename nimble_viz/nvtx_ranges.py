@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
 from nimble_core.nimble import Nimble
-from nimble_core.operators import makes_memory_only
+from nimble_core.operators import makes_memory_only, parts_of
 from nimble_core.phases import current_phase
 from nimble_core.program import Call, Program
 from nimble_core.ranges import Range, call_bytes, call_range, listener, make_range
@@ -98,9 +98,9 @@ class _EagerRanges(TorchDispatchMode):
         if not isinstance(func, OpOverload) or _stays_on_host(func):
             return func(*args, **kwargs)
         index = self._find(str(func))
-        if index < 0 and func._can_decompose():  # inference_mode shows linear where calls are of addmm
+        if index < 0 and (parts := parts_of(func)) is not None:
             with self:
-                return func.decompose(*args, **kwargs)
+                return parts(*args, **kwargs)
         with self._range(func, index, [*flat_tensors(args), *flat_tensors(list(kwargs.values()))]):
             return func(*args, **kwargs)
 

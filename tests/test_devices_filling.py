@@ -138,3 +138,15 @@ def test_large_tensors_that_are_read_are_looked_at_in_part() -> None:
         read.mul_(2).add_(1)
 
     assert not tried(read, [read.sum()], filling)
+
+
+@pytest.mark.parametrize("numel", [4, 100, 1000])
+def test_results_that_a_call_resizes_and_back_do_not_pass(numel: int) -> None:
+    """As ``mse_loss.out`` does with what it will reduce: an arena would be allocated anew."""
+    read = torch.randn(numel)
+
+    def filling(read: torch.Tensor, own: torch.Tensor) -> None:
+        own.resize_(read.shape)
+        own.resize_(()).copy_(read.sum())
+
+    assert not tried(read, [read.sum()], filling)

@@ -350,6 +350,46 @@ def test_the_measured_choice_equals_eager() -> None:
     net.close()
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_compiled_kernels_of_recurrent_layers(kind: Any) -> None:
+    """Their cells write pieces of a split in place, whose operator says that these are copies."""
+    layer = kind(3, 4, batch_first=True).double()
+    net, eager = pair(layer, torch.randn(2, 5, 3).double(), options=Options(fuse="inductor", tune="off"))
+    assert net.engines[0].recorded.recording.program.fuse == "inductor", net.engines[0].notes
+    x = torch.randn(2, 5, 3).double()
+    for model in (net, eager):
+        model(x)[0].square().sum().backward()
+    assert_same_gradients(layer, eager, rtol=1e-9)
+    net.close()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("strict", [False, True])
+def test_kernels_that_are_wrong_together_are_left_out(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = differentiable._unlike_eager, []
+
+    def unlike(joint: Any, forward: Any, backward: Any, count: int) -> str:
+        asked.append(backward.tuned.recorded.recording.program.fuse)
+        return real(joint, forward, backward, count) if asked[-1] == "none" else "replays are not what eager computes"
+
+    monkeypatch.setattr(differentiable, "_unlike_eager", unlike)
+    options = Options(fuse="inductor", tune="off", strict=strict)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(2, 3)
+    if strict:
+        with pytest.raises(NimbleError, match="not what eager computes"):
+            pair(model, x, options=options)
+        return
+    net, eager = pair(model, x, options=options)
+    assert asked == ["inductor", "none"]
+    assert net.engines[0].recorded.recording.program.fuse == "none"
+    assert net.engines[0].notes[0] == "inductor: left out: replays are not what eager computes"
+    for module in (net, eager):
+        module(x).square().sum().backward()
+    assert_same_gradients(model, eager, rtol=1e-5)
+    net.close()
+
+
 def test_dropout_draws_fresh_masks(on: Place) -> None:
     model = on(nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4)))
     net, _ = pair(model, on(torch.ones(5000, 4)).requires_grad_())

@@ -376,6 +376,18 @@ def test_arguments_by_keyword_are_found() -> None:
     assert same(effects(module, one), eager_effects(one))
 
 
+@pytest.mark.parametrize("split", [lambda x: x.unsafe_chunk(2, 1), lambda x: x.unsafe_split_with_sizes([1, 3], 1)])
+def test_splits_say_that_they_are_views(split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        whole = x + 1
+        first, second = split(whole)
+        return first.sigmoid_().sum() + second.tanh_().sum() + whole.sum()
+
+    one, module = lifted(forward, torch.randn(3, 4))
+    assert all(is_view(node.target) for node in module.graph.nodes if "split" in str(node.target))
+    assert same(effects(module, one), eager_effects(one))
+
+
 def test_views_are_told_from_what_makes_memory() -> None:
     assert is_view(aten.view.default)
     assert is_view(aten.split.Tensor)

@@ -26,6 +26,7 @@ from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleErro
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch
 from nimble_core.nimble import Nimble, _fold_notes, _repeatable
+from nimble_core.operators import parts_of
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, device_for, record_static
 from nimble_core.plan import Plan
@@ -47,6 +48,33 @@ def close(a: Any, b: Any) -> None:
 
 
 # -- equal to eager ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+@pytest.mark.parametrize("name", CASES)
+def test_under_inference_mode_the_same_is_prepared(name: str, policy: str) -> None:
+    """There dispatch modes are given composite operators whole, whose writes no schema tells."""
+    if name == "gradient_inside":
+        pytest.skip("a model that takes gradients does not run under inference_mode")
+    model, args, kwargs = make(name)
+    signature = Signature(args, kwargs)
+    before = copy.deepcopy(model.state_dict()) if isinstance(model, nn.Module) else {}
+    eager = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+    with torch.inference_mode():
+        net = Nimble(model, Options(tune="off", policy=policy)).prepare(*args, **kwargs)
+        for key, value in before.items():
+            assert torch.equal(model.state_dict()[key], value), key
+        recording = net.engines[0].recorded.recording
+        assert not any(parts_of(step.func) for step in recording.steps)
+        for seed in (3, 4, 3):
+            mine, theirs = (builder(signature.structure)(other_values(signature.tensors, seed=seed)) for _ in range(2))
+            torch.manual_seed(seed)
+            expected = eager(*theirs[0], **theirs[1])
+            torch.manual_seed(seed)
+            close(net(*mine[0], **mine[1]), expected)
+    if isinstance(model, nn.Module) and isinstance(eager, nn.Module):
+        close(list(model.buffers()), list(eager.buffers()))
+    net.close()
 
 
 @pytest.mark.parametrize("policy", ["single", "nimble"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nimble_core.operators import (
     argument_texts,
     copies_to_host,
+    parts_of,
     same_arguments,
     shape_depends_on_data,
     traits_of,
@@ -28,6 +29,18 @@ def overloads() -> Iterator[Any]:
         packet = getattr(aten, name)
         if isinstance(packet, torch._ops.OpOverloadPacket):
             yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+def test_composite_operators_are_taken_apart_under_inference_mode_only() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    assert parts_of(aten.linear.default) is None
+    with torch.inference_mode():
+        parts = parts_of(aten.linear.default)
+        assert parts is not None
+        assert torch.equal(parts(x, weight), torch.nn.functional.linear(x, weight))
+        for func in (aten.addmm.default, aten.convolution.default, aten.native_batch_norm.default, aten.add_.Tensor):
+            assert parts_of(func) is None
+        assert parts_of(torch.ops.higher_order.cond) is None
 
 
 def test_traits_are_what_torch_says() -> None:

@@ -138,3 +138,17 @@ def test_shared_weights_keep_their_own_layers() -> None:
     _one, module = lifted(lambda x: layer(x) + other(x) + layer(x), X)
     assert share_equal(module) >= 1
     assert targets(module).count("aten.addmm.default") == 2
+
+
+def returned_twice(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    shared = x.cos() + x.cos()
+    return x.sin(), x.sin(), x.sin().t(), x.exp().flatten(), x.exp()[1:], shared
+
+
+def test_results_that_are_returned_keep_memory_of_their_own() -> None:
+    one = recorded(returned_twice, X)
+    module = unchanged_by(share_equal, one, 0.0, strides=True)
+    outputs = module(X)
+    homes = [out.untyped_storage().data_ptr() for out in outputs]
+    assert len(set(homes)) == len(homes)
+    assert share_equal(lift(one.recording)) == 1  # the cosines

@@ -6,6 +6,7 @@ storage, or write beyond the tensor that they were given. So each is tried befor
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -135,23 +136,33 @@ def _window(tensor: torch.Tensor) -> torch.Tensor:
 def _guarded(made: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Memory of one storage, and a tensor in it for each of ``made``, with guards before, between and behind them.
 
-    Every byte in them is another than it has to become; floating-point numbers are NaN: what adds to them shows.
+    Every byte in them is another than it has to become; floating-point numbers are NaN: what adds to them shows. The
+    storage ends with the last of them and cannot grow: an arena must not be resized.
     """
     windows = {slot: _window(tensor) for slot, tensor in made.items()}
-    starts, end = {}, 0
+    starts, end, last = {}, 0, 0
     for slot, window in windows.items():
         starts[slot] = end + _GUARD_NBYTES
+        last = starts[slot] + len(window)
         end = starts[slot] + -(-len(window) // ALIGNMENT) * ALIGNMENT
     memory = torch.full((end + _GUARD_NBYTES,), _GUARD, dtype=torch.uint8)
+    storage = _of_fixed_size(memory, last)
     given = {}
     for slot, tensor in made.items():
         own = memory[starts[slot] : starts[slot] + len(windows[slot])]
         torch.ne(windows[slot], _NAN, out=own.view(torch.bool))
         own.neg_()  # 1 becomes 0xFF
         given[slot] = torch.empty(0, dtype=tensor.dtype).set_(
-            memory.untyped_storage(), starts[slot] // tensor.itemsize, tensor.shape, tensor.stride()
+            storage, starts[slot] // tensor.itemsize, tensor.shape, tensor.stride()
         )
     return memory, given
+
+
+def _of_fixed_size(memory: torch.Tensor, nbytes: int) -> torch.UntypedStorage:
+    """A storage of the first bytes of ``memory``, which has to outlive it."""
+    return torch.frombuffer(
+        (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.data_ptr()), dtype=torch.uint8
+    ).untyped_storage()
 
 
 def _guards_hold(memory: torch.Tensor, given: Mapping[int, torch.Tensor]) -> bool:
