@@ -97,6 +97,72 @@ def test_as_close_to_float64_as_eager(name: str, precision: str, fuse: str, requ
         assert error <= max(3 * (1 + 4 / truth.numel()) * own, FLOOR[precision])
 
 
+@pytest.mark.parametrize("fuse", KINDS)
+@pytest.mark.parametrize("name", ["tower", "attention"])
+def test_under_inference_mode_the_same_is_prepared(name: str, fuse: str, exact: None) -> None:
+    model, draw = made(name)
+    model, x = model.cuda(), draw().cuda()
+    with torch.no_grad():
+        other = Nimble(model, quick(fuse)).prepare(x)
+    with torch.inference_mode():
+        net = Nimble(model, quick(fuse)).prepare(x)
+        assert fused(net) == fuse, engine(net).notes
+        programs = [engine(one).recorded.recording.program for one in (other, net)]
+        assert len(programs[0].calls) == len(programs[1].calls)
+        for _ in range(2):
+            y = draw().cuda()
+            torch.testing.assert_close(net(y), model(y), rtol=1e-4, atol=1e-4)
+
+
+class Inception(nn.Module):
+    """As in an Inception block; what reads the branches is a convolution, a sum, a pool and the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three, self.four = (nn.Conv2d(16, n, 1, bias=False) for n in (8, 16, 24, 5))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (8, 16, 24, 5))
+        self.after = nn.Conv2d(16, 8, 3, padding=1)
+        for norm in self.norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            norm.running_mean.normal_()
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        layers = (self.one, self.two, self.three, self.four)
+        one, two, three, four = (norm(layer(x)).relu() for norm, layer in zip(self.norms, layers, strict=True))
+        return torch.cat([one + self.after(two), nn.functional.max_pool2d(three, 3, 1, 1)], 1), four
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tune", ["off", "fast"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_merged_siblings_are_right(
+    layout: torch.memory_format,
+    dtype: torch.dtype,
+    batch: int,
+    tune: Any,
+    exact: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nimble_core.rewrites.merge._sites_pay", lambda *given: True)
+    torch.manual_seed(0)
+    model = Inception().cuda().to(dtype)
+    x = torch.randn(batch, 16, 12, 12, device="cuda", dtype=dtype).to(memory_format=layout)
+    net = Nimble(model, quick("library", tune=tune)).prepare(x)
+    assert fused(net) == "library", engine(net).notes
+    choices = engine(net).recorded.recording.program.choices
+    assert sum(one.kernel == "merged siblings" for one in choices) == (tune == "fast")
+    for _ in range(2):
+        y = torch.randn_like(x)
+        for mine, theirs in zip(net(y), model(y), strict=True):
+            assert mine.stride() == theirs.stride()
+            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=2e-2 if dtype is torch.float16 else 1e-4)
+        with torch.no_grad():
+            model.two.weight.mul_(1.1)  # what is joined follows
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("fuse", KINDS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
