@@ -8,15 +8,31 @@ import torch
 
 from nimble_core.errors import InputError
 
-__all__ = ["Around", "require_training_mode"]
+__all__ = ["Around", "require_gradients", "require_training_mode"]
 
 
-def require_training_mode(model: torch.nn.Module) -> None:
+def require_gradients() -> None:
+    """Raise InputError under ``torch.inference_mode``, in which there are no gradients, whatever asks for them."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "torch.inference_mode is on: training needs gradients, which are not recorded under it",
+            fix="leave inference_mode, or train under torch.inference_mode(False)",
+        )
+
+
+def require_training_mode(model: torch.nn.Module, *, preparing: bool = True) -> None:
     """Raise InputError for a module in evaluation mode: what is trained is in training mode; parts of it need not be.
 
     One rule for ``TrainStep``, ``prepare(training=True)`` and ``compare(training=True)``: else dropout would drop
-    nothing, and batch norm learn nothing, without a word.
+    nothing, and batch norm learn nothing, without a word. Nor under modes of torch in which there is no backward, or,
+    where it is being prepared, none that can be recorded.
     """
+    require_gradients()
+    if preparing and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise InputError(
+            "torch.autograd.detect_anomaly is on: it reads every gradient back from the device, which no replay can do",
+            fix="prepare outside of it, or with check_nan=False; to look for a nan, train the model itself in eager",
+        )
     if not model.training:
         raise InputError(
             f"{type(model).__name__} is in evaluation mode: dropout and batch norm would not train",

@@ -53,7 +53,7 @@ from nimble_core.strides import extent, with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
 
-__all__ = ["Backward", "ForwardBackward", "Trainable", "autocast_name", "autocast_type", "make_trainable"]
+__all__ = ["Backward", "ForwardBackward", "Trainable", "make_trainable"]
 
 _PATIENCE_S = 60.0
 _WORTH = 1.2
@@ -273,7 +273,6 @@ class Backward:
         saved_inputs: positions of inputs that the backward reads.
         fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
-        casts: type that autocast computed in, None if it was off.
         sparing: makes what replays without overwriting what was saved; None if ``tuned`` does not overwrite it either.
         shown: the outputs, by position, that are given out as they lie in the forward's memory; others are copied.
         guarded: positions of those whose memory the backward reads.
@@ -295,7 +294,6 @@ class Backward:
     saved_inputs: tuple[int, ...]
     fixed: bool
     borrowed: tuple[int, ...]
-    casts: torch.dtype | None
     sparing: Callable[[], Executable] | None = None
     shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
     guarded: tuple[int, ...] = ()
@@ -338,7 +336,7 @@ class Backward:
         return self.tuned.recorded
 
     def unlike(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> str:
-        """What wants a gradient, or is cast, other than when this was prepared; empty if nothing."""
+        """What wants a gradient other than when this was prepared; empty if nothing."""
         if list(map(_trained, self._flagged)) != self._required:
             changed = (one for one in self.flags if one[0].requires_grad is not one[2])
             _, name, flag = next(changed)
@@ -346,9 +344,6 @@ class Backward:
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad and position not in self.leaves:
                 return f"{names[position]} required no gradient then, and does now"
-        casts = autocast_type(tensors[0].device.type)
-        if casts != self.casts:
-            return f"autocast was {autocast_name(self.casts)} then, and is {autocast_name(casts)} now"
         return ""
 
     @property
@@ -543,16 +538,6 @@ def _graph_is_kept() -> bool:
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def autocast_type(device: str) -> torch.dtype | None:
-    """What autocast casts products to here, None if it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def autocast_name(casts: torch.dtype | None) -> str:
-    """That in words."""
-    return "off" if casts is None else str(casts).removeprefix("torch.")
 
 
 def _described(kind: tuple[Any, ...]) -> str:
@@ -796,7 +781,6 @@ def _make_trainable(
         saved_inputs=halves.saved_inputs,
         fixed=fixed,
         borrowed=_borrowed(halves.backward),
-        casts=autocast_type(signature.device.type),
         sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
         shown=shown,
         guarded=guarded,

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from nimble_core.around import require_training_mode
+from nimble_core.around import Around, require_training_mode
 from nimble_core.candidates import Candidate
+from nimble_core.casts import Autocast
 from nimble_core.collector import collector_paused
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
@@ -70,6 +71,7 @@ class Engine:
         writes: addresses of the storages outside of it, inputs not counted, that a run writes.
         backward: what follows a forward that was prepared for training; None for inference.
         apart: asks whether inputs share memory; None if a run writes none of them.
+        autocast: what it was prepared under; None for a step, which casts by itself or asks by itself.
         unlinked: set once it was said that outputs carry no gradient to an input that requires one.
     """
 
@@ -89,6 +91,7 @@ class Engine:
     writes: frozenset[int] = frozenset()
     backward: Backward | None = None
     apart: Apart | None = None
+    autocast: Autocast | None = None
     unlinked: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -100,6 +103,11 @@ class Engine:
         return (
             f"Engine({self.signature}; {self.executable.schedule.policy}, {len(self.executable.schedule.stream)} calls)"
         )
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """Input tensors of a call that it stands for; None of one with other inputs, or under another autocast."""
+        tensors = self.signature.bind(args, kwargs)
+        return None if tensors is None or (self.autocast is not None and not self.autocast.holds()) else tensors
 
     def run(self, tensors: Sequence[torch.Tensor], *, static: bool) -> list[torch.Tensor]:
         """Run on ``tensors`` and on the weights as they are now; see ``Executable.run``.
@@ -203,7 +211,8 @@ class Nimble(torch.nn.Module):
     def prepare(self, *args: Any, training: bool = False, plan: Plan | None = None, **kwargs: Any) -> Nimble:
         """Record, schedule and capture the model for inputs like these; returns self.
 
-        Preparing again for the same signature replaces its engine; other signatures stay prepared.
+        Preparing again for the same signature replaces its engine; other signatures stay prepared, as do those that
+        were prepared under another ``torch.autocast``.
 
         Args:
             args: example positional inputs.
@@ -243,7 +252,10 @@ class Nimble(torch.nn.Module):
         """Replay ``engine`` for inputs like these from now on; what was prepared for them before is closed."""
         with self._swapping:
             replaced = [
-                one for one in self._engines if one.mode == engine.mode and one.signature.bind(args, kwargs) is not None
+                one
+                for one in self._engines
+                if (one.mode, one.autocast) == (engine.mode, engine.autocast)
+                and one.signature.bind(args, kwargs) is not None
             ]
             kept = (one for one in self._engines if not any(one is other for other in replaced))
             object.__setattr__(self, "_engines", (engine, *kept))
@@ -251,7 +263,7 @@ class Nimble(torch.nn.Module):
             one.close()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the engine that was prepared for inputs like these.
+        """Replay the engine that was prepared for inputs like these, under the autocast that is in force.
 
         Raises:
             InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given. Or the
@@ -299,7 +311,7 @@ class Nimble(torch.nn.Module):
         mode = getattr(self._model, "training", False)
         for engine in self._engines:
             if engine.mode == mode:
-                tensors = engine.signature.bind(args, kwargs)
+                tensors = engine.bind(args, kwargs)
                 if tensors is not None:
                     return engine, tensors
         return None, ()
@@ -358,6 +370,14 @@ class Nimble(torch.nn.Module):
                 f"nothing is prepared in this Nimble of {_name(self._model)}",
                 fix="call prepare(*example_inputs) on it first",
             )
+        for engine in self._engines:
+            if engine.mode == mode and engine.autocast and engine.signature.bind(args, kwargs) is not None:
+                raise InputError(
+                    f"no engine is prepared under this autocast: {engine.autocast.change()}",
+                    where=f"prepared: {engine.signature}",
+                    fix="call under the same torch.autocast as prepare(...), or prepare(...) under this one as well, "
+                    'or use Options(on_new_shape="prepare" or "eager")',
+                )
         for engine in self._engines:
             if engine.mode == mode:
                 raise InputError(
@@ -569,6 +589,7 @@ def _prepare(
             folded=folded,
             writes=_writes(recorded.recording),
             apart=_apart(signature, recorded.recording),
+            autocast=None if isinstance(model, Around) else Autocast.here(signature.device.type),
         )
         engine.check()  # what changed during the preparation is folded as well
     except BaseException:
@@ -610,4 +631,5 @@ def _prepare_training(
         writes=_writes(forward.recorded.recording),
         backward=made.backward,
         apart=_apart(signature, forward.recorded.recording),
+        autocast=Autocast.here(signature.device.type),
     )

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Real
 from operator import attrgetter, is_
 from types import MethodType
 from typing import Any
@@ -30,21 +31,36 @@ from nimble_core.freshness import same_objects
 from nimble_core.operators import has_memory, storage_address, written_tensors
 from nimble_core.origins import line_inside
 from nimble_core.preserve import random_state_kept
-from nimble_core.strides import with_strides_of
+from nimble_core.strides import dense, with_strides_of
 
 __all__ = ["CapturedOptimizer"]
 
 _FORMS = ("foreach", "fused", "capturable")
 """Flags that choose among an optimizer's implementations of the same step."""
+_FOLLOWED = ("params", "lr")
+"""Entries of a group that every step looks at."""
 _FORM_NAMES = {"fused": "fused", "foreach": "for-each", "": "parameter-by-parameter"}
 _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PREPARE = "prepare again, with a new TrainStep"
+_DENSE = "make it of a copy without gaps, nn.Parameter(view.contiguous())"
 _CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
 
 _READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
 """Bring a value from the device to the host."""
 _OWN = ("step", "state", "param_groups")
 """Attributes that a twin has of its own, or does without."""
+_PLAIN = (bool, int, float, complex, str)
+_SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
+"""What torch's schedulers keep in groups, for themselves."""
+_FLAGS = frozenset(
+    {
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "_need_device_dtype_check_for_fused",
+        "_step_supports_amp_scaling",
+    }
+)
+"""Attributes that torch changes as an optimizer goes on, or loses in copies, and that change no step."""
 _CONTAINERS = (dict, list, set, deque)
 _COPIED_WHOLE = ("numpy", "random", "array")
 """Packages of values that change in place, and can be copied and compared like what they pickle to."""
@@ -67,7 +83,7 @@ class _Group:
         trained: which of them require gradients.
         positions: of these, among those of all groups.
         options: what ``step`` is to see, but for ``params`` and ``lr``.
-        settings: hyperparameters that may not change.
+        settings: hyperparameters, and other plain values that ``step`` may read, that may not change.
         fused: whether the fused form is used; the capturable one otherwise.
     """
 
@@ -141,6 +157,7 @@ class CapturedOptimizer:
         self.optimizer = optimizer
         self.device = device
         self._groups = tuple(_described(optimizer, device))
+        self._plain = tuple(_plain_attributes(optimizer).items())
         trained = [
             (f"{_place(at)}['params'][{member}]", one)
             for at, group in enumerate(optimizer.param_groups)
@@ -209,7 +226,8 @@ class CapturedOptimizer:
         if not self.scales:
             raise InputError(
                 f"{_name(self.optimizer)} cannot leave out a step on the device, as a gradient scaler needs",
-                fix="train in bfloat16 without a scaler, or use SGD, Adam or AdamW on real floating-point parameters",
+                fix="train in bfloat16 without a scaler, or use SGD, Adam or AdamW on real floating-point parameters"
+                " without gaps in their memory",
             )
 
     @property
@@ -327,6 +345,7 @@ class CapturedOptimizer:
         """
         _require_no_hooks(self.optimizer)
         self._check_groups()
+        self._check_attributes()
         rates = self._changed_rates()
         if not self._in_step():
             for kept, pending in zip(self.state, self._pending(), strict=True):
@@ -347,12 +366,14 @@ class CapturedOptimizer:
         O(parameters), about 20 µs for 160 of them with three tensors each where nothing changed; asynchronous.
 
         Raises:
-            InputError: other parameters, groups, hooks or hyperparameters than the learning rate, or state that does
-                not fit. Nothing was changed then.
+            InputError: other parameters, groups, hooks or hyperparameters than the learning rate, other plain values in
+                groups or attributes, a learning rate that is no number, or state that does not fit. Nothing was changed
+                then.
         """
         optimizer = self.optimizer
         _require_no_hooks(optimizer)
         self._check_groups()
+        self._check_attributes()
         rates = self._changed_rates()
         if not self._in_step():
             self._install()
@@ -379,6 +400,24 @@ class CapturedOptimizer:
                         where=_place(at),
                         fix=_PREPARE + _CYCLES * (key in ("momentum", "betas")),
                     )
+            if len(group) > len(was.options) + len(_FOLLOWED):
+                for key, now in group.items():
+                    if key not in was.options and key not in _FOLLOWED and _is_setting(self.optimizer, key, now):
+                        raise InputError(
+                            f"{key} is {now!r} now, and was not there: only learning rates are read before each step",
+                            where=_place(at),
+                            fix=_PREPARE,
+                        )
+
+    def _check_attributes(self) -> None:
+        for name, value in self._plain:
+            now = getattr(self.optimizer, name, None)
+            if now is not value and (_has_tensor(now) or now != value):
+                raise InputError(
+                    f"{name} was {value!r} and is {now!r} now: a replay repeats what its step read",
+                    where=f"{_name(self.optimizer)}.{name}",
+                    fix=_PREPARE,
+                )
 
     def _changed_rates(self) -> list[tuple[int, float | torch.Tensor]]:
         """Groups whose rates have to be written, and with what."""
@@ -393,6 +432,8 @@ class CapturedOptimizer:
                     continue
                 rate = rate.item()
             if rate != self._numbers[at]:
+                if not isinstance(rate, Real):
+                    raise InputError(f"lr is {rate!r}, which is no number", where=_place(at), fix="a float")
                 changed.append((at, float(rate)))
         return changed
 
@@ -490,22 +531,35 @@ def _described(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterat
     for at, group in enumerate(optimizer.param_groups):
         trained = [one for one in group["params"] if one.requires_grad]
         types = {one.dtype for one in trained}
-        fused = "fused" in group and types.issubset(_fused_types(optimizer, device))
+        # Fused kernels go through memory from the first element on: what lies in gaps they would update instead.
+        gaps = [f"['params'][{n}]" for n, one in enumerate(group["params"]) if one.requires_grad and not _is_dense(one)]
+        if gaps and group.get("fused"):
+            raise InputError(
+                "fused=True writes what lies between the elements of a parameter that has gaps in its memory",
+                where=_place(at) + gaps[0],
+                fix=f"fused=False, or {_DENSE}",
+            )
+        fused = "fused" in group and not gaps and types.issubset(_fused_types(optimizer, device))
         if trained and not fused and "capturable" not in group:
-            kinds = ", ".join(sorted(map(str, types)))
+            kinds = "a parameter with gaps in its memory" if gaps else ", ".join(sorted(map(str, types)))
             why = f"on {device.type} for {kinds}" if "fused" in group else "neither fused nor capturable"
             raise InputError(
                 f"{_name(optimizer)} has no form that stays on the device: {why}",
-                where=_place(at),
-                fix="use another optimizer, or step() in eager",
+                where=_place(at) + (gaps[0] if gaps else ""),
+                fix="use another optimizer, or step() in eager" + f"; or {_DENSE}" * bool(gaps),
             )
         forms = {"fused": fused, "foreach": not fused, "capturable": True}
-        options = {key: forms.get(key, value) for key, value in group.items() if key not in ("params", "lr")}
-        settings = tuple((key, copy(group[key])) for key in optimizer.defaults if key in options and key not in _FORMS)
+        options = {key: forms.get(key, value) for key, value in group.items() if key not in _FOLLOWED}
+        settings = tuple((key, copy(group[key])) for key in options if _is_setting(optimizer, key, group[key]))
         positions = tuple(range(start, start + len(trained)))
         start += len(trained)
         members = tuple(group["params"])
         yield _Group(members, tuple(map(_requires_grad, members)), positions, options, settings, fused)
+
+
+def _is_setting(optimizer: torch.optim.Optimizer, key: str, value: object) -> bool:
+    """Whether ``step`` may read this entry of a group, and a replay would go on with what it was."""
+    return key not in _FORMS and (key in optimizer.defaults or (key not in _SCHEDULED and isinstance(value, _PLAIN)))
 
 
 def _eager_form(group: Mapping[str, Any], device: torch.device) -> str:
@@ -696,14 +750,24 @@ def _capturable_on(device: torch.device, kind: type[torch.optim.Optimizer]) -> I
 # -- what an optimizer keeps on the host -------------------------------------------------------------------------------
 
 
+def _of_classes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's classes, but for torch's, give it."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    return {key: value for kind in reversed(kinds) for key, value in vars(kind).items() if not key.startswith("__")}
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers and strings in attributes, also of its classes, which ``step`` may read."""
+    shown = _of_classes(optimizer) | vars(optimizer)
+    return {key: value for key, value in shown.items() if isinstance(value, _PLAIN) and key not in _FLAGS}
+
+
 def _inherited(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
     """Attributes for a twin, with containers of its classes among them.
 
     Hooks are left alone: they may lead anywhere, and no step calls those of checkpoints.
     """
-    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "torch"]
-    shown = {key: value for kind in reversed(kinds) for key, value in vars(kind).items() if not key.startswith("__")}
-    held = {key: value for key, value in shown.items() if isinstance(value, _CONTAINERS)}
+    held = {key: value for key, value in _of_classes(optimizer).items() if isinstance(value, _CONTAINERS)}
     return {
         key: value if key.startswith("_optimizer_") else _own(value, memo)
         for key, value in (held | vars(optimizer)).items()
@@ -899,6 +963,12 @@ def _require_fitting(gradient: torch.Tensor, parameter: torch.Tensor, where: str
     ):
         if mine != other:
             raise InputError(f"a gradient has {what} {mine}, its parameter {other}", where=where)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill their memory, in any order, each in a place of its own."""
+    strides = tensor.stride()
+    return not tensor.numel() or dense(tensor.shape, strides, sorted(range(tensor.dim()), key=strides.__getitem__))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

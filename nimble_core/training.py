@@ -17,8 +17,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.accumulators import require_no_node_hooks
-from nimble_core.around import Around, require_training_mode
-from nimble_core.differentiable import autocast_name, autocast_type
+from nimble_core.around import Around, require_gradients, require_training_mode
+from nimble_core.casts import autocast_name, autocast_type
 from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.optimizers import CapturedOptimizer
@@ -326,6 +326,7 @@ class TrainStep:
         accumulate: int = 1,
     ) -> None:
         require_options(options)
+        require_gradients()
         if not isinstance(model, torch.nn.Module):
             raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module")
         require_local(model)
@@ -470,7 +471,7 @@ class TrainStep:
             if self._closed:
                 raise DeviceError("the step was closed", fix="step.prepare(inputs, targets) again")
             raise InputError("the step is not prepared", fix="step.prepare(inputs, targets)")
-        require_training_mode(self.model)
+        require_training_mode(self.model, preparing=False)
         if self._scaling and _settings(self.scaler) != self._scaling:
             raise InputError(
                 "the scaler grows or backs off otherwise than when the step was prepared", fix="step.prepare(...) again"
@@ -523,6 +524,10 @@ class TrainStep:
         for net in self._nets.values():
             net.close()
         self._last, self._closed = None, True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy starts unprepared, as one of a Nimble does: results lie in the memory of engines.
+        return {**vars(self), "_last": None, "_present": {}}
 
     def __repr__(self) -> str:
         chosen = f", {self.engine.executable.schedule.policy}" if self.engine else ""
@@ -626,6 +631,11 @@ def _require_loss(loss: object) -> None:
         shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         why = "no gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else shown
         raise InputError(f"the loss is not a scalar to differentiate: {why}", fix="return loss.mean(), or unfreeze")
+    if loss.is_complex():
+        raise InputError(
+            f"the loss is not a scalar to differentiate: it is complex ({loss.dtype})",
+            fix="return a real one: loss.abs(), or loss.real",
+        )
 
 
 def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
+import os
 import random
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import models
@@ -880,6 +882,101 @@ def _interrupted_at_random() -> None:
 
 def test_interrupts_at_random_moments_leave_an_executable_on_several_workers_usable() -> None:
     in_a_process(_interrupted_at_random, 120)
+
+
+_reached: list[Callable[[], object]] = []
+"""What a call of ``_reach`` does."""
+
+
+@torch.library.custom_op("nimble_tests::reach", mutates_args=())
+def _reach(x: torch.Tensor) -> torch.Tensor:
+    for act in _reached:
+        act()
+    return x + 1
+
+
+def _fork() -> int:
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # nobody waits for a child that hangs
+    return child
+
+
+def _in_a_child(work: Callable[[], None], child: int | None = None) -> None:
+    """In a child alone, which is forked here if it was not yet, do ``work`` and end."""
+    child = _fork() if child is None else child
+    if not child:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, "the child failed, or hung"
+
+
+class Reaching(Branches):
+    """Calls ``_reach`` between branches that workers run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_reach(super().forward(x)[0]))
+
+
+def _forked(moment: str) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # OpenMP's own threads do not come along either
+    model, x = Reaching(3).eval(), torch.randn(3, 8)
+    executable = Prepared(model, x).wide(2)
+    assert executable.schedule.streams == 2
+    expected, used = eager(model, [x]), torch.get_num_threads()
+
+    def works() -> None:
+        _reached.clear()
+        for _ in range(3):
+            assert same(executable.run([x]), expected)
+        assert torch.get_num_threads() == used
+
+    if moment == "between runs":
+        executable.run([x])
+        _in_a_child(works)
+    elif moment == "before the first run":
+        _in_a_child(works)
+    elif moment == "in a run of another thread":
+        inside, go_on = threading.Event(), threading.Event()
+        _reached[:] = [inside.set, lambda: go_on.wait(60)]
+        thread = threading.Thread(target=executable.run, args=([x],))
+        thread.start()
+        assert inside.wait(60)
+        try:
+            _in_a_child(works)
+        finally:
+            go_on.set()
+            thread.join()
+    else:
+        children: list[int] = []
+        _reached[:] = [lambda: children.append(_fork())]
+        failed = ""
+        try:
+            executable.run([x])
+        except DeviceError as error:
+            failed = str(error)
+
+        def failed_and_works() -> None:
+            assert "forked in the middle of this run" in failed
+            works()
+
+        _in_a_child(failed_and_works, *children)
+        assert not failed
+    works()
+    executable.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize(
+    "moment", ["between runs", "before the first run", "in a run of another thread", "in a run of its own"]
+)
+def test_an_executable_on_several_workers_works_in_a_forked_process(moment: str) -> None:
+    in_a_process(partial(_forked, moment), 120)
 
 
 def test_an_interrupt_at_any_moment_while_an_entry_is_sought_leaves_no_mode_in_force() -> None:

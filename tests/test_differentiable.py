@@ -1197,6 +1197,24 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     assert all(one.grad is None for one in model.parameters())
 
 
+def test_a_gradient_that_is_sparse_is_added_to_as_in_eager() -> None:
+    model = perceptron()
+    other, x = copy.deepcopy(model), torch.randn(6, 8)
+    net = Nimble(model, QUICK).prepare(x, training=True)
+    for one in (model, other):
+        weight = next(one.parameters())
+        weight.grad = torch.eye(*weight.shape).to_sparse()
+    for _ in range(3):
+        net(x).square().sum().backward()
+        other(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=CLOSE, atol=CLOSE)
+        assert mine.grad.layout is theirs.grad.layout
+    net.close()
+
+
 class Tangent(nn.Module):
     """Computes with a transform inside."""
 

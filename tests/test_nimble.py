@@ -558,6 +558,55 @@ def test_other_shapes(answer: Any) -> None:
     net.close()
 
 
+def casting(to: torch.dtype | None) -> torch.autocast:
+    return torch.autocast("cpu", to or torch.bfloat16, enabled=to is not None)
+
+
+CASTS = [None, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("then", "now"), [(a, b) for a in CASTS for b in CASTS if a is not b])
+def test_another_autocast_is_another_signature(
+    then: torch.dtype | None, now: torch.dtype | None, training: bool
+) -> None:
+    model, x = nn.Linear(8, 8).train(training), torch.randn(2, 8)
+    net = Nimble(model, QUICK)
+    with casting(then):
+        net.prepare(x, training=training)
+    with casting(now), torch.no_grad(), pytest.raises(InputError, match="under this autocast: autocast was") as caught:
+        net(x)
+    names = [str(one).removeprefix("torch.") if one else "off" for one in (then, now)]
+    assert f"was {names[0]} then, and is {names[1]} now" in str(caught.value)
+    assert "the same torch.autocast" in caught.value.fix
+    with casting(now):
+        net.prepare(x, training=training).prepare(x, training=training)
+    assert len(net.engines) == 2
+    for cast in (then, now, then):
+        with casting(cast):
+            made, wanted = net(x), model(x)
+            with pytest.raises(InputError, match=r"args\[0\]: expected"):
+                net(torch.randn(3, 8))
+        assert made.dtype is wanted.dtype
+        torch.testing.assert_close(made, wanted)
+    net.close()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("answer", ["eager", "prepare"])
+def test_other_autocasts(answer: Any, training: bool) -> None:
+    model, x = nn.Linear(8, 8).train(training), torch.randn(2, 8)
+    net = Nimble(model, Options(tune="off", on_new_shape=answer)).prepare(x, training=training)
+    for _ in range(2):
+        with casting(torch.bfloat16):
+            made = net(x)
+        assert made.dtype is torch.bfloat16
+        assert made.requires_grad is (training or answer == "eager")
+        assert net(x).dtype is torch.float32
+    assert len(net.engines) == (2 if answer == "prepare" else 1)
+    net.close()
+
+
 def test_gradients_that_no_output_carries_are_mentioned_once_an_engine() -> None:
     model, x = Deep(), torch.randn(2, 8)
     net = Nimble(model, QUICK).prepare(x)

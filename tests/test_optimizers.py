@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from nimble_core.errors import InputError, NimbleError
-from nimble_core.optimizers import CapturedOptimizer
+from nimble_core.optimizers import CapturedOptimizer, _is_dense
 from nimble_core.options import Options
 from nimble_core.training import TrainStep
 
+QUICK = Options(tune="off", policy="single")
 SHAPES = ((4, 3), (5,), (2, 3, 2, 2), ())
 
 CASES: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -501,6 +502,80 @@ def test_an_optimizer_without_a_fused_form_takes_no_scale() -> None:
         captured.update([None] * 4, found_inf=torch.zeros(()))
 
 
+# -- memory with gaps --------------------------------------------------------------------------------------------------
+
+GAPPED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda big: big[:, :3],
+    "every second row": lambda big: big[::2],
+    "columns, transposed": lambda big: big[:, 1:4].T,
+}
+
+
+class Part(torch.nn.Module):
+    """Trains a part of a matrix that it shares with others."""
+
+    def __init__(self, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.big = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+        self.part = torch.nn.Parameter(part(self.big))
+        self.bias = torch.nn.Parameter(torch.zeros(self.part.shape[1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : len(self.part)] @ self.part + self.bias
+
+
+@pytest.mark.parametrize("part", GAPPED)
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.RMSprop, optim.NAdam])
+def test_a_parameter_with_gaps_is_updated_as_in_eager_and_its_neighbours_are_left_alone(kind: Any, part: str) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    mine, other = Part(GAPPED[part]), Part(GAPPED[part])
+    optimizer, peer = kind(mine.parameters(), lr=0.1), kind(other.parameters(), lr=0.1)
+    step = TrainStep(mine, lambda out: out.square().mean(), optimizer, options=QUICK).prepare(x)
+    for _ in range(4):
+        step(x)
+        peer.zero_grad()
+        other(x).square().mean().backward()
+        peer.step()
+    step.close()
+    torch.testing.assert_close(mine.big, other.big)  # what is trained, and what lies beside
+    torch.testing.assert_close(mine.bias, other.bias)
+    assert_same(optimizer, peer)
+
+
+@pytest.mark.parametrize("part", GAPPED)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda these: optim.SGD(these, lr=0.1),
+            "SGD has no form that stays on the device: on cpu for a parameter with",
+        ),
+        (lambda these: optim.Adam(these, fused=True), "fused=True writes what lies between"),
+    ],
+)
+def test_a_parameter_with_gaps_without_a_form_that_is_right_is_refused(make: Any, message: str, part: str) -> None:
+    module = Part(GAPPED[part])
+    before = module.big.clone()
+    with pytest.raises(InputError, match=message) as refused:
+        CapturedOptimizer(make([module.bias, module.part]), "cpu")
+    assert refused.value.where == "param_groups[0]['params'][1]"
+    assert "contiguous()" in refused.value.fix
+    assert torch.equal(module.big, before)
+
+
+@given(st.permutations(range(3)), st.data())
+def test_dense_is_what_torch_calls_so(order: Sequence[int], data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+    factors = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 0]), min_size=3, max_size=3))
+    strides, reached = [0] * 3, 1
+    for dim, factor in zip(order, factors, strict=True):
+        strides[dim] = reached * factor
+        reached *= sizes[dim] * max(factor, 1)
+    tensor = torch.empty(4096).as_strided(sizes, strides)
+    expected = not tensor.numel() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    assert _is_dense(tensor) == expected
+
+
 # -- nothing else is touched -------------------------------------------------------------------------------------------
 
 
@@ -591,6 +666,9 @@ def reshape_state(optimizer: optim.Optimizer) -> None:
         (lambda o: o.param_groups[1].update(weight_decay=0.5), r"weight_decay was 0 and is 0.5 now.*\n.*groups\[1\]"),
         (lambda o: o.param_groups[0].update(betas=(torch.tensor(0.9), torch.tensor(0.9))), "betas was"),
         (lambda o: o.param_groups[0].pop("eps"), "eps was"),
+        (lambda o: o.param_groups[1].update(lr_scale=0.5), r"lr_scale is 0.5 now, and was not there.*\n.*groups\[1\]"),
+        (lambda o: o.param_groups[1].update(lr="0.5"), r"lr is '0.5', which is no number\n.*groups\[1\]"),
+        (lambda o: o.param_groups[1].update(lr=None), "lr is None"),
         (lambda o: o.register_step_post_hook(lambda *_: None), "step hooks"),
         (lambda o: setattr(o, "step", lambda: None), "replaced by another function"),
         (drop_state, r"has no exp_avg\n.*param_groups\[1\]\['params'\]\[0\]"),
@@ -621,6 +699,70 @@ def test_flags_that_choose_an_implementation_may_change() -> None:
     mine, _ = twins(optim.Adam, {})
     captured = CapturedOptimizer(mine, "cpu")
     mine.param_groups[0].update(foreach=True, initial_lr=3.0)
+    captured.sync()
+
+
+class Scaled(optim.SGD):
+    """Its step reads what is no default: an entry of groups, an attribute, one of the class."""
+
+    trust = 1.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rho = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad = one.grad * (group["lr_scale"] * self.trust * self._rho)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o.param_groups[1].update(lr_scale=0.0), r"lr_scale was 1.0 and is 0.0 now.*\n.*groups\[1\]"),
+        (lambda o: o.param_groups[1].pop("lr_scale"), "lr_scale was 1.0 and is None"),
+        (lambda o: o.param_groups[1].update(name="frozen"), "name was 'free' and is 'frozen'"),
+        (lambda o: setattr(o, "trust", 0.0), r"trust was 1.0 and is 0.0 now.*\n.*Scaled\.trust"),
+        (lambda o: setattr(o, "_rho", 2), "_rho was 1.0 and is 2 now"),
+        (lambda o: setattr(o, "_rho", torch.ones(())), "_rho was 1.0 and is tensor"),
+    ],
+)
+def test_plain_values_that_a_step_may_read_are_those_of_the_preparation(change: Any, message: str) -> None:
+    groups = [{**group, "lr_scale": 1.0, "name": "free"} for group in in_two_groups(parameters())]
+    mine = Scaled(groups, lr=0.1, momentum=0.9)
+    captured = CapturedOptimizer(mine, "cpu")
+    eager(mine, gradients_of(members(mine), 0))
+    captured.sync()
+    change(mine)
+    for follow in (captured.sync, captured.refresh):
+        with pytest.raises(InputError, match=message):
+            follow()
+
+
+@pytest.mark.parametrize("attached", ["before", "after"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9, cycle_momentum=False),
+        lambda o: optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+        lambda o: SWALR(o, 0.05, anneal_epochs=3),
+        lambda o: optim.lr_scheduler.StepLR(o, 1),
+    ],
+)
+def test_what_schedulers_keep_in_groups_is_theirs(schedule: Any, attached: str) -> None:
+    mine, _ = twins(optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    kept = schedule(mine) if attached == "before" else None
+    captured = CapturedOptimizer(mine, "cpu")
+    kept = kept or schedule(mine)
+    for step in range(3):
+        eager(mine, gradients_of(members(mine), step))
+        kept.step()
+        captured.sync()
+        assert captured.rates[0].item() == pytest.approx(mine.param_groups[0]["lr"])
+    schedule(mine)  # another one, of other bounds
     captured.sync()
 
 

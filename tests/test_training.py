@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -1369,6 +1370,64 @@ def test_what_is_trained_is_in_training_mode_and_parts_of_it_need_not_be(way: st
     assert_same(before, state_of(model))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_prepared_to_train_is_so_outside_of_modes_without_a_backward(way: str) -> None:
+    """Said by name; the step refuses ``inference_mode`` when it is made, before it has tensors of that mode."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    before = copy.deepcopy(state_of(model))
+    with torch.inference_mode(), pytest.raises(InputError, match=r"torch\.inference_mode is on"):
+        WAYS[way](model)
+    with (
+        pytest.warns(UserWarning, match="Anomaly Detection"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(InputError, match=r"torch\.autograd\.detect_anomaly is on") as refused,
+    ):
+        WAYS[way](model)
+    assert "check_nan=False" in refused.value.fix
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=False):
+        WAYS[way](model)
+    assert_same(before, state_of(model))
+
+
+def test_a_step_under_inference_mode_trains_nothing_and_under_anomaly_detection_what_it_did() -> None:
+    model = perceptron()
+    optimizer, (x, y) = OPTIMIZERS["momentum"](model.parameters()), vectors()
+    step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK).prepare(x, y)
+    step(x, y)
+    before = everything(model, optimizer)
+    with torch.inference_mode():
+        for use in (step, step.prepare):
+            with pytest.raises(InputError, match="inference_mode is on"):
+                use(x, y)
+    assert_untouched(before, everything(model, optimizer))
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        assert step(x, y) > step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("way", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy], ids=["pickle", "copy"])
+def test_a_copy_of_a_step_starts_unprepared_and_goes_on_alike(
+    way: Callable[[TrainStep], TrainStep], steps: int
+) -> None:
+    model = perceptron()
+    x, y = vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK).prepare(x, y)
+    for _ in range(steps):
+        step(x, y)
+    other = way(step)
+    assert other.outputs is None
+    with pytest.raises(InputError, match="not prepared"):
+        other(x, y)
+    other.prepare(x, y)
+    for _ in range(3):
+        assert torch.equal(other(x, y), step(x, y))
+    assert_same(state_of(other.model), state_of(model))
+    assert other.optimizer.param_groups[0]["params"][0] is next(other.model.parameters())
+    other.close()
+    step.close()
+
+
 @pytest.mark.parametrize("answer", ["error", "eager", "prepare"])
 def test_a_step_in_evaluation_mode_trains_nothing_whatever_new_shapes_do(answer: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
@@ -1543,8 +1602,9 @@ def test_a_loss_that_is_not_static_is_named_as_the_loss() -> None:
         (lambda out: out.detach().sum(), "no gradient"),
         (lambda out: 0.5, "float"),
         (lambda out: None, "NoneType"),
+        (lambda out: torch.complex(out.sum(), out.mean()), r"complex \(torch.complex64\)"),
     ],
-    ids=["a vector", "detached", "a number", "nothing"],
+    ids=["a vector", "detached", "a number", "nothing", "complex"],
 )
 def test_a_loss_that_cannot_be_differentiated(loss_fn: Callable[..., Any], match: str) -> None:
     model = perceptron()

@@ -300,6 +300,7 @@ class HostExecutable:
         self._copied = code.copied
         self._run: _Runner | None = _Runner(code)
         self._code = code
+        _executables.add(self)
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Run on ``inputs`` and return the outputs.
@@ -352,6 +353,12 @@ class HostExecutable:
             self._run = self.arena = None
             self.__dict__.pop("_code", None)
             self._inputs = []
+
+    def forget(self) -> None:
+        """In a process that was forked: neither who ran it in other threads nor its workers came along."""
+        self._lock = Lock()
+        if self._run is not None:
+            self._run.crew.forget()
 
     def _runner(self) -> _Runner:
         if self._run is None:
@@ -418,8 +425,26 @@ class _Fewer:
             self.running.add(run)
         _use_threads(threads)
 
+    def forget(self) -> None:
+        """In a process that was forked: runs of other threads, and their count of threads, end here."""
+        self._lock = Lock()
+        if self.running:
+            self.running.clear()
+            torch.set_num_threads(self.usual)
+
 
 _fewer = _Fewer()
+_executables: weakref.WeakSet[HostExecutable] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    _fewer.forget()
+    for executable in _executables:
+        executable.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _use_threads(count: int) -> None:
@@ -556,6 +581,15 @@ class _Crew:
             worker.stop()
         self.workers.clear()
         self.ready = False
+
+    def forget(self) -> None:
+        """In a process that was forked: no thread is there to be joined. The next run starts others.
+
+        A run that was under way ends: in this thread, if it was the one that forked, with an error.
+        """
+        self.workers, self.ready = [], False
+        if not self.settled:
+            self._fail(DeviceError("the process was forked in the middle of this run", fix="call it again"))
 
     def _start(self) -> None:
         """All of them; none if the system refuses one of them a thread."""

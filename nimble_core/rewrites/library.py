@@ -288,16 +288,18 @@ def _padded(site: Site, zeros: tuple[int, int]) -> Form:
 
 
 def _onednn(site: Site) -> Form:
+    """Bias and sum are part of the call. The ReLU is not: oneDNN's makes 0 of NaN, where eager's leaves NaN."""
     stride, padding, dilation, groups = site.parameters
     mkldnn = torch.ops.mkldnn
-    after = "relu" if site.relu else None
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
         if addend is None:
-            return mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, "relu", [], "")
-        return mkldnn._convolution_pointwise.binary(
-            x, addend, weight, bias, padding, stride, dilation, groups, "add", 1.0, after, [], ""
-        )
+            out = mkldnn._convolution_pointwise(x, weight, bias, padding, stride, dilation, groups, "none", [], "")
+        else:
+            out = mkldnn._convolution_pointwise.binary(
+                x, addend, weight, bias, padding, stride, dilation, groups, "add", 1.0, None, [], ""
+            )
+        return _aten.relu_.default(out) if site.relu else out
 
     return Form(run)
 
