@@ -37,6 +37,7 @@ from benchmarks.rows import (
     Row,
     Settings,
     Suite,
+    Told,
     about_engine,
     aligned,
     as_markdown,
@@ -122,20 +123,24 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         NimbleError: ours cannot be prepared.
         Exception: the model cannot be made or run.
     """
-    began = time.perf_counter()
+    began, watch = time.perf_counter(), Told()
     with precision(row.dtype), ExitStack() as stack:
         files = cached_files()
-        model, args, kwargs = _example(row, settings)
-        stamp = environment(settings.device)
-        if TUNED in row.peers and settings.device == "cuda":
-            _tuned_first(model, args, kwargs)
-        recorded, device = _recorded(model, args, kwargs)
-        stack.enter_context(preserved(model))
-        stack.enter_context(state_kept(recorded))
-        cases = eager_cases(recorded, truth=True)
-        unfused, unfused_s = _prepared(stack, model, args, kwargs, Options(fuse="none", policy="single", tune="off"))
+        with watch("eager"):
+            model, args, kwargs = _example(row, settings)
+            stamp = environment(settings.device)
+            if TUNED in row.peers and settings.device == "cuda":
+                _tuned_first(model, args, kwargs)
+            recorded, device = _recorded(model, args, kwargs)
+            stack.enter_context(preserved(model))
+            stack.enter_context(state_kept(recorded))
+            cases = eager_cases(recorded, truth=True)
+        single = Options(fuse="none", policy="single", tune="off")
         options = Options(fuse="auto", policy="auto", tune="fast", budget_s=settings.budget_s)
-        net, net_s = _prepared(stack, model, args, kwargs, options)
+        with watch(UNFUSED):
+            unfused, unfused_s = _prepared(stack, model, args, kwargs, single)
+        with watch(OURS):
+            net, net_s = _prepared(stack, model, args, kwargs, options)
         peers = PeerRuns(
             recorded,
             args,
@@ -146,19 +151,24 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         )
         stack.callback(peers.close)
         for name in row.peers:
-            peers.prepare(peer(name), cases)
+            with watch(name):
+                peers.prepare(peer(name), cases)
         engine = net.engines[0]
         runs = _ours(net, args, kwargs)
-        times = _timed(device, model, args, kwargs, runs, peers, engine, unfused.engines[0], settings.seconds)
+        with watch("samples"):
+            times = _timed(device, model, args, kwargs, runs, peers, engine, unfused.engines[0], settings.seconds)
         program = engine.recorded.recording.program
+        with watch("limit"):
+            about = about_engine(row, stamp, engine, device, times[REPLAY])
         ours = {
-            **about_engine(row, stamp, engine, device, times[REPLAY]),
+            **about,
             "eager calls": recorded.graph.size,
             "unmapped calls": unmapped(program) if program.fuse != "none" else 0,
             "memory bytes": {"ours": engine.executable.nbytes, "unfused": unfused.engines[0].executable.nbytes},
         }
         checked = {**runs, "unfused": unfused}
-        equality = {name: asdict(_check(name, run, recorded, cases)) for name, run in checked.items()}
+        with watch("equality"):
+            equality = {name: asdict(_check(name, run, recorded, cases)) for name, run in checked.items()}
         return {
             "model": row.model,
             "dtype": row.dtype,
@@ -186,6 +196,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
             },
             "compile cache files": [files, cached_files()],
             "ours": ours,
+            "spent s": dict(watch.seconds),
             "wall s": time.perf_counter() - began,
         }
 
@@ -195,7 +206,7 @@ def warm(row: Row, settings: Settings) -> dict[str, Any]:
     caches on disk.
     """
     began = time.perf_counter()
-    notes, watch = {}, Stopwatch()
+    notes, watch = {}, Told()
     options = Options(fuse="inductor", policy="single", budget_s=settings.budget_s)
     with precision(row.dtype), ExitStack() as stack:
         model, args, kwargs = _example(row, settings)

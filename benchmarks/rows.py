@@ -45,7 +45,7 @@ from nimble_core.environment import Environment
 from nimble_core.graph import predecessors
 from nimble_core.measurement import Measurement
 from nimble_core.nimble import Engine
-from nimble_core.pipeline import observe
+from nimble_core.pipeline import Stopwatch, observe
 from nimble_viz.report import Report
 from nimble_viz.views.limit import limit
 
@@ -60,6 +60,7 @@ __all__ = [
     "Settings",
     "StoppedError",
     "Suite",
+    "Told",
     "TooSlowError",
     "about_candidate",
     "about_engine",
@@ -281,6 +282,17 @@ class StoppedError(Exception):
 
 class TooSlowError(BaseException):
     """A block was not done in its time. No ``Exception``, so that nobody inside takes it for a reason to try again."""
+
+
+class Told(Stopwatch):
+    """A stopwatch that says what begins, and when: the last words of a row that is killed."""
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time what is inside under ``name``."""
+        print(f"{name} from {sum(self.seconds.values()):.0f} s on", flush=True)
+        with super().__call__(name):
+            yield
 
 
 @contextmanager

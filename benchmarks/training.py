@@ -55,6 +55,7 @@ from benchmarks.rows import (
     Row,
     Settings,
     Suite,
+    Told,
     TooSlowError,
     about_candidate,
     about_engine,
@@ -87,7 +88,7 @@ from nimble_core.host_info import environment, finish
 from nimble_core.measurement import Measurement, interleave, ratio
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, device_for
+from nimble_core.pipeline import device_for
 from nimble_core.training import TrainStep
 
 __all__ = [
@@ -776,7 +777,7 @@ def measure(row: Row, settings: Settings) -> dict[str, Any]:
         # What is kept for the process, such as handles of libraries, is nobody's.
         KINDS["eager"](task.copied(), settings).step(*task.batches[0])
         run.prepare("eager")
-        watch = Stopwatch({"eager": time.perf_counter() - began})
+        watch = Told({"eager": time.perf_counter() - began})
         with watch("lessons"):
             given = run.lessons(_tolerance(row.dtype, settings.device))
         learned = {}
@@ -860,7 +861,7 @@ def warm(row: Row, settings: Settings) -> dict[str, Any]:
     caches on disk.
     """
     began = time.perf_counter()
-    notes, watch = {}, Stopwatch()
+    notes, watch = {}, Told()
     options = Options(fuse="inductor", policy="single", budget_s=settings.budget_s)
     ours: dict[str, Way] = {
         OURS: lambda task, settings: _ours(task, settings, options),

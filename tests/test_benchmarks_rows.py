@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from benchmarks import rows
-from benchmarks.rows import Place, Row, Settings, Suite, TooSlowError, parser, run_suite, within
+from benchmarks.rows import Place, Row, Settings, Suite, Told, TooSlowError, parser, run_suite, within
 
 HERE = Path(__file__).parent
 
@@ -232,6 +232,13 @@ def test_a_row_that_takes_too_long_is_killed(out: Path) -> None:
     assert main("--out", str(out), "--models", "sleeps", "--row-s", "1") == 1
     assert time.monotonic() - start < 60
     assert results(out)["failed"]["sleeps, float32, batch 1"]["reason"].startswith("killed after 1 s")
+
+
+def test_what_begins_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Told({"eager": 2.0})
+    with watch("ours"):
+        assert capsys.readouterr().out == "ours from 2 s on\n"
+    assert set(watch.seconds) == {"eager", "ours"}
 
 
 def test_a_row_is_told_models_cache_and_gpu(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

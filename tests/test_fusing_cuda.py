@@ -157,7 +157,10 @@ def test_merged_siblings_are_right(
     for _ in range(2):
         y = torch.randn_like(x)
         for mine, theirs in zip(net(y), model(y), strict=True):
-            assert mine.stride() == theirs.stride()
+            strides = [
+                [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1] for one in (mine, theirs)
+            ]
+            assert strides[0] == strides[1]
             torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=2e-2 if dtype is torch.float16 else 1e-4)
         with torch.no_grad():
             model.two.weight.mul_(1.1)  # what is joined follows

@@ -207,8 +207,10 @@ def test_a_relu_leaves_nan_where_eager_does_on_a_gpu(site: Site, dtype: str) -> 
     site = replace(site, dtype=dtype)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, deterministic=False, benchmark=False):
         found = differ_in_nans(site, "cuda")
-    assert "separate" in found
-    assert not any(found.values()), found
+    # In bfloat16 eager's own depthwise routine spreads NaN further.
+    eager = found["separate"]
+    assert eager == 0 or (dtype == "bfloat16" and site.depthwise)
+    assert all(count <= eager for count in found.values()), found
 
 
 @pytest.mark.gpu
