@@ -67,8 +67,10 @@ from nimble_core.structure import flatten
 
 __all__ = ["NodeCounter", "announced", "expecting", "record"]
 
+_PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
 # Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
-_COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", *_PUTS)
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
@@ -973,9 +975,18 @@ class _Recorder(TorchDispatchMode):
                 "compute it on the device, or pass it as an input",
             )
         elif shape_depends_on_data(func, args, kwargs):
+            if traits.name in _PUTS and self.device.type == "cpu":
+                return  # its result has a known shape, and nobody waits
             why, fix = (
-                "has an output whose shape depends on data",
-                "use a form with a fixed shape (torch.where, a mask, a size argument)",
+                (
+                    "writes where a mask is true, and counts these places",
+                    "use x.masked_fill(mask, value) or torch.where",
+                )
+                if traits.name in _PUTS
+                else (
+                    "has an output whose shape depends on data",
+                    "use a form with a fixed shape (torch.where, a mask, a size argument)",
+                )
             )
         elif self.device.type != "cpu" and copies_to_host(func, tensors, args, kwargs):
             why, fix = _TO_HOST

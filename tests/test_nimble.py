@@ -97,6 +97,35 @@ def test_a_replay_equals_eager(name: str, policy: str) -> None:
     net.close()
 
 
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_what_is_written_where_a_mask_is_true(fuse: Any) -> None:
+    """On the host nobody waits to count the places; on a GPU it is refused."""
+
+    def model(x: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        zeroed, given = x.clone(), x * 1
+        zeroed[x > 0] = 0.0
+        given[given < -1] = value
+        given[:, :2][x[:, :2] > 1] = 3
+        return zeroed.sum(1), given
+
+    net = Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.randn(4, 4), torch.ones(()))
+    for _ in range(5):
+        inputs = torch.randn(4, 4), torch.randn(())
+        close(net(*inputs), model(*inputs))
+
+
+@pytest.mark.gpu
+def test_what_is_written_where_a_mask_is_true_is_refused_on_a_gpu_with_what_to_write() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[x > 0] = 0.0
+        return y
+
+    with pytest.raises(CaptureError, match="writes where a mask is true") as caught:
+        Nimble(model, QUICK).prepare(torch.randn(4, 4, device="cuda"))
+    assert "masked_fill" in caught.value.fix
+
+
 def test_the_measured_choice_equals_eager() -> None:
     model, x = Wide(), torch.randn(2, 16)
     net = Nimble(model).prepare(x)
