@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from inspect import unwrap
 from itertools import chain
 from numbers import Real
 from operator import attrgetter, is_
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -50,17 +51,6 @@ _READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.at
 _OWN = ("step", "state", "param_groups")
 """Attributes that a twin has of its own, or does without."""
 _PLAIN = (bool, int, float, complex, str)
-_SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
-"""What torch's schedulers keep in groups, for themselves."""
-_FLAGS = frozenset(
-    {
-        "_opt_called",
-        "_warned_capturable_if_run_uncaptured",
-        "_need_device_dtype_check_for_fused",
-        "_step_supports_amp_scaling",
-    }
-)
-"""Attributes that torch changes as an optimizer goes on, or loses in copies, and that change no step."""
 _CONTAINERS = (dict, list, set, deque)
 _COPIED_WHOLE = ("numpy", "random", "array")
 """Packages of values that change in place, and can be copied and compared like what they pickle to."""
@@ -156,8 +146,9 @@ class CapturedOptimizer:
         _require_capturable(optimizer, device)
         self.optimizer = optimizer
         self.device = device
-        self._groups = tuple(_described(optimizer, device))
-        self._plain = tuple(_plain_attributes(optimizer).items())
+        self._names = _names_in_step(type(optimizer))
+        self._groups = tuple(_described(optimizer, device, self._names))
+        self._plain = tuple(_plain_attributes(optimizer, self._names).items())
         trained = [
             (f"{_place(at)}['params'][{member}]", one)
             for at, group in enumerate(optimizer.param_groups)
@@ -402,7 +393,11 @@ class CapturedOptimizer:
                     )
             if len(group) > len(was.options) + len(_FOLLOWED):
                 for key, now in group.items():
-                    if key not in was.options and key not in _FOLLOWED and _is_setting(self.optimizer, key, now):
+                    if (
+                        key not in was.options
+                        and key not in _FOLLOWED
+                        and _is_setting(self.optimizer, self._names, key, now)
+                    ):
                         raise InputError(
                             f"{key} is {now!r} now, and was not there: only learning rates are read before each step",
                             where=_place(at),
@@ -526,7 +521,7 @@ def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _described(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[_Group]:
+def _described(optimizer: torch.optim.Optimizer, device: torch.device, names: Set[str]) -> Iterator[_Group]:
     start = 0
     for at, group in enumerate(optimizer.param_groups):
         trained = [one for one in group["params"] if one.requires_grad]
@@ -550,16 +545,16 @@ def _described(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterat
             )
         forms = {"fused": fused, "foreach": not fused, "capturable": True}
         options = {key: forms.get(key, value) for key, value in group.items() if key not in _FOLLOWED}
-        settings = tuple((key, copy(group[key])) for key in options if _is_setting(optimizer, key, group[key]))
+        settings = tuple((key, copy(group[key])) for key in options if _is_setting(optimizer, names, key, group[key]))
         positions = tuple(range(start, start + len(trained)))
         start += len(trained)
         members = tuple(group["params"])
         yield _Group(members, tuple(map(_requires_grad, members)), positions, options, settings, fused)
 
 
-def _is_setting(optimizer: torch.optim.Optimizer, key: str, value: object) -> bool:
+def _is_setting(optimizer: torch.optim.Optimizer, names: Set[str], key: str, value: object) -> bool:
     """Whether ``step`` may read this entry of a group, and a replay would go on with what it was."""
-    return key not in _FORMS and (key in optimizer.defaults or (key not in _SCHEDULED and isinstance(value, _PLAIN)))
+    return key not in _FORMS and (key in optimizer.defaults or (key in names and isinstance(value, _PLAIN)))
 
 
 def _eager_form(group: Mapping[str, Any], device: torch.device) -> str:
@@ -756,10 +751,46 @@ def _of_classes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for kind in reversed(kinds) for key, value in vars(kind).items() if not key.startswith("__")}
 
 
-def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _plain_attributes(optimizer: torch.optim.Optimizer, names: Set[str]) -> dict[str, Any]:
     """Numbers and strings in attributes, also of its classes, which ``step`` may read."""
     shown = _of_classes(optimizer) | vars(optimizer)
-    return {key: value for key, value in shown.items() if isinstance(value, _PLAIN) and key not in _FLAGS}
+    return {key: value for key, value in shown.items() if isinstance(value, _PLAIN) and key in names}
+
+
+def _names_in_step(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
+    """Names and strings in the code of ``step``, and of all that it calls by name: what it may read.
+
+    Followed are methods of all classes, and functions of the packages that these are from. What torch's own code names
+    are its defaults: it is only followed into methods that others override.
+    """
+    packages = {_home(one) for one in kind.__mro__} - {"torch", "builtins"}
+    names: set[str] = set()
+    seen: set[FunctionType] = set()
+    pending: list[Any] = [vars(one).get("step") for one in kind.__mro__]
+    while pending:
+        found = pending.pop()
+        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        function = unwrap(found) if callable(found) else None
+        if not isinstance(function, FunctionType) or function in seen or _home(function) not in packages | {"torch"}:
+            continue
+        seen.add(function)
+        words = _words(function.__code__)
+        pending += (vars(one).get(word) for one in kind.__mro__ for word in words)
+        if _home(function) in packages:
+            names |= words
+            pending += map(function.__globals__.get, words)
+    return frozenset(names)
+
+
+def _home(one: Any) -> str:
+    name: str = one.__module__
+    return name.partition(".")[0]
+
+
+def _words(code: CodeType) -> set[str]:
+    """Names and strings in code, and in the functions and comprehensions inside of it."""
+    inside = [_words(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return {*code.co_names, *(one for one in code.co_consts if isinstance(one, str)), *chain.from_iterable(inside)}
 
 
 def _inherited(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> dict[str, Any]:

@@ -666,7 +666,6 @@ def reshape_state(optimizer: optim.Optimizer) -> None:
         (lambda o: o.param_groups[1].update(weight_decay=0.5), r"weight_decay was 0 and is 0.5 now.*\n.*groups\[1\]"),
         (lambda o: o.param_groups[0].update(betas=(torch.tensor(0.9), torch.tensor(0.9))), "betas was"),
         (lambda o: o.param_groups[0].pop("eps"), "eps was"),
-        (lambda o: o.param_groups[1].update(lr_scale=0.5), r"lr_scale is 0.5 now, and was not there.*\n.*groups\[1\]"),
         (lambda o: o.param_groups[1].update(lr="0.5"), r"lr is '0.5', which is no number\n.*groups\[1\]"),
         (lambda o: o.param_groups[1].update(lr=None), "lr is None"),
         (lambda o: o.register_step_post_hook(lambda *_: None), "step hooks"),
@@ -710,13 +709,23 @@ class Scaled(optim.SGD):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rho = 1.0
+        self.updates = 0
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
-                    one.grad = one.grad * (group["lr_scale"] * self.trust * self._rho)
+                    one.grad = one.grad * (group["lr_scale"] * self.trust * _damped(self) * group.get("late", 1.0))
         return super().step(closure)
+
+    def schedule(self) -> None:
+        self.updates = self.updates + 1  # which no step reads
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.updates
+
+
+def _damped(optimizer: Scaled) -> float:
+    return optimizer._rho
 
 
 @pytest.mark.parametrize(
@@ -724,7 +733,7 @@ class Scaled(optim.SGD):
     [
         (lambda o: o.param_groups[1].update(lr_scale=0.0), r"lr_scale was 1.0 and is 0.0 now.*\n.*groups\[1\]"),
         (lambda o: o.param_groups[1].pop("lr_scale"), "lr_scale was 1.0 and is None"),
-        (lambda o: o.param_groups[1].update(name="frozen"), "name was 'free' and is 'frozen'"),
+        (lambda o: o.param_groups[1].update(late=0.5), r"late is 0.5 now, and was not there.*\n.*groups\[1\]"),
         (lambda o: setattr(o, "trust", 0.0), r"trust was 1.0 and is 0.0 now.*\n.*Scaled\.trust"),
         (lambda o: setattr(o, "_rho", 2), "_rho was 1.0 and is 2 now"),
         (lambda o: setattr(o, "_rho", torch.ones(())), "_rho was 1.0 and is tensor"),
@@ -740,6 +749,20 @@ def test_plain_values_that_a_step_may_read_are_those_of_the_preparation(change: 
     for follow in (captured.sync, captured.refresh):
         with pytest.raises(InputError, match=message):
             follow()
+
+
+def test_plain_values_that_no_step_reads_may_change() -> None:
+    groups = [{**group, "lr_scale": 1.0, "name": "free"} for group in in_two_groups(parameters())]
+    mine = Scaled(groups, lr=0.1, momentum=0.9)
+    captured = CapturedOptimizer(mine, "cpu")
+    eager(mine, gradients_of(members(mine), 0))
+    for epoch in range(2):
+        captured.sync()
+        mine.schedule()
+        mine.epoch = epoch  # type: ignore[attr-defined]
+        mine.param_groups[1].update(name="frozen", epoch=epoch)
+    captured.sync()
+    assert captured.rates[0].item() == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("attached", ["before", "after"])

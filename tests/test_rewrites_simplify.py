@@ -142,7 +142,8 @@ def test_shared_weights_keep_their_own_layers() -> None:
 
 def returned_twice(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     shared = x.cos() + x.cos()
-    return x.sin(), x.sin(), x.sin().t(), x.exp().flatten(), x.exp()[1:], shared
+    used = x.tan() * 2
+    return x.sin(), x.sin(), x.sin().t(), x.exp().flatten(), x.exp()[1:], shared, used, x.tan(), x.tan()
 
 
 def test_results_that_are_returned_keep_memory_of_their_own() -> None:
@@ -151,4 +152,4 @@ def test_results_that_are_returned_keep_memory_of_their_own() -> None:
     outputs = module(X)
     homes = [out.untyped_storage().data_ptr() for out in outputs]
     assert len(set(homes)) == len(homes)
-    assert share_equal(lift(one.recording)) == 1  # the cosines
+    assert share_equal(lift(one.recording)) == 2  # the cosines, and two of three tangents

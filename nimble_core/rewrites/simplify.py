@@ -31,6 +31,8 @@ def share_equal(module: fx.GraphModule) -> int:
         key = _key(node)
         first = seen.setdefault(key, node) if key is not None else node
         if first is not node and not (first in returned and node in returned):
+            if node in returned:
+                returned.add(first)
             use_calls(first, node)
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
