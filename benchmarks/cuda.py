@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,18 @@ def rows_held(path: Path) -> dict[str, Any]:
     """Results that the file holds; none where there is none."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     return found
+
+
+def fill_rows(
+    path: Path, module: str, wanted: Mapping[str, Sequence[str]], line: Callable[[str, dict[str, Any]], str]
+) -> None:
+    """Measure the rows that the file lacks, by key ``module``'s options for each; print a line for every one."""
+    results, stamp = rows_held(path), environment("cuda")
+    for key, options in wanted.items():
+        if key not in results["rows"]:
+            results["rows"][key] = in_a_process(module, *options)
+            write(path, results, stamp)
+        print(line(key, results["rows"][key]), flush=True)
 
 
 def in_a_process(module: str, *options: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:

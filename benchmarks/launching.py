@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda import in_a_process, options_of_rows, rows_held, write
+from benchmarks.cuda import fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
 from nimble_core.devices.cuda import CudaExecutable
-from nimble_core.host_info import environment
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
 from nimble_core.pipeline import device_for, observe
@@ -40,16 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.child:
         given.out.write_text(json.dumps(one_row(given.models[0], given.dtype, given.policies[0])))
         return
-    results = rows_held(given.out)
-    stamp = environment("cuda")
-    for name in given.models:
-        for policy in given.policies:
-            key = f"{name}, {given.dtype}, {policy}"
-            if key not in results["rows"]:
-                options = ("--models", name, "--dtype", given.dtype, "--policies", policy)
-                results["rows"][key] = in_a_process("benchmarks.launching", *options)
-                write(given.out, results, stamp)
-            print(line(key, results["rows"][key]), flush=True)
+    wanted = {
+        f"{name}, {given.dtype}, {policy}": ("--models", name, "--dtype", given.dtype, "--policies", policy)
+        for name in given.models
+        for policy in given.policies
+    }
+    fill_rows(given.out, "benchmarks.launching", wanted, line)
 
 
 def one_row(name: str, dtype: str, policy: str) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.cuda import figures, in_a_process, options_of_rows, rows_held, write
+from benchmarks.cuda import figures, fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
-from nimble_core.host_info import environment
 from nimble_core.measurement import interleave, ratio
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.options import Options
@@ -37,15 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.child:
         given.out.write_text(json.dumps(one_row(given.models[0], given.dtypes[0])))
         return
-    results = rows_held(given.out)
-    stamp = environment("cuda")
-    for name in given.models:
-        for dtype in given.dtypes:
-            key = f"{name}, {dtype}"
-            if key not in results["rows"]:
-                results["rows"][key] = in_a_process("benchmarks.siblings", "--models", name, "--dtypes", dtype)
-                write(given.out, results, stamp)
-            print(line(key, results["rows"][key]), flush=True)
+    wanted = {
+        f"{name}, {dtype}": ("--models", name, "--dtypes", dtype) for name in given.models for dtype in given.dtypes
+    }
+    fill_rows(given.out, "benchmarks.siblings", wanted, line)
 
 
 def one_row(name: str, dtype: str) -> dict[str, Any]:

@@ -649,10 +649,10 @@ class Trainable:
     wrong: str
 
     @property
-    def kinds(self) -> tuple[Fuse, Fuse]:
-        """Kernels of forward and backward."""
-        forward, backward = (one.recorded.recording.program.fuse for one in (self.forward, self.backward.tuned))
-        return forward, backward
+    def other_kernels(self) -> tuple[Fuse, ...]:
+        """Kinds of kernels that forward and backward take instead of eager's."""
+        kinds = (one.recorded.recording.program.fuse for one in (self.forward, self.backward.tuned))
+        return tuple(dict.fromkeys(kind for kind in kinds if kind != "none"))
 
     def close(self) -> None:
         """Free what replays."""
@@ -672,33 +672,10 @@ def make_trainable(
 ) -> Trainable:
     """Record forward and backward together, cut, tune each; nothing of the model is changed.
 
-    Where both together are not what eager computes, in other kernels than its own, these are left out.
-
     Raises:
         InputError: nothing to differentiate, or hooks that no replay would call.
         NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
     """
-    given = (device, model, signature, args, kwargs)
-    made = _make_trainable(*given, options, step=step)
-    others = dict.fromkeys(kind for kind in made.kinds if kind != "none")
-    if not made.wrong or not others or options.strict:
-        return made
-    made.close()
-    note = f"{' and '.join(others)}: left out: {made.wrong}"
-    made = _make_trainable(*given, replace(options, fuse="none"), step=step)
-    return replace(made, notes=(note, *made.notes))
-
-
-def _make_trainable(
-    device: Device,
-    model: torch.nn.Module,
-    signature: Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options,
-    *,
-    step: Step,
-) -> Trainable:
     require_no_node_hooks(model.named_parameters())
     leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
     whole = ForwardBackward(model, leaves)

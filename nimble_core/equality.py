@@ -229,7 +229,8 @@ def check_equality(
     # Compared after the last run: an output overwritten by a later run shows.
     alike = all(_alike(out, eager[case]) for case, out in kept)
     # Masked logits are infinite, and so is what pads the sums that attention saves: there replays have to be, too.
-    infinite = None if not alike or _finite(eager) else [_infinities(outputs) for outputs in eager]
+    eager_finite = _finite(eager)
+    infinite = None if eager_finite or not alike else [_infinities(outputs) for outputs in eager]
     alike_there = decided = True
     if infinite is not None:
         alike_there = all(_alike_at(infinite[case], out, eager[case]) for case, out in kept)
@@ -239,9 +240,10 @@ def check_equality(
         decided = precision != "float16" and all(_alike_at(infinite[case], one, eager[case]) for case, one in known)
         kept = [(case, _without(infinite[case], out)) for case, out in kept]
         eager = [_without(where, outputs) for where, outputs in zip(infinite, eager, strict=True)]
+        eager_finite = _finite(eager)
     errors: list[float] | None = None
     verdicts: list[_Verdict] = []
-    if not _finite(eager):
+    if not eager_finite:
         reason = "void: eager's own outputs are not finite"
     elif not any(tensor.numel() for tensor in eager[0]):
         reason = "void: there are no outputs to compare"

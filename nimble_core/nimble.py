@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -609,7 +609,13 @@ def _prepare_training(
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
-    made = make_trainable(device, model, signature, args, kwargs, options, step=watch)
+    make = partial(make_trainable, device, model, signature, args, kwargs, step=watch)
+    made = make(options)
+    if made.wrong and made.other_kernels and not options.strict:
+        made.close()
+        note = f"{' and '.join(made.other_kernels)}: left out: {made.wrong}"
+        made = make(replace(options, fuse="none"))
+        made = replace(made, notes=(note, *made.notes))
     forward = made.forward
     _warn_of_python(model, made.joint.recording)
     if made.wrong:

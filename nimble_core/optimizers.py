@@ -747,7 +747,7 @@ def _capturable_on(device: torch.device, kind: type[torch.optim.Optimizer]) -> I
 
 def _of_classes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What the optimizer's classes, but for torch's, give it."""
-    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    kinds = [kind for kind in type(optimizer).__mro__ if _package(kind) != "torch"]
     return {key: value for kind in reversed(kinds) for key, value in vars(kind).items() if not key.startswith("__")}
 
 
@@ -763,7 +763,7 @@ def _names_in_step(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
     Followed are methods of all classes, and functions of the packages that these are from. What torch's own code names
     are its defaults: it is only followed into methods that others override.
     """
-    packages = {_home(one) for one in kind.__mro__} - {"torch", "builtins"}
+    packages = {_package(one) for one in kind.__mro__} - {"torch", "builtins"}
     names: set[str] = set()
     seen: set[FunctionType] = set()
     pending: list[Any] = [vars(one).get("step") for one in kind.__mro__]
@@ -771,20 +771,15 @@ def _names_in_step(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
         found = pending.pop()
         found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
         function = unwrap(found) if callable(found) else None
-        if not isinstance(function, FunctionType) or function in seen or _home(function) not in packages | {"torch"}:
+        if not isinstance(function, FunctionType) or function in seen or _package(function) not in packages | {"torch"}:
             continue
         seen.add(function)
         words = _words(function.__code__)
         pending += (vars(one).get(word) for one in kind.__mro__ for word in words)
-        if _home(function) in packages:
+        if _package(function) in packages:
             names |= words
             pending += map(function.__globals__.get, words)
     return frozenset(names)
-
-
-def _home(one: Any) -> str:
-    name: str = one.__module__
-    return name.partition(".")[0]
 
 
 def _words(code: CodeType) -> set[str]:
@@ -858,7 +853,7 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
                 table[name] = _own(one, memo)  # past properties of the same name, whose setters may do more
             else:
                 object.__setattr__(made, name, _own(one, memo))
-    elif _package(value) in _COPIED_WHOLE:
+    elif _package(type(value)) in _COPIED_WHOLE:
         made = deepcopy(value)
     memo[id(value)] = made
     return made
@@ -902,7 +897,7 @@ def _same(one: Any, other: Any, seen: dict[tuple[int, int], Any]) -> bool:
         return len(one) == len(other) and all(_same(*pair, seen) for pair in zip(one, other, strict=True))
     if _is_plain(one):
         return _same(_attributes(one), _attributes(other), seen)
-    if _package(one) in _COPIED_WHOLE:
+    if _package(type(one)) in _COPIED_WHOLE:
         return _same(one.__reduce_ex__(4), other.__reduce_ex__(4), seen)
     try:
         return bool(one == other or (one != one and other != other))
@@ -919,7 +914,7 @@ def _entries(held: dict[Any, Any]) -> dict[Any, Any]:
 def _is_plain(value: Any) -> bool:
     """Whether attributes are all that there is to an object, and nobody else works with it meanwhile."""
     kind = type(value)
-    if _package(value) in _SHARED and not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+    if _package(type(value)) in _SHARED and not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return False
     new: object = kind.__new__
     if kind is object or new is not object.__new__ or hasattr(kind, "__del__"):
@@ -940,8 +935,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {name: one for part in parts for name, one in (part or {}).items()}
 
 
-def _package(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
+def _package(one: type[Any] | FunctionType) -> str:
+    """That a class or a function is from."""
+    return one.__module__.partition(".")[0]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

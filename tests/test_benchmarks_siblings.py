@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import siblings
-from benchmarks.siblings import APART, MERGED, both, line
+from benchmarks import cuda, siblings
+from benchmarks.siblings import APART, MERGED, both, line, main
+from nimble_core.host_info import environment
 
 
 class Twins(nn.Module):
@@ -29,3 +34,22 @@ def test_both_ways_of_a_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
     said = line("Twins, float32", {"single": found})
     assert said.startswith("Twins, float32: single: ")
     assert "x with 1 groups merged" in said
+
+
+def test_rows_that_the_file_holds_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, asked = tmp_path / "rows.json", []
+
+    def measured(module: str, *options: str) -> dict[str, Any]:
+        asked.append((module, *options))
+        return {}
+
+    monkeypatch.setattr(cuda, "in_a_process", measured)
+    monkeypatch.setattr(cuda, "environment", lambda _: environment("cpu"))
+    main(["--out", str(out), "--models", "DARTS", "--dtypes", "float16"])
+    main(["--out", str(out), "--models", "DARTS"])
+    assert [one[-1] for one in asked] == ["float16", "float32"]
+    assert asked[0] == ("benchmarks.siblings", "--models", "DARTS", "--dtypes", "float16")
+    assert list(json.loads(out.read_text())["rows"]) == ["DARTS, float16", "DARTS, float32"]
+    assert capsys.readouterr().out.splitlines() == ["DARTS, float16: ", "DARTS, float16: ", "DARTS, float32: "]

@@ -253,15 +253,14 @@ def _merge(graph: fx.Graph, group: Sequence[fx.Node], places: Sequence[Place]) -
             graph.call_function(joined, (biases, widths, sources[0][1])) if any(b is not None for b in biases) else None
         )
         if first.target is _aten.convolution.default:
-            args = (sources[0][0], weight, bias, *first.args[3:])
-            merged = _all_of(graph.call_function(first.target, args), group, widths)
+            merged = graph.call_function(first.target, (sources[0][0], weight, bias, *first.args[3:]))
         else:
             turned = graph.call_function(_aten.t.default, (weight,))
             if bias is None:
                 merged = graph.call_function(_aten.mm.default, (sources[0][0], turned))
             else:
                 merged = graph.call_function(_aten.addmm.default, (bias, sources[0][0], turned))
-            merged = _all_of(merged, group, widths)
+        merged = _all_of(merged, group, widths)
         if norms:
             scale, shift = (
                 graph.call_function(joined, ([norm.args[at] for norm in norms], widths, norms[0].args[at]))
