@@ -21,11 +21,13 @@ __all__ = [
     "copies_to_host",
     "draws_numbers",
     "fills",
+    "fills_where_true",
     "has_memory",
     "makes_memory_only",
     "overlaps_itself",
     "owned_tensors",
     "parts_of",
+    "puts",
     "same_arguments",
     "shape_depends_on_data",
     "shown_by",
@@ -48,7 +50,8 @@ _SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-_INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_INDEXED = ("aten::index", *_PUTS)
 _COPIES = ("aten::copy_", "aten::_copy_from")
 _CHECKS = "aten::_linalg_check_errors"
 
@@ -197,12 +200,36 @@ def fills(func: Any) -> bool:
     return func._overloadname != "Tensor" and name in _FILLS
 
 
+def puts(func: Any) -> bool:
+    """Whether ``func`` writes at indices: ``x[index] = value``."""
+    return func._schema.name in _PUTS
+
+
+def fills_where_true(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether ``func`` is ``x[mask] = number``, which torch takes as ``masked_fill_``: it counts no places.
+
+    It does where one mask is all that indexes, and the number lies on the host.
+    """
+    if not puts(func) or any(args[3:]):  # the fourth: add to what is there
+        return False
+    masks, value = flat_tensors(args[1]), args[2]
+    return (
+        len(masks) == 1
+        and masks[0].dtype in (torch.bool, torch.uint8)
+        and masks[0].device == args[0].device
+        and value.device.type == "cpu"
+        and value.numel() == 1
+    )
+
+
 def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host would have to look at data to know the shape of this call's result."""
     name = func._schema.name
     if name in _INDEXED:
         # Only a mask has to be counted; integer indices give a shape that is known.
-        return any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
+        return not fills_where_true(func, args) and any(
+            index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1])
+        )
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
     return torch.Tag.dynamic_output_shape in func.tags

@@ -44,9 +44,11 @@ from nimble_core.operators import (
     argument_texts,
     copies_to_host,
     draws_numbers,
+    fills_where_true,
     has_memory,
     owned_tensors,
     parts_of,
+    puts,
     same_arguments,
     seeds_among,
     shape_depends_on_data,
@@ -67,10 +69,8 @@ from nimble_core.structure import flatten
 
 __all__ = ["NodeCounter", "announced", "expecting", "record"]
 
-_PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-
-# Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5.
-_COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index", *_PUTS)
+# Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5, too.
+_COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index")
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
@@ -388,7 +388,7 @@ class _Recorder(TorchDispatchMode):
         if self.counter:
             if self._is_host_work(args, kwargs):
                 return self._run_on_host(func, args, kwargs)
-            if traits.name in _COPIES_HOST_ARGUMENTS:
+            if traits.name in _COPIES_HOST_ARGUMENTS or (puts(func) and not fills_where_true(func, args)):
                 args = tuple(self._on_device(arg) for arg in args)
             self._notice_unseen(frame)
         written = written_tensors(func, args, kwargs)
@@ -975,14 +975,14 @@ class _Recorder(TorchDispatchMode):
                 "compute it on the device, or pass it as an input",
             )
         elif shape_depends_on_data(func, args, kwargs):
-            if traits.name in _PUTS and self.device.type == "cpu":
+            if puts(func) and self.device.type == "cpu":
                 return  # its result has a known shape, and nobody waits
             why, fix = (
                 (
                     "writes where a mask is true, and counts these places",
                     "use x.masked_fill(mask, value) or torch.where",
                 )
-                if traits.name in _PUTS
+                if puts(func)
                 else (
                     "has an output whose shape depends on data",
                     "use a form with a fixed shape (torch.where, a mask, a size argument)",

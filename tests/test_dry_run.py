@@ -89,6 +89,17 @@ def test_the_comparison_can_fail() -> None:
     assert not same(real(Wide(4), x), dry(Wide(4), torch.randn(3, 16)))
 
 
+@pytest.mark.gpu  # torch without CUDA does not index what says that it is there
+def test_numbers_where_a_mask_is_true_are_planned_for_a_gpu() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[x > 0] = -1.0
+        return y
+
+    operators = [call.operator for call in dry(model, torch.randn(3), device=CUDA).calls]
+    assert operators == [call.operator for call in real(model, torch.randn(3)).calls]
+
+
 @pytest.mark.parametrize("name", ["wide", "deep", "convolutions", "channels_last", "writes_input", "foreach"])
 def test_a_device_that_is_not_there(name: str) -> None:
     model, args, kwargs = make(name)

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import linecache
+import math
 import pickle
 import random
 import threading
@@ -99,7 +100,7 @@ def test_a_replay_equals_eager(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("fuse", ["none", "library"])
 def test_what_is_written_where_a_mask_is_true(fuse: Any) -> None:
-    """On the host nobody waits to count the places; on a GPU it is refused."""
+    """On the host nobody waits to count the places."""
 
     def model(x: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         zeroed, given = x.clone(), x * 1
@@ -114,11 +115,53 @@ def test_what_is_written_where_a_mask_is_true(fuse: Any) -> None:
         close(net(*inputs), model(*inputs))
 
 
+class _NumbersWhereTrue(nn.Module):
+    """Writes numbers where masks are true, which counts no places on a GPU, either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.scores(x)
+        scores[x > 0.5] = -math.inf
+        rows = x.clone()
+        rows[x[:, 0] > 0] = 2
+        rows[:, x[0] > 0] = torch.tensor(3.0)
+        rows[:, :2][x[:, :2] > 1] = 0.25
+        return scores.softmax(1), rows
+
+
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_numbers_are_written_where_a_mask_is_true(fuse: Any, device: str) -> None:
+    if device == "cpu" and fuse == "inductor":
+        pytest.skip("kernels are compiled for GPUs alone")
+    model = _NumbersWhereTrue().to(device)
+    net = Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.randn(4, 4, device=device) - 1)
+    for _ in range(5):
+        x = torch.randn(4, 4, device=device) - 1
+        close(net(x), model(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_numbers_written_where_a_mask_is_true_have_no_gradient(device: str) -> None:
+    model = _NumbersWhereTrue().to(device)
+    eager = copy.deepcopy(model)
+    net = Nimble(model, QUICK).prepare(torch.randn(4, 4, device=device) - 1, training=True)
+    for _ in range(3):
+        x = torch.randn(4, 4, device=device) - 1
+        for called in (net, eager):
+            probabilities, rows = called(x)
+            (probabilities.square().sum() + rows.sum()).backward()
+    close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+
+
 @pytest.mark.gpu
-def test_what_is_written_where_a_mask_is_true_is_refused_on_a_gpu_with_what_to_write() -> None:
+def test_tensors_written_where_a_mask_is_true_are_refused_on_a_gpu_with_what_to_write() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
-        y[x > 0] = 0.0
+        y[x > 0] = x.mean()
         return y
 
     with pytest.raises(CaptureError, match="writes where a mask is true") as caught:
