@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -722,11 +723,11 @@ print(json.dumps({"served": len(runs), "failed": failed, "present": cupti.presen
 
 @pytest.mark.gpu
 def test_launches_are_as_quick_after_measuring_as_before() -> None:
-    """A launch of 300 nodes takes the host 5 µs, with CUPTI in 60 and more; the factor is 3 here."""
+    """A launch of 300 nodes takes the host 5 µs, with CUPTI in 60 and more: nearer the first, as a factor."""
     if not cupti.available():
         pytest.skip(unavailable())
     found = alone("import json\n" + ALONE + GONE)
-    assert max(found["after"]) < 3 * found["never"], found
+    assert max(found["after"]) < math.sqrt(found["never"] * found["left"]), found
     assert not found["there"]
     assert found["theirs"] >= 300  # somebody's own session sees as much as ever
     assert found["left"] > 3 * found["never"]  # else there is nothing here that could be taken out

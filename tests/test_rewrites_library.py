@@ -207,9 +207,9 @@ def test_a_relu_leaves_nan_where_eager_does_on_a_gpu(site: Site, dtype: str) -> 
     site = replace(site, dtype=dtype)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, deterministic=False, benchmark=False):
         found = differ_in_nans(site, "cuda")
-    # In bfloat16 eager's own depthwise routine spreads NaN further.
+    # In bfloat16 eager's own routine for groups of one channel spreads NaN further.
     eager = found["separate"]
-    assert eager == 0 or (dtype == "bfloat16" and site.depthwise)
+    assert eager == 0 or (dtype == "bfloat16" and site.sizes[1][1] == 1)
     assert all(count <= eager for count in found.values()), found
 
 
