@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -101,7 +101,8 @@ def peer(name: str) -> Peer:
     """The built-in peer called ``name``.
 
     ``torchscript``
-        Traced, frozen and optimised for inference; only traced while a module is in training mode.
+        Traced, frozen and optimised for inference; only traced while a module is in training mode. On a GPU without its
+        fuser, and said so, where a concatenation of more than 12 tensors would keep that busy for minutes or hours.
     ``compile``, ``compile:MODE``
         ``torch.compile``, shapes static; with ``+freezing`` weights are constants that Inductor may fold. Modes that
         use CUDA graphs overwrite their outputs with the next run.
@@ -364,6 +365,36 @@ class _Flat(torch.nn.Module):
         return tuple(results)
 
 
+_FUSED_TENSORS = 12
+"""The widest concatenation that torch.jit's fuser for GPUs is given. Beside an H200 it took 0.1 s to compile one of 4
+tensors, 0.7 s of 8, 6.4 s of 12; of 16 it was not done after 50 s, nor of DenseNet-121, with up to 25, after 800."""
+
+
+def _widest_concatenation(graph: Any) -> int:
+    """Of how many tensors."""
+    lists = [next(node.inputs()).node() for node in graph.findAllNodes("aten::cat")]
+    return max((len(list(one.inputs())) for one in lists), default=0)
+
+
+@contextmanager
+def _fuser_off() -> Iterator[None]:
+    before = torch._C._jit_texpr_fuser_enabled()
+    torch._C._jit_set_texpr_fuser_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._jit_set_texpr_fuser_enabled(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scripted:
+    run: Run
+    note: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
 @dataclass(frozen=True, slots=True)
 class _TorchScript:
     name: str = "torchscript"
@@ -386,7 +417,14 @@ class _TorchScript:
         def run(*args: Any, **kwargs: Any) -> Any:
             return build(traced(*_bound(signature, args, kwargs)))
 
-        return run
+        widest = _widest_concatenation(traced.inlined_graph)
+        if widest <= _FUSED_TENSORS or not any(tensor.is_cuda for tensor in signature.tensors):
+            return _Scripted(run, "")
+        with _fuser_off():  # it compiles in its second call
+            for _ in range(3):
+                run(*args, **kwargs)
+        slow = f"it takes exponentially long for a concatenation of many tensors, here up to {widest}"
+        return _Scripted(run, f"without torch.jit's fuser: {slow}")
 
 
 # -- torch.compile -------------------------------------------------------------------------------------------------

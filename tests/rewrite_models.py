@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from nimble_core.devices.base import Timed
 from nimble_core.devices.host import HostDevice
 from nimble_core.lift import calls_of, lift
 from nimble_core.pipeline import Recorded, record_static
 from nimble_core.recording import issuing
+from nimble_core.rewrites.decisions import Timer
 from nimble_core.signature import Signature
 from nimble_core.structure import builder, flatten
 
@@ -343,12 +345,13 @@ def targets(module: fx.GraphModule) -> list[str]:
     ]
 
 
-def fake_timer(numbers: Sequence[float]) -> Callable[[Sequence[Callable[[], object]]], list[float | None]]:
+def fake_timer(numbers: Sequence[float]) -> Timer:
     """A timer that runs every call once, and then says the given times in turn."""
 
-    def timer(calls: Sequence[Callable[[], object]]) -> list[float | None]:
-        for call in calls:
-            call()
+    def timer(calls: Sequence[Timed]) -> list[float | None]:
+        for one in calls:
+            for call in one if isinstance(one, tuple) else (one,):
+                call()
         return [numbers[place % len(numbers)] for place in range(len(calls))]
 
     return timer

@@ -452,3 +452,22 @@ def test_allocations_that_nobody_planned_are_noticed(wide: Wide) -> None:
     placed = {storage for storage, offset in enumerate(made.memory.offsets) if offset >= 0}
     assert relus
     assert not placed & {ref.storage for call in relus for ref in call.writes}
+
+
+def test_calls_are_timed_alone_and_side_by_side() -> None:
+    """Kernels that spin on one multiprocessor each, for a tenth of a millisecond and more."""
+    device = device_for("cuda")
+
+    def spins() -> None:
+        torch.cuda._sleep(200_000)
+
+    def fails() -> None:
+        raise RuntimeError("no routine")
+
+    x = torch.randn(64, 64, device="cuda")
+    alone, beside, broken, product = device.call_times_ns([spins, (spins, spins, spins), (spins, fails), lambda: x @ x])
+    assert broken is None
+    assert None not in (product, alone, beside)
+    assert 0 < product < alone < beside < 2 * alone
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.testing.assert_close((x + 1) - 1, x, rtol=0, atol=1e-6)

@@ -1018,3 +1018,18 @@ def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:
     got = executable.run([x])
     assert all(torch.equal(a, b) for a, b in zip(got, forward(x), strict=True))
     executable.close()
+
+
+def test_calls_are_timed_alone_but_not_side_by_side() -> None:
+    calls: list[str] = []
+
+    def fails() -> None:
+        raise RuntimeError("no routine")
+
+    alone, broken, beside = HostDevice().call_times_ns(
+        [lambda: calls.append("alone"), fails, (lambda: calls.append("beside"), fails)]
+    )
+    assert alone is not None
+    assert alone > 0
+    assert broken is beside is None
+    assert set(calls) == {"alone"}

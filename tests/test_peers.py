@@ -334,6 +334,44 @@ def test_cuda_graphs_need_cuda() -> None:
         peer("cuda-graph").prepare(small(), [inputs()[0]], inputs()[1])
 
 
+class Concatenated(nn.Module):
+    """As a block of DenseNet: each layer reads all that came before."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4 * n) for n in range(1, layers + 1))
+        self.convs = nn.ModuleList(nn.Conv2d(4 * n, 4, 1) for n in range(1, layers + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [x]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            found.append(conv(torch.relu(norm(torch.cat(found, 1)))))
+        return found[-1]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_widest_concatenation_of_a_graph(frozen: bool) -> None:
+    x = torch.randn(1, 4, 3, 3)
+    for layers in (1, 5):
+        traced = torch.jit.trace(Concatenated(layers).eval(), x)
+        traced = torch.jit.freeze(traced) if frozen else traced
+        assert peers._widest_concatenation(traced.inlined_graph) == layers
+    assert peers._widest_concatenation(torch.jit.trace(torch.sin, x).inlined_graph) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layers", "fused"), [(4, True), (20, False)])
+def test_wide_concatenations_are_kept_from_a_fuser_that_would_take_hours(layers: int, fused: bool) -> None:
+    model, x = Concatenated(layers).eval().cuda(), torch.randn(1, 4, 6, 6, device="cuda")
+    with torch.inference_mode():
+        run = peer("torchscript").prepare(model, [x], {})
+        assert ("20" in run.note) != fused
+        for _ in range(4):
+            x = torch.randn_like(x)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    assert torch._C._jit_texpr_fuser_enabled()
+
+
 def test_inputs_of_another_shape_are_refused() -> None:
     with torch.inference_mode():
         run = peer("torchscript").prepare(torch.sin, [torch.randn(2)], {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from rewrite_models import (
 )
 from torch import fx, nn
 
+from nimble_core.devices.base import Timed
 from nimble_core.lift import calls_of, lift
 from nimble_core.program import KernelChoice
 from nimble_core.rewrites.constants import split_constants
@@ -40,9 +42,13 @@ HOST = torch.device("cpu")
 TOGETHER = fake_timer([1.0])
 
 
+def is_copy(call: Timed) -> bool:
+    return isinstance(call, partial) and getattr(call.func, "__name__", "") == "contiguous"
+
+
 def copies_for_free(calls: Any) -> list[float | None]:
     """Of libraries: every convolution takes as long as any other, and slices are copied in no time."""
-    return [0.0 if getattr(call.func, "__name__", "") == "contiguous" else 1.0 for call in calls]
+    return [0.0 if is_copy(call) else 1.0 for call in calls]
 
 
 def merged(
@@ -263,23 +269,58 @@ def test_provenance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "pays"),
+    ("times", "beside", "pays"),
     [  # widths 2, 3, then both together; or as the set of widths happens to be ordered
-        ({2: 10_000.0, 3: 10_000.0, 5: 12_000.0}, True),  # hardly longer than one of them
-        ({2: 10_000.0, 3: 10_000.0, 5: 14_000.0}, False),  # longer than one and a hand-off
-        ({2: 500.0, 3: 500.0, 5: 1_100.0}, False),  # longer than both after each other
-        ({2: 10_000.0, 3: 10_000.0, 5: None}, False),  # does not run
-        ({2: None, 3: 10_000.0, 5: 1.0}, False),
+        ({2: 10_000.0, 3: 10_000.0, 5: 12_000.0}, None, True),  # hardly longer than one of them
+        ({2: 10_000.0, 3: 10_000.0, 5: 14_000.0}, None, False),  # longer than one and a hand-off
+        ({2: 10_000.0, 3: 10_000.0, 5: 14_000.0}, 14_500.0, True),  # which share the device badly
+        ({2: 10_000.0, 3: 10_000.0, 5: 12_000.0}, 11_500.0, False),  # or well
+        ({2: 500.0, 3: 500.0, 5: 1_100.0}, 1_200.0, False),  # longer than both after each other
+        ({2: 10_000.0, 3: 10_000.0, 5: None}, 20_000.0, False),  # does not run
+        ({2: None, 3: 10_000.0, 5: 1.0}, None, False),
     ],
 )
-def test_it_has_to_pay(times: dict[int, float | None], pays: bool) -> None:
+def test_it_has_to_pay(times: dict[int, float | None], beside: float | None, pays: bool) -> None:
     def timer(calls: Any) -> list[float | None]:
-        return [times[call().shape[-1]] for call in calls]
+        together = [[one().shape[-1] for one in call] for call in calls if isinstance(call, tuple)]
+        assert together == [[2, 3]]
+        return [beside if isinstance(call, tuple) else times[call().shape[-1]] for call in calls]
 
     _, module = lifted(Siblings([2, 3], [True, True]), torch.randn(3, 4).double())
     decisions = Decisions(timer)
     assert merged(module, decisions) == int(pays)
     assert decisions.made == [KernelChoice(1, "merged siblings")] * pays
+
+
+def test_the_same_siblings_are_timed_once() -> None:
+    asked: list[int] = []
+
+    def timer(calls: Any) -> list[float | None]:
+        asked.append(len(calls))
+        return [1.0] * len(calls)
+
+    first, second, wider = Siblings([4, 4], [True, True]), Siblings([4, 4], [True, True]), Siblings([4, 8], [True] * 2)
+
+    def forward(x: torch.Tensor) -> Any:
+        one, two = first(x)
+        return *second(one + two), *wider(x)
+
+    _, module = lifted(forward, torch.randn(3, 4).double())
+    assert merged(module, Decisions(timer)) == 3
+    assert asked == [3, 4]  # each width, all of them together, and side by side
+
+
+@pytest.mark.parametrize(("beside", "saved"), [(10_500.0, 1), (9_500.0, 0)])
+def test_sites_are_timed_side_by_side_in_their_fastest_form(beside: float, saved: int) -> None:
+    def timer(calls: Any) -> list[float | None]:
+        for one in calls:
+            if isinstance(one, tuple):
+                assert sorted(call().shape[1] for call in one) == [2, 4]
+        return [beside if isinstance(call, tuple) else 10_000.0 for call in calls]
+
+    _, module = lifted(Branches("cat"), torch.randn(1, 3, 5, 5))
+    affine_norms(module)
+    assert merged(module, Decisions(timer), compiled=False) == saved
 
 
 def test_unmeasured_products_are_merged_and_convolutions_are_not() -> None:
@@ -323,9 +364,9 @@ def test_copies_of_slices_count(batch: int, last: bool, read: str, copies: int, 
     copied: list[object] = []
 
     def timer(calls: Any) -> list[float | None]:
-        found = [getattr(call.func, "__name__", "") == "contiguous" for call in calls]
+        found = [is_copy(call) for call in calls]
         copied.extend(call() for call, one in zip(calls, found, strict=True) if one)
-        return [11_000.0 if one else 10_000.0 for one in found]
+        return [None if isinstance(call, tuple) else 11_000.0 if is_copy(call) else 10_000.0 for call in calls]
 
     one = recorded(Branches(read), torch.randn(batch, 3, 5, 5))
 
@@ -368,7 +409,7 @@ def test_every_reader_copies(readers: int) -> None:
     copies: list[int] = []
 
     def timer(calls: Any) -> list[float | None]:
-        copies.append(sum(getattr(call.func, "__name__", "") == "contiguous" for call in calls))
+        copies.append(sum(is_copy(call) for call in calls))
         return [1.0] * len(calls)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -382,7 +423,7 @@ def test_every_reader_copies(readers: int) -> None:
 
 def test_a_copy_that_does_not_run_does_not_pay() -> None:
     def timer(calls: Any) -> list[float | None]:
-        return [None if getattr(call.func, "__name__", "") == "contiguous" else 1.0 for call in calls]
+        return [None if is_copy(call) else 1.0 for call in calls]
 
     for batch, saved in ((1, 1), (2, 0)):
         _, module = lifted(Branches("convolution"), torch.randn(batch, 3, 5, 5))

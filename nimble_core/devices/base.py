@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from nimble_core.rewritten import Rewritten
     from nimble_core.signature import Signature
 
-__all__ = ["Device", "Executable", "Observation", "PlacementError"]
+__all__ = ["Device", "Executable", "Observation", "PlacementError", "Timed"]
+
+Timed = Callable[[], object] | tuple[Callable[[], object], ...]
+"""A call; or several, side by side."""
 
 
 class PlacementError(NimbleError):
@@ -144,8 +147,11 @@ class Device(Protocol):
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Watch ``replays`` replays: a timeline of the median one, and the cost of every call."""
 
-    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
-        """What each of ``calls`` takes on the device when nothing else runs, ns; None for one that fails."""
+    def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
+        """What each of ``calls`` takes on the device when nothing else runs, ns; None for one that fails.
+
+        Those of a tuple run side by side, begin and end together; None where a device cannot time that.
+        """
 
     def libraries_tuned(self) -> AbstractContextManager[None]:
         """Inside, libraries take the fastest of their routines, as found by trial the first time a shape is seen."""

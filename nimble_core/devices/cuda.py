@@ -24,7 +24,7 @@ from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
 from nimble_core.around import Around
 from nimble_core.collector import collector_paused
-from nimble_core.devices.base import Executable, Observation, PlacementError
+from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
 from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
@@ -278,20 +278,26 @@ class CudaDevice:
         gpu = multiprocessors(self.device)
         return _observation(executable, seen, places, replays, median(wall), gpu, note, profiled, clock)
 
-    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
+    def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
         """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
         with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device):
-            return [self._call_time_ns(call) for call in calls]
+            return [self._time_ns(*call) if isinstance(call, tuple) else self._time_ns(call) for call in calls]
 
-    def _call_time_ns(self, call: Callable[[], object]) -> float | None:
+    def _time_ns(self, *calls: Callable[[], object]) -> float | None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             with capturing:
-                call()  # libraries choose their routines
+                for call in calls:
+                    call()  # libraries choose their routines
                 self.synchronize()
-            with self._capturing(graph, 1):
+            with self._capturing(graph, len(calls)) as (streams, _):
                 for _ in range(_TIMED_CALLS):
-                    call()
+                    _fork(streams)
+                    for stream, call in zip(streams, calls, strict=True):
+                        torch.cuda.set_stream(stream)
+                        call()
+                    _join(streams)
+                torch.cuda.set_stream(streams[0])
             graph.instantiate()
         except (RuntimeError, CaptureError, DeviceError):
             return None
@@ -359,10 +365,7 @@ class CudaDevice:
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    fork = torch.cuda.Event()
-                    fork.record(streams[0])
-                    for stream in streams[1:]:
-                        stream.wait_event(fork)
+                    _fork(streams)
                     yield streams, CaptureProbe(streams[0].cuda_stream)
                     _join(streams)
                     _end(graph)
@@ -777,6 +780,13 @@ def _settle_generator(stream: torch.cuda.Stream) -> None:
     with suppress(Exception):
         graph.capture_begin(capture_error_mode="thread_local")
         _end(graph)
+
+
+def _fork(streams: Sequence[torch.cuda.Stream]) -> None:
+    event = torch.cuda.Event()
+    event.record(streams[0])
+    for stream in streams[1:]:
+        stream.wait_event(event)
 
 
 def _join(streams: Sequence[torch.cuda.Stream]) -> None:

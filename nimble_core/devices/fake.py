@@ -11,7 +11,7 @@ import torch
 
 from nimble_core.arena import MemoryPlan
 from nimble_core.costs import Costs
-from nimble_core.devices.base import Executable, Observation
+from nimble_core.devices.base import Executable, Observation, Timed
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.graph import build_graph
@@ -167,7 +167,7 @@ class FakeDevice:
         timeline = replace(executable.timeline, profiled_ns=length, unprofiled_ns=length)
         return Observation(timeline, replace(self.costs(recording.program), observed=max(replays, 1)))
 
-    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
+    def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
         """Every call takes as long; none is run."""
         return [1_000.0] * len(calls)
 

@@ -29,7 +29,7 @@ import torch
 
 from nimble_core.arena import MemoryPlan, plan_memory
 from nimble_core.costs import Costs
-from nimble_core.devices.base import Executable, Observation, PlacementError
+from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
 from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording, lay_out_buffers
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
@@ -186,9 +186,9 @@ class HostDevice:
             rounds.append(_Round(plain, seen))
         return _observation(executable, recording, rounds)
 
-    def call_times_ns(self, calls: Sequence[Callable[[], object]]) -> list[float | None]:
-        """The fastest of a few runs of each."""
-        return [_fastest_ns(call) for call in calls]
+    def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
+        """The fastest of a few runs of each; None for those side by side, which take turns on this thread."""
+        return [None if isinstance(call, tuple) else _fastest_ns(call) for call in calls]
 
     def libraries_tuned(self) -> AbstractContextManager[None]:
         """Nothing to tune: oneDNN chooses by shape."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from nimble_core.devices.base import Timed
 from nimble_core.lift import calls_of
 from nimble_core.program import KernelChoice
 
 __all__ = ["Decisions", "Timer"]
 
-Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float | None]]
-"""Time of each call on an otherwise idle device, ns; None for one that fails."""
+Timer = Callable[[Sequence[Timed]], Sequence[float | None]]
+"""Time of each call, or of each few side by side, on an otherwise idle device, ns; None for one that fails."""
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ __all__ = [
     "choose_forms",
     "contiguous_is_faster",
     "forms_of",
+    "in_form",
     "measured",
     "padded_channels",
     "sites_of",
@@ -383,6 +384,13 @@ def times_of(
         own = times.setdefault(site, {})
         own[name] = own.get(name, 0.0) + (math.inf if taken is None else taken)
     return times
+
+
+def in_form(site: Site, name: str, device: torch.device) -> Callable[[], object]:
+    """A call of ``site`` in one of its forms, to be timed."""
+    x, weight, bias, addend = _example(site, device)
+    form = forms_of(site, device.type)[name]
+    return partial(form.run, x, form.weight(weight) if form.weight else weight, bias, addend)
 
 
 def measured(

@@ -1,10 +1,10 @@
 """Siblings: products, and convolutions, of one input with different weights become one with the weights side by side.
 
 Query, key and value of an attention, the 1x1 branches of an Inception block: one larger call fills more of the device
-than several small ones, and needs no streams to do so. It pays where the larger call takes hardly longer than the
-longest of the small ones, which is measured. For libraries siblings are whole sites, with the scale, shift and ReLU
-that follow each of them, so that a single call does it all; slices that have to be copied for who reads them are
-counted.
+than several small ones, and needs no streams to do so. It pays where the larger call takes no longer than the small
+ones after each other, and side by side on streams, all of which is measured. For libraries siblings are whole sites,
+with the scale, shift and ReLU that follow each of them, so that a single call does it all; slices that have to be
+copied for who reads them are counted.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.fold import affine
 from nimble_core.rewrites.layout import keep_strides
-from nimble_core.rewrites.library import Place, Site, measured, sites_of
+from nimble_core.rewrites.library import Place, Site, in_form, measured, sites_of
 
 __all__ = ["joined", "merge_siblings"]
 
 _aten = torch.ops.aten
 _HAND_OFF_NS = 3_000.0
-"""What running siblings side by side costs beside their own time: forks and joins of streams."""
+"""What running siblings side by side costs beside their own time: forks and joins of streams. Where it is not timed."""
 
 
 def joined(parts: Sequence[torch.Tensor | None], sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def merge_siblings(
         elif group[0] in sites:
             wanted = _sites_pay([sites[node] for node in group], device, decisions, decisions.timer)
         else:
-            wanted = _pays(group, device, decisions.timer)
+            wanted = _pays(group, device, decisions, decisions.timer)
         if decisions.take(group[0], "merged siblings", wanted=wanted):
             _merge(module.graph, group, [sites[node][1] for node in group if node in sites])
             saved += len(group) - 1
@@ -180,12 +180,24 @@ def _example(recorded: TensorRef, sizes: Sequence[int], device: torch.device) ->
     return made.uniform_(-0.1, 0.1)
 
 
-def _pays(group: Sequence[fx.Node], device: torch.device, timer: Timer) -> bool:
+def _pays(group: Sequence[fx.Node], device: torch.device, decisions: Decisions, timer: Timer) -> bool:
     source = _parts(group[0])[0]
     recorded, results = reference_of(source), [reference_of(node) for node in group]
     if recorded is None or not all(results):
         return False
     widths = [_parts(node)[3] for node in group]
+    target, _, *alike = _key(group[0])
+    key = (target, *alike, recorded.sizes, *widths)
+    if key not in decisions.times:
+        decisions.times[key] = _times(group, recorded, widths, device, timer)
+    own = decisions.times[key]
+    return own["merged"] <= own["apart"]
+
+
+def _times(
+    group: Sequence[fx.Node], recorded: TensorRef, widths: Sequence[int], device: torch.device, timer: Timer
+) -> dict[str, float]:
+    """ns of a group as one, and of its members by themselves; where one does not run, merging does not pay."""
     x = _example(recorded, recorded.sizes, device)
     own: dict[int, Callable[[], object]] = {}
     for width in {*widths, sum(widths)}:
@@ -198,12 +210,18 @@ def _pays(group: Sequence[fx.Node], device: torch.device, timer: Timer) -> bool:
             weight = _example(recorded, (width, recorded.sizes[-1]), device)
             bias = _example(recorded, (width,), device)
             own[width] = partial(_aten.addmm.default, bias, x, weight.t())
-    times = dict(zip(own, timer(list(own.values())), strict=True))
-    together, separate = times[sum(widths)], [times[width] for width in widths]
+    *taken, beside = timer([*own.values(), tuple(own[width] for width in widths)])
+    times = dict(zip(own, taken, strict=True))
+    merged, separate = times[sum(widths)], [times[width] for width in widths]
     apart = [one for one in separate if one is not None]
-    if together is None or len(apart) < len(separate):
-        return False
-    return together <= min(sum(apart), max(apart) + _HAND_OFF_NS)
+    if merged is None or len(apart) < len(separate):
+        return {"merged": math.inf, "apart": 0.0}
+    return {"merged": merged, "apart": _apart(apart, beside)}
+
+
+def _apart(times: Sequence[float], beside: float | None) -> float:
+    """What siblings take by themselves: after each other or side by side, whichever is less."""
+    return min(sum(times), max(times) + _HAND_OFF_NS if beside is None else beside)
 
 
 def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisions: Decisions, timer: Timer) -> bool:
@@ -211,15 +229,17 @@ def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisi
     singles = [site for site, _ in group]
     (source, (_, *kernel)), widths = singles[0].sizes, [site.sizes[1][0] for site in singles]
     whole = replace(singles[0], sizes=(source, (sum(widths), *kernel)))
-    times = {site: min(own.values()) for site, own in measured([*singles, whole], device, decisions, timer).items()}
+    tried = measured([*singles, whole], device, decisions, timer)
+    forms = {site: min(own, key=own.__getitem__) for site, own in tried.items()}
+    times = {site: own[forms[site]] for site, own in tried.items()}
     copied = [] if _dense(whole) else [site.out_sizes[1] for site, place in group for _ in range(_copies(place))]
     out = torch.empty(whole.out_sizes, dtype=getattr(torch, whole.dtype), device=device)
     out = out.to(memory_format=torch.channels_last) if whole.channels_last else out
     layout = torch.channels_last if whole.channels_last else torch.contiguous_format
-    copies = timer([partial(out[:, :width].contiguous, memory_format=layout) for width in copied]) if copied else []
+    slices = [partial(out[:, :width].contiguous, memory_format=layout) for width in copied]
+    *copies, beside = timer([*slices, tuple(in_form(site, forms[site], device) for site in singles)])
     together = times[whole] + sum(math.inf if one is None else one for one in copies)
-    apart = [times[site] for site in singles]
-    return math.isfinite(together) and together <= min(sum(apart), max(apart) + _HAND_OFF_NS)
+    return math.isfinite(together) and together <= _apart([times[site] for site in singles], beside)
 
 
 def _dense(site: Site) -> bool:
