@@ -36,6 +36,7 @@ __all__ = [
     "view_form",
     "written_arguments",
     "written_tensors",
+    "written_where_true",
 ]
 
 
@@ -222,14 +223,43 @@ def fills_where_true(func: Any, args: tuple[Any, ...]) -> bool:
     )
 
 
+def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.Tensor] | None:
+    """For ``x[mask] = value``, one value that lies where ``x`` does: what does so and counts no places; else None.
+
+    Torch itself looks for the places, and for their number, since there could be a value for each.
+    """
+    if not puts(func) or any(args[3:]):
+        return None
+    into, indices, value = args[:3]
+    masks = [one for one in indices if one is not None]
+    before = next((at for at, one in enumerate(indices) if one is not None), 0)
+    if len(masks) != 1 or masks[0].dtype != torch.bool or value.numel() != 1:
+        return None
+    mask = masks[0]
+    if mask.shape != into.shape[before : before + mask.dim()] or (value.dtype, value.device) != (
+        into.dtype,
+        into.device,
+    ):
+        return None
+
+    def write() -> torch.Tensor:
+        aten, inside = torch.ops.aten, mask
+        for _ in range(into.dim() - before - mask.dim()):
+            inside = aten.unsqueeze.default(inside, -1)
+        target = into if func._schema.name.endswith("_") else aten.clone.default(into)
+        made: torch.Tensor = aten.copy_.default(target, aten.where.self(inside, aten.view.default(value, []), into))
+        return made
+
+    return write
+
+
 def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host would have to look at data to know the shape of this call's result."""
     name = func._schema.name
     if name in _INDEXED:
         # Only a mask has to be counted; integer indices give a shape that is known.
-        return not fills_where_true(func, args) and any(
-            index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1])
-        )
+        masked = any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
+        return masked and not fills_where_true(func, args)
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
     return torch.Tag.dynamic_output_shape in func.tags

@@ -57,6 +57,7 @@ from nimble_core.operators import (
     traits_of,
     view_form,
     written_tensors,
+    written_where_true,
 )
 from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
@@ -382,6 +383,9 @@ class _Recorder(TorchDispatchMode):
         frame = sys._getframe(1)
         if torch.is_grad_enabled():
             self._remember_node(traits.text, frame)
+        if traits.doubtful and self.device.type != "cpu" and (write := written_where_true(func, args)) is not None:
+            with self:
+                return write()
         if traits.doubtful or "device" in kwargs:
             self._refuse_dynamic(func, traits, args, kwargs, frame)
         self.before_draw(kwargs.get("generator"))

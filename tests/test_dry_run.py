@@ -89,15 +89,27 @@ def test_the_comparison_can_fail() -> None:
     assert not same(real(Wide(4), x), dry(Wide(4), torch.randn(3, 16)))
 
 
-@pytest.mark.gpu  # torch without CUDA does not index what says that it is there
-def test_numbers_where_a_mask_is_true_are_planned_for_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("value", "last"),
+    [
+        (lambda x: torch.tensor(2.0), ["aten.index_put_.default"]),  # which torch takes as masked_fill_
+        (lambda x: x.mean(), ["aten.mean.default", "aten.where.self", "aten.copy_.default"]),
+    ],
+    ids=["number", "computed"],
+)
+def test_one_value_where_a_mask_is_true_waits_for_nothing_on_a_gpu(value: Any, last: list[str]) -> None:
+    """``x[mask] = value`` as an operator: torch without CUDA does not index what says that it lies there."""
+
     def model(x: torch.Tensor) -> torch.Tensor:
-        y = x.clone()
-        y[x > 0] = -1.0
-        return y
+        return x.clone().index_put_((x > 0,), value(x))
 
     operators = [call.operator for call in dry(model, torch.randn(3), device=CUDA).calls]
-    assert operators == [call.operator for call in real(model, torch.randn(3)).calls]
+    assert operators == ["aten.clone.default", "aten.gt.Scalar", *last]
+
+
+def test_many_values_where_a_mask_is_true_are_refused_for_a_gpu() -> None:
+    with pytest.raises(CaptureError, match="writes where a mask is true"):
+        dry(lambda x: x.clone().index_put_((x > 0,), x.flatten()), torch.randn(3, 3), device=CUDA)
 
 
 @pytest.mark.parametrize("name", ["wide", "deep", "convolutions", "channels_last", "writes_input", "foreach"])

@@ -158,15 +158,32 @@ def test_numbers_written_where_a_mask_is_true_have_no_gradient(device: str) -> N
 
 
 @pytest.mark.gpu
-def test_tensors_written_where_a_mask_is_true_are_refused_on_a_gpu_with_what_to_write() -> None:
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+def test_what_was_computed_is_written_where_a_mask_is_true_on_a_gpu(fuse: Any) -> None:
+    def model(x: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        means, given, columns = x.clone(), x * 1, x.t().clone()
+        means[x > 0] = x.mean()
+        given[given < -1] = value
+        columns[:, x[:, 0] > 0] = value[None]
+        return means, given.sum(1), columns
+
+    x, value = torch.randn(4, 5, device="cuda"), torch.ones((), device="cuda")
+    net = Nimble(model, Options(tune="off", fuse=fuse)).prepare(x, value)
+    for _ in range(5):
+        inputs = torch.randn(4, 5, device="cuda"), torch.randn((), device="cuda")
+        close(net(*inputs), model(*inputs))
+
+
+@pytest.mark.gpu
+def test_many_values_written_where_a_mask_is_true_are_refused_on_a_gpu_with_what_to_write() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
-        y[x > 0] = x.mean()
+        y[x[:, 0] > 0] = x[0]
         return y
 
     with pytest.raises(CaptureError, match="writes where a mask is true") as caught:
         Nimble(model, QUICK).prepare(torch.randn(4, 4, device="cuda"))
-    assert "masked_fill" in caught.value.fix
+    assert "torch.where" in caught.value.fix
 
 
 def test_the_measured_choice_equals_eager() -> None:

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from nimble_core.operators import (
     argument_texts,
     copies_to_host,
+    fills_where_true,
     parts_of,
     same_arguments,
     shape_depends_on_data,
     traits_of,
     written_tensors,
+    written_where_true,
 )
 from nimble_core.recording import Slot
 
 aten = torch.ops.aten
+
+MASK = torch.tensor([[True, False], [False, True]])
 
 
 def overloads() -> Iterator[Any]:
@@ -71,6 +75,67 @@ def test_no_other_operator_makes_the_host_wait() -> None:
             assert not shape_depends_on_data(func, (mask, [mask]), {}), func
             assert not copies_to_host(func, [mask.to("meta")], (mask,), {}), func
     assert seen > 1000
+
+
+@given(st.data())
+def test_one_value_where_a_mask_is_true_is_written_as_eager_does(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    before = data.draw(st.integers(0, len(sizes) - 1))
+    masked = data.draw(st.integers(1, len(sizes) - before))
+    order = data.draw(st.permutations(range(len(sizes))))
+    func = data.draw(st.sampled_from([aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default]))
+    mine = torch.randn([sizes[at] for at in order]).permute([order.index(at) for at in range(len(sizes))])
+    theirs = mine.clone()
+    assert list(mine.shape) == sizes
+    mask = torch.rand(sizes[before : before + masked]) > data.draw(st.sampled_from([-1.0, 0.5, 2.0]))
+    args = ([None] * before + [mask], torch.randn([1] * data.draw(st.integers(0, 1))))
+    write = written_where_true(func, (mine, *args))
+    assert write is not None
+    expected, found = func(theirs, *args), write()
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    assert torch.equal(mine, theirs)
+    assert (found is mine) == (expected is theirs)
+
+
+@pytest.mark.parametrize(
+    ("indices", "value", "more"),
+    [
+        ([MASK], torch.zeros(()), (True,)),  # adds
+        ([MASK], torch.zeros(2), ()),  # a value for each
+        ([MASK], torch.zeros((), dtype=torch.float64), ()),
+        ([MASK], torch.zeros((), device="meta"), ()),
+        ([MASK[:1]], torch.zeros(()), ()),  # eager says what is wrong with its shape
+        ([MASK[0], MASK[0]], torch.zeros(()), ()),
+        ([torch.tensor([1])], torch.zeros(()), ()),
+        ([MASK.byte()], torch.zeros(()), ()),
+    ],
+    ids=lambda one: "",
+)
+def test_what_else_is_written_at_indices_stays_as_it_is(indices: Any, value: torch.Tensor, more: Any) -> None:
+    assert written_where_true(aten.index_put_.default, (torch.zeros(2, 2), indices, value, *more)) is None
+    assert written_where_true(aten.index.Tensor, (torch.zeros(2, 2), indices)) is None
+
+
+@pytest.mark.parametrize(
+    ("indices", "value", "more", "fills"),
+    [
+        ([MASK], torch.zeros(()), (), True),
+        ([None, MASK[0]], torch.zeros(1, 1), (), True),
+        ([MASK.byte()], torch.zeros(()), (), True),
+        ([MASK], torch.zeros(2), (), False),
+        ([MASK], torch.zeros(()), (True,), False),
+        ([MASK[0], MASK[0]], torch.zeros(()), (), False),
+        ([torch.tensor([1])], torch.zeros(()), (), False),
+        ([MASK], torch.zeros((), device="meta"), (), False),
+    ],
+    ids=lambda one: "",
+)
+def test_only_a_number_at_one_mask_fills(indices: Any, value: torch.Tensor, more: Any, fills: bool) -> None:
+    args = (torch.zeros(2, 2), indices, value, *more)
+    assert fills_where_true(aten.index_put_.default, args) == fills
+    masked = any(one is not None and one.dtype != torch.int64 for one in indices)
+    assert shape_depends_on_data(aten.index_put_.default, args, {}) == (masked and not fills)
 
 
 def test_texts_of_arguments_name_the_storages_of_slots() -> None:
