@@ -293,6 +293,35 @@ def test_steps_that_take_images_by_their_strides_stay() -> None:
     step.close()
 
 
+class Flattened(nn.Module):
+    """Writes in place what is a view of pooled images, as classifiers with in-place dropout do."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3)
+        self.pool, self.last = nn.AdaptiveAvgPool2d(pixels), nn.Linear(6 * pixels * pixels, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.pool(self.second(torch.relu(self.first(x)))).flatten(1)
+        return self.last(pooled.mul_(0.8))
+
+
+@pytest.mark.parametrize(("pixels", "turned_too"), [(1, True), (2, False)])
+def test_single_pixels_may_be_written_through_a_view(pixels: int, turned_too: bool) -> None:
+    """A view of more pixels would be a copy of them channels last, and what is written there would be lost."""
+    model = Flattened(pixels)
+    step = TrainStep(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), options=Options(tune="off"))
+    before = step.prepare(torch.randn(2, 3, 8, 8)).engine.recorded  # type: ignore[union-attr]
+    assert train_channels_last(lift(before.recording)) == 2 * turned_too
+    after = turned(step)
+    assert image_strides(after, "aten.convolution.default") == {turned_too}
+    executable = capture(HostDevice(), after, single(after.graph, uniform_costs(after.graph.size)))
+    check = eager_cases(before).judged("library, single", after, executable.run)
+    assert check.passed, check.reason
+    executable.close()
+    step.close()
+
+
 class Shrinks(nn.Module):
     """The last convolution sees a single pixel, which is in every layout at once."""
 

@@ -135,9 +135,14 @@ def _has_no_layout(node: fx.Node) -> bool:
 
 
 def _fixes_images(node: fx.Node) -> bool:
-    """Whether an operator depends on the strides of images, or writes them through what may be a copy of them."""
-    through = node.target in _STRIDED or (node.target in _COPIES and pinned(node))
-    return through and any(_has_images(one) for one in (node, *node.all_input_nodes))
+    """Whether an operator depends on the strides of images, or writes them through what may be a copy of them.
+
+    A view of single pixels is one in any layout: what is pooled, flattened and then written in place (dropout).
+    """
+    images = [one for one in (node, *node.all_input_nodes) if _has_images(one)]
+    if node.target in _COPIES and pinned(node):
+        return not all(_has_no_layout(one) for one in images)
+    return node.target in _STRIDED and bool(images)
 
 
 def _is_channels_last(node: fx.Node) -> bool:
