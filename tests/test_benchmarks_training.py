@@ -104,6 +104,19 @@ def test_a_row_says_who_took_how_long_and_who_learns_what_eager_learns(row: dict
     assert sum(row["spent s"].values()) <= row["wall s"]
 
 
+def test_where_outputs_are_large_the_loss_is_inside_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LARGE_OUTPUTS", ("test tiny",))
+    asked_for = Row("test tiny", "float32", 4, ("eager-tuned",))
+    assert training.compiled(asked_for) == (OURS, DROP_IN, training.WITH_LOSS)
+    found = measure(asked_for, SETTINGS)
+    assert training.WITH_LOSS in found["times"]
+    assert found["losses"][training.WITH_LOSS]["passed"]
+    assert set(found["speed"]["drop-in with loss"]) == {"eager", "eager-tuned"}
+    assert found["in a row"]["speed"]["drop-in with loss"].keys() == {"eager", "eager-tuned"}
+    assert training.best_peer(found) in ("eager", "eager-tuned")
+    assert set(summary({"x": found})["speed over"]["large, float32"]["eager"]) == {"step", "drop-in"}
+
+
 def test_a_row_says_what_ours_runs_and_how_far_that_is_from_its_limit(row: dict[str, Any]) -> None:
     ours = row["ours"]
     assert sum(one["chosen"] for one in ours["candidates"]) == 1
@@ -437,7 +450,8 @@ def test_rows_by_default() -> None:
     assert all(row.peers[0] == "eager-tuned" for row in rows)
     assert training.HEADLINE in TASKS
     assert set(training.PRODUCTS) <= set(TASKS)
-    assert {*training.PEERS, *training.WAYS.values(), "eager"} == set(training.KINDS)
+    assert set(training.LARGE_OUTPUTS) <= set(TASKS)
+    assert {*training.PEERS, *training.WAYS.values(), *training.MORE_WAYS.values(), "eager"} == set(training.KINDS)
 
 
 def test_rows_as_asked_for(tmp_path: Path) -> None:

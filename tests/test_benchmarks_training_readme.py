@@ -14,7 +14,7 @@ from training_rows import full, keyed, results, suite
 from benchmarks import readme
 from benchmarks.readme import END
 from benchmarks.rows import Row, read
-from benchmarks.training import DROP_IN, OURS, OVERHEAD, TUNED, best_peer, equal, summary
+from benchmarks.training import DROP_IN, OURS, OVERHEAD, TUNED, WITH_LOSS, best_peer, equal, summary
 from benchmarks.training_readme import (
     BEGIN,
     RESULTS,
@@ -196,6 +196,18 @@ def test_targets_are_said_for_both_ways_as_the_summary_has_them() -> None:
 def test_a_miss_by_little_does_not_read_as_met() -> None:
     (line,) = (one for one in targets_table(keyed(full(RO=97.9))) if "at least 0.98x" in one)
     assert "**missed**: 0.979x" in line
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_drop_in_that_misses_says_what_it_takes_with_the_loss_inside(learns: bool) -> None:
+    row = full(RO=100.0, drop_in=110.0, memory=1.5)
+    speed = {name: dict(one, value=one["value"] * 110 / 96) for name, one in row["speed"]["drop-in"].items()}
+    row["speed"]["drop-in with loss"] = speed
+    row["losses"][WITH_LOSS] = {"passed": learns, "differs": not learns, "reason": "differs"}
+    row["memory"][WITH_LOSS] = {"bytes": 1, "over eager": 1.2}
+    found = " ".join(one for one in missed(keyed(row)) if "by the drop-in" in one)
+    assert ("; with the loss inside, as peers compile it, 1.042x; the whole step 1.00x" in found) == learns
+    assert ("MB; with the loss inside 1.200x" in found or "engine's; with the loss inside 1.200x" in found) == learns
 
 
 def test_a_miss_names_its_rows_worst_first_and_what_they_know_of_why() -> None:
