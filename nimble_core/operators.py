@@ -236,10 +236,8 @@ def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.T
     if len(masks) != 1 or masks[0].dtype != torch.bool or value.numel() != 1:
         return None
     mask = masks[0]
-    if mask.shape != into.shape[before : before + mask.dim()] or (value.dtype, value.device) != (
-        into.dtype,
-        into.device,
-    ):
+    alike = value.dtype == into.dtype and value.device == into.device == mask.device
+    if not alike or mask.shape != into.shape[before : before + mask.dim()]:
         return None
 
     def write() -> torch.Tensor:

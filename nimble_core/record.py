@@ -70,7 +70,8 @@ from nimble_core.structure import flatten
 
 __all__ = ["NodeCounter", "announced", "expecting", "record"]
 
-# Operators that copy host arguments to the device by themselves, which a capture does not allow: x[index] = 0.5, too.
+# Operators that copy host arguments to the device by themselves, which a capture does not allow. So do those that put,
+# x[index] = 0.5, unless they fill.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index")
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -984,7 +985,7 @@ class _Recorder(TorchDispatchMode):
             why, fix = (
                 (
                     "writes where a mask is true, and counts these places",
-                    "use x.masked_fill(mask, value) or torch.where",
+                    "use torch.where(mask, values, x), or one value, with the mask on the device",
                 )
                 if puts(func)
                 else (
@@ -1058,9 +1059,24 @@ class _Recorder(TorchDispatchMode):
         self._constant.add(self._storage_of[self._give(copied, "constant")])
         return copied
 
+    def _leave_as_read(self, tensor: torch.Tensor) -> None:
+        """Before a host tensor is written: calls that have read it keep a copy, and it is another one from now on."""
+        home = self._storage_ids.get(storage_address(tensor))
+        slots = {slot for slot in self._given if self._storage_of[slot] == home}
+        read = slots.intersection(slot for step in self._steps for slot in step.reads) if slots else slots
+        if not read:
+            return
+        del self._storage_ids[storage_address(tensor)]
+        self._slot_of_window = {window: slot for window, slot in self._slot_of_window.items() if slot not in slots}
+        self._slots = {one: known for one, known in self._slots.items() if known[1] not in slots}
+        for slot in read:
+            self._given[slot] = self._owners[slot] = self._given[slot].clone()
+
     def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it now: its result is a constant, kept if a later call reads it."""
         assert self.counter
+        for tensor in written_tensors(func, args, kwargs):
+            self._leave_as_read(tensor)
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "cpu":
             result = func(*args, **kwargs)

@@ -378,6 +378,7 @@ def _widest_concatenation(graph: Any) -> int:
 
 @contextmanager
 def _fuser_off() -> Iterator[None]:
+    """Of the whole process: what another thread has torch.jit compile meanwhile goes without it, too."""
     before = torch._C._jit_texpr_fuser_enabled()
     torch._C._jit_set_texpr_fuser_enabled(False)
     try:

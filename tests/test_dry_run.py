@@ -140,6 +140,31 @@ def test_constants_made_on_the_host_are_no_calls_of_the_device() -> None:
     assert [call.label for call in dry(forward, torch.randn(2, 4), device=CUDA).calls] == ["mul", "ones", "add"]
 
 
+@pytest.mark.parametrize("write", ["number", "mask", "view"])
+def test_what_was_read_of_the_host_before_it_changes_is_another_constant(write: str) -> None:
+    """Steps are issued again after the run: one tensor would hold its last value for all of them."""
+
+    def model(x: torch.Tensor) -> list[torch.Tensor]:
+        both, made = torch.zeros(2), []
+        scale = both[0] if write == "view" else torch.tensor(1.0)
+        for _ in range(3):
+            made.append(x.clone().index_put_((x > 0,), scale) if write == "mask" else x * scale)
+            made.append(x + scale)
+            (both if write == "view" else scale).add_(1)
+        return made
+
+    recording, _ = dry_run(model, (torch.randn(3),), {}, CUDA)
+    reads = [
+        slot
+        for step in recording.steps
+        for slot in step.reads
+        if recording.given.get(slot) is not None and recording.given[slot].device.type == "cpu"
+    ]
+    assert len(reads) == 6
+    assert reads[::2] == reads[1::2]
+    assert len(set(reads)) == len({id(recording.given[slot]) for slot in reads}) == 3
+
+
 def test_a_fresh_storage_for_each_real_one_and_only_one() -> None:
     base = torch.randn(6)
     shared, front, back = base[:4], base[2:], base[4:]  # three tensors on one storage, none of them a parameter

@@ -175,6 +175,38 @@ def test_what_was_computed_is_written_where_a_mask_is_true_on_a_gpu(fuse: Any) -
 
 
 @pytest.mark.gpu
+def test_numbers_of_the_host_that_change_between_reads() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        step, total, filled = torch.tensor(1.0), x * 0, x.clone()
+        for row in range(3):
+            total = total + x * step
+            filled[row][x[row] > 0] = step
+            step += 1
+        return total, filled
+
+    net = Nimble(model, QUICK).prepare(torch.randn(4, 4, device="cuda"))
+    for _ in range(3):
+        x = torch.randn(4, 4, device="cuda")
+        close(net(x), model(x))
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_what_is_written_where_a_mask_is_true_is_refused_on_a_gpu() -> None:
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.most = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.clone()
+            y[x > 1] = self.most
+            return y
+
+    with pytest.raises(CaptureError, match="shape depends on data"):
+        Nimble(Clipped().cuda(), QUICK).prepare(torch.randn(4, 4, device="cuda"), training=True)
+
+
+@pytest.mark.gpu
 def test_many_values_written_where_a_mask_is_true_are_refused_on_a_gpu_with_what_to_write() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()

@@ -109,6 +109,7 @@ def test_one_value_where_a_mask_is_true_is_written_as_eager_does(data: st.DataOb
         ([MASK[0], MASK[0]], torch.zeros(()), ()),
         ([torch.tensor([1])], torch.zeros(()), ()),
         ([MASK.byte()], torch.zeros(()), ()),
+        ([MASK.to("meta")], torch.zeros(()), ()),
     ],
     ids=lambda one: "",
 )

@@ -34,7 +34,7 @@ from nimble_core.rewrites.constants import split_constants
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.fold import affine_norms, fold_affine
 from nimble_core.rewrites.layout import to_channels_last
-from nimble_core.rewrites.library import choose_forms
+from nimble_core.rewrites.library import Site, choose_forms, forms_of
 from nimble_core.rewrites.merge import joined, merge_siblings
 from nimble_core.rewrites.simplify import share_equal
 
@@ -310,17 +310,44 @@ def test_the_same_siblings_are_timed_once() -> None:
     assert asked == [3, 4]  # each width, all of them together, and side by side
 
 
+@pytest.mark.parametrize("fastest", ["separate", "onednn fused"])
 @pytest.mark.parametrize(("beside", "saved"), [(10_500.0, 1), (9_500.0, 0)])
-def test_sites_are_timed_side_by_side_in_their_fastest_form(beside: float, saved: int) -> None:
+def test_sites_are_timed_side_by_side_in_their_fastest_form(fastest: str, beside: float, saved: int) -> None:
+    forms = forms_of(
+        Site(((1, 3, 5, 5), (2, 3, 1, 1)), ((1, 1), (0, 0), (1, 1), 1), "float32", False, True, False, True), "cpu"
+    )
+    names = {form.run.__qualname__: name for name, form in forms.items()}
+    assert len(names) == len(forms) > 1
+    asked: list[int] = []
+
     def timer(calls: Any) -> list[float | None]:
+        asked.append(len(calls))
+        times: list[float | None] = []
         for one in calls:
             if isinstance(one, tuple):
                 assert sorted(call().shape[1] for call in one) == [2, 4]
-        return [beside if isinstance(call, tuple) else 10_000.0 for call in calls]
+                assert {names[call.func.__qualname__] for call in one} == {fastest}
+                assert len({call.args[0].data_ptr() for call in one}) == 1, "they read one input"
+                times.append(beside)
+            else:
+                times.append(10_000.0 if is_copy(one) or names[one.func.__qualname__] == fastest else 20_000.0)
+        return times
+
+    decisions = Decisions(timer)
+    for _ in range(2):
+        _, module = lifted(Branches("cat"), torch.randn(1, 3, 5, 5))
+        affine_norms(module)
+        assert merged(module, decisions, compiled=False) == saved
+    assert asked == [2 * 3, 1]  # forms of both and of the two as one; then side by side; the second time nothing
+
+
+def test_sites_that_do_not_run_are_not_merged() -> None:
+    def timer(calls: Any) -> list[float | None]:
+        return [1.0 if isinstance(one, tuple) or one().shape[1] == 6 else None for one in calls]
 
     _, module = lifted(Branches("cat"), torch.randn(1, 3, 5, 5))
     affine_norms(module)
-    assert merged(module, Decisions(timer), compiled=False) == saved
+    assert merged(module, Decisions(timer), compiled=False) == 0
 
 
 def test_unmeasured_products_are_merged_and_convolutions_are_not() -> None:

@@ -150,7 +150,8 @@ class Device(Protocol):
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
         """What each of ``calls`` takes on the device when nothing else runs, ns; None for one that fails.
 
-        Those of a tuple run side by side, begin and end together; None where a device cannot time that.
+        Those of a tuple begin together, and the time is that until the last of them has ended; None, too, where a
+        device cannot time that.
         """
 
     def libraries_tuned(self) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ Which is fastest depends on shape, type and device, so each distinct convolution
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ __all__ = [
     "choose_forms",
     "contiguous_is_faster",
     "forms_of",
-    "in_form",
     "measured",
     "padded_channels",
+    "side_by_side",
     "sites_of",
     "times_of",
 ]
@@ -386,11 +386,15 @@ def times_of(
     return times
 
 
-def in_form(site: Site, name: str, device: torch.device) -> Callable[[], object]:
-    """A call of ``site`` in one of its forms, to be timed."""
-    x, weight, bias, addend = _example(site, device)
-    form = forms_of(site, device.type)[name]
-    return partial(form.run, x, form.weight(weight) if form.weight else weight, bias, addend)
+def side_by_side(forms: Sequence[tuple[Site, str]], device: torch.device) -> tuple[Callable[[], object], ...]:
+    """Calls of sites in these forms, to be timed; all read one input."""
+    x = _example(forms[0][0], device)[0]
+    calls = []
+    for site, name in forms:
+        _, weight, bias, addend = _example(site, device)
+        form = forms_of(site, device.type)[name]
+        calls.append(partial(form.run, x, form.weight(weight) if form.weight else weight, bias, addend))
+    return tuple(calls)
 
 
 def measured(

@@ -34,7 +34,7 @@ from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.fold import affine
 from nimble_core.rewrites.layout import keep_strides
-from nimble_core.rewrites.library import Place, Site, in_form, measured, sites_of
+from nimble_core.rewrites.library import Place, Site, measured, side_by_side, sites_of
 
 __all__ = ["joined", "merge_siblings"]
 
@@ -197,31 +197,30 @@ def _pays(group: Sequence[fx.Node], device: torch.device, decisions: Decisions, 
 def _times(
     group: Sequence[fx.Node], recorded: TensorRef, widths: Sequence[int], device: torch.device, timer: Timer
 ) -> dict[str, float]:
-    """ns of a group as one, and of its members by themselves; where one does not run, merging does not pay."""
+    """ns of a group as one, and of its members by themselves."""
     x = _example(recorded, recorded.sizes, device)
-    own: dict[int, Callable[[], object]] = {}
-    for width in {*widths, sum(widths)}:
+
+    def call(width: int) -> Callable[[], object]:
         if group[0].target is _aten.convolution.default:
             kernel = reference_of(recorded_ancestor(_parts(group[0])[1]))
             assert kernel is not None
             weight = _example(recorded, (width, *kernel.sizes[1:]), device)
-            own[width] = partial(_aten.convolution.default, x, weight, None, *group[0].args[3:])
-        else:
-            weight = _example(recorded, (width, recorded.sizes[-1]), device)
-            bias = _example(recorded, (width,), device)
-            own[width] = partial(_aten.addmm.default, bias, x, weight.t())
-    *taken, beside = timer([*own.values(), tuple(own[width] for width in widths)])
-    times = dict(zip(own, taken, strict=True))
-    merged, separate = times[sum(widths)], [times[width] for width in widths]
-    apart = [one for one in separate if one is not None]
-    if merged is None or len(apart) < len(separate):
+            return partial(_aten.convolution.default, x, weight, None, *group[0].args[3:])
+        weight, bias = (_example(recorded, sizes, device) for sizes in ((width, recorded.sizes[-1]), (width,)))
+        return partial(_aten.addmm.default, bias, x, weight.t())
+
+    members = {width: call(width) for width in widths}
+    merged, beside, *taken = timer([call(sum(widths)), tuple(map(call, widths)), *members.values()])
+    times = dict(zip(members, taken, strict=True))
+    return _outcome(merged, [times[width] for width in widths], beside)
+
+
+def _outcome(merged: float | None, apart: Sequence[float | None], beside: float | None) -> dict[str, float]:
+    """ns as one, and apart: after each other or side by side, whichever is less. What does not run does not pay."""
+    times = [one for one in apart if one is not None and math.isfinite(one)]
+    if merged is None or not math.isfinite(merged) or len(times) < len(apart):
         return {"merged": math.inf, "apart": 0.0}
-    return {"merged": merged, "apart": _apart(apart, beside)}
-
-
-def _apart(times: Sequence[float], beside: float | None) -> float:
-    """What siblings take by themselves: after each other or side by side, whichever is less."""
-    return min(sum(times), max(times) + _HAND_OFF_NS if beside is None else beside)
+    return {"merged": merged, "apart": min(sum(times), max(times) + _HAND_OFF_NS if beside is None else beside)}
 
 
 def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisions: Decisions, timer: Timer) -> bool:
@@ -229,17 +228,20 @@ def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisi
     singles = [site for site, _ in group]
     (source, (_, *kernel)), widths = singles[0].sizes, [site.sizes[1][0] for site in singles]
     whole = replace(singles[0], sizes=(source, (sum(widths), *kernel)))
-    tried = measured([*singles, whole], device, decisions, timer)
-    forms = {site: min(own, key=own.__getitem__) for site, own in tried.items()}
-    times = {site: own[forms[site]] for site, own in tried.items()}
     copied = [] if _dense(whole) else [site.out_sizes[1] for site, place in group for _ in range(_copies(place))]
-    out = torch.empty(whole.out_sizes, dtype=getattr(torch, whole.dtype), device=device)
-    out = out.to(memory_format=torch.channels_last) if whole.channels_last else out
-    layout = torch.channels_last if whole.channels_last else torch.contiguous_format
-    slices = [partial(out[:, :width].contiguous, memory_format=layout) for width in copied]
-    *copies, beside = timer([*slices, tuple(in_form(site, forms[site], device) for site in singles)])
-    together = times[whole] + sum(math.inf if one is None else one for one in copies)
-    return math.isfinite(together) and together <= _apart([times[site] for site in singles], beside)
+    key = ("siblings", *singles, *copied)
+    if key not in decisions.times:
+        tried = measured([*singles, whole], device, decisions, timer)
+        best = {site: min(own, key=own.__getitem__) for site, own in tried.items()}
+        out = torch.empty(whole.out_sizes, dtype=getattr(torch, whole.dtype), device=device)
+        out = out.to(memory_format=torch.channels_last) if whole.channels_last else out
+        layout = torch.channels_last if whole.channels_last else torch.contiguous_format
+        slices = [partial(out[:, :width].contiguous, memory_format=layout) for width in copied]
+        beside, *copies = timer([side_by_side([(site, best[site]) for site in singles], device), *slices])
+        merged = tried[whole][best[whole]] + sum(math.inf if one is None else one for one in copies)
+        decisions.times[key] = _outcome(merged, [tried[site][best[site]] for site in singles], beside)
+    own = decisions.times[key]
+    return own["merged"] <= own["apart"]
 
 
 def _dense(site: Site) -> bool:
