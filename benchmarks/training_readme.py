@@ -156,9 +156,7 @@ def _marks(rows: Rows) -> dict[str, str]:
 
 def key_to_marks(rows: Rows) -> str:
     """What the marks in the tables mean."""
-    shaky = any(
-        not one["stable"] for row in rows.values() for of in row["speed"].values() for one in of.values()
-    )  # fmt: skip
+    shaky = any(not one["stable"] for row in rows.values() for way in WAYS for one in row["speed"][way].values())
     unstable = f"; {UNSTABLE} unstable: samples spread or drift by more than 10%" if shaky else ""
     right = all(equal(row, way) for row in rows.values() for way in WAYS if WAYS[way] in row["times"])
     wrong = "" if right else "; struck out: ours was not shown to learn what eager does"
@@ -250,7 +248,7 @@ def _slow(row: Mapping[str, Any], way: str, over: str) -> str:
         )
     if way == "drop-in":
         if (inside := _with_loss(row)) and (speed := speed_of(row, over, inside)):
-            said.append(f"with the loss inside, as peers compile it, {_precise(speed)}")
+            said.append(f"with the loss inside of the module {_precise(speed)}")
         if equal(row, "step") and (whole := speed_of(row, over, "step")):
             said.append(f"the whole step {times(whole)}")
     return "; ".join(said)
@@ -269,7 +267,7 @@ def _filled(row: Mapping[str, Any], way: str) -> str:
     said = f"{_precise(held['over eager'])}: {held['bytes'] / 1e6:.0f} MB"
     said += f", {plan / 1e6:.0f} of them the {engine}'s" if plan else ""
     if way == "drop-in" and (inside := _with_loss(row)):
-        said += f"; with the loss inside {_precise(row['memory'][MORE_WAYS[inside]]['over eager'])}"
+        said += f"; with the loss inside of the module {_precise(row['memory'][MORE_WAYS[inside]]['over eager'])}"
     return said
 
 

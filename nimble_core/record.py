@@ -321,6 +321,8 @@ class _Recorder(TorchDispatchMode):
         self._slot_of_window: dict[Shown, int] = {}
         self._given: dict[int, torch.Tensor] = {}
         self._owners: dict[int, torch.Tensor] = {}
+        self._host_slots: set[int] = set()  # of given tensors on the host, where the device is another
+        self._host_reads: dict[int, set[int]] = {}  # those of them that calls have read, by storage
         self._steps: list[Step] = []
         self._calls: list[Call] = []
         expected = None if rewritten else _expected.get()
@@ -392,7 +394,7 @@ class _Recorder(TorchDispatchMode):
         self.before_draw(kwargs.get("generator"))
         if self.counter:
             if self._is_host_work(args, kwargs):
-                return self._run_on_host(func, args, kwargs)
+                return self._run_on_host(func, args, kwargs, frame)
             if traits.name in _COPIES_HOST_ARGUMENTS or (puts(func) and not fills_where_true(func, args)):
                 args = tuple(self._on_device(arg) for arg in args)
             self._notice_unseen(frame)
@@ -477,6 +479,8 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         if func is _RNN and torch.is_grad_enabled():
             func = _rnn_with_workspace
+        for slot in self._host_slots.intersection(reads) if self._host_slots else ():
+            self._host_reads.setdefault(self._storage_of[slot], set()).add(slot)
         self._steps.append(Step(func, args, kwargs, outputs, tuple(dict.fromkeys(reads)), call, places))
 
     def finish(self, outputs: Sequence[torch.Tensor], structure: Any) -> Recording:
@@ -785,6 +789,8 @@ class _Recorder(TorchDispatchMode):
             self._constant.add(storage)
         self._given[slot] = tensor.detach()
         self._owners[slot] = tensor  # a strong reference: the slot is found by the tensor's identity
+        if self.counter and tensor.device.type == "cpu":
+            self._host_slots.add(slot)
         return slot
 
     def _ref(self, tensor: torch.Tensor, window: Shown | None = None, like: TensorRef | None = None) -> TensorRef:
@@ -985,7 +991,7 @@ class _Recorder(TorchDispatchMode):
             why, fix = (
                 (
                     "writes where a mask is true, and counts these places",
-                    "use torch.where(mask, values, x), or one value, with the mask on the device",
+                    "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
                 )
                 if puts(func)
                 else (
@@ -1059,24 +1065,29 @@ class _Recorder(TorchDispatchMode):
         self._constant.add(self._storage_of[self._give(copied, "constant")])
         return copied
 
-    def _leave_as_read(self, tensor: torch.Tensor) -> None:
+    def _leave_as_read(self, func: Any, tensor: torch.Tensor, frame: FrameType) -> None:
         """Before a host tensor is written: calls that have read it keep a copy, and it is another one from now on."""
         home = self._storage_ids.get(storage_address(tensor))
-        slots = {slot for slot in self._given if self._storage_of[slot] == home}
-        read = slots.intersection(slot for step in self._steps for slot in step.reads) if slots else slots
-        if not read:
+        if home is None or home not in self._host_reads:
             return
+        if home not in self._fresh:
+            raise CaptureError(
+                f"{func} writes a tensor on the host that a call on the device has read: a replay would not",
+                where=self._where(func, frame),
+                fix="keep that tensor on the device",
+            )
         del self._storage_ids[storage_address(tensor)]
+        slots = {slot for slot in self._host_slots if self._storage_of[slot] == home}
         self._slot_of_window = {window: slot for window, slot in self._slot_of_window.items() if slot not in slots}
         self._slots = {one: known for one, known in self._slots.items() if known[1] not in slots}
-        for slot in read:
+        for slot in self._host_reads.pop(home):
             self._given[slot] = self._owners[slot] = self._given[slot].clone()
 
-    def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Run it now: its result is a constant, kept if a later call reads it."""
         assert self.counter
-        for tensor in written_tensors(func, args, kwargs):
-            self._leave_as_read(tensor)
+        for tensor in written_tensors(func, args, kwargs) if self._host_reads else ():
+            self._leave_as_read(func, tensor, frame)
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "cpu":
             result = func(*args, **kwargs)

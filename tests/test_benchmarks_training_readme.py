@@ -206,8 +206,8 @@ def test_a_drop_in_that_misses_says_what_it_takes_with_the_loss_inside(learns: b
     row["losses"][WITH_LOSS] = {"passed": learns, "differs": not learns, "reason": "differs"}
     row["memory"][WITH_LOSS] = {"bytes": 1, "over eager": 1.2}
     found = " ".join(one for one in missed(keyed(row)) if "by the drop-in" in one)
-    assert ("; with the loss inside, as peers compile it, 1.042x; the whole step 1.00x" in found) == learns
-    assert ("MB; with the loss inside 1.200x" in found or "engine's; with the loss inside 1.200x" in found) == learns
+    assert ("; with the loss inside of the module 1.042x; the whole step 1.00x" in found) == learns
+    assert ("; with the loss inside of the module 1.200x" in found) == learns
 
 
 def test_a_miss_names_its_rows_worst_first_and_what_they_know_of_why() -> None:

@@ -322,6 +322,32 @@ def test_single_pixels_may_be_written_through_a_view(pixels: int, turned_too: bo
     step.close()
 
 
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda images: images[:, :, :1, :1].view(-1),
+        lambda images: images[:, :, :1, :1].view(1, -1, 1, 1),
+        lambda images: images[:, :, 0, 0].view(-1, 1, 1, 1),
+    ],
+)
+def test_pixels_of_larger_images_are_not_viewed_alike_in_any_layout(through: Callable[..., Any]) -> None:
+    class Dims(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 6, 3).requires_grad_(False), nn.Conv2d(6, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            images = self.first(x) * 1
+            through(images).mul_(0.5)
+            return self.second(images)
+
+    model = Dims()
+    step = TrainStep(model, torch.sum, torch.optim.SGD(model.second.parameters(), lr=0.1), options=Options(tune="off"))
+    recording = step.prepare(torch.randn(1, 3, 8, 8)).engine.recorded.recording  # type: ignore[union-attr]
+    assert train_channels_last(lift(recording)) == 0
+    step.close()
+
+
 class Shrinks(nn.Module):
     """The last convolution sees a single pixel, which is in every layout at once."""
 

@@ -135,14 +135,19 @@ def _has_no_layout(node: fx.Node) -> bool:
 
 
 def _fixes_images(node: fx.Node) -> bool:
-    """Whether an operator depends on the strides of images, or writes them through what may be a copy of them.
+    """Whether an operator depends on the strides of images, or writes them through a view that others may not allow.
 
-    A view of single pixels is one in any layout: what is pooled, flattened and then written in place (dropout).
+    Single pixels without gaps are viewed alike in any layout: what is pooled, flattened and then written (dropout).
     """
     images = [one for one in (node, *node.all_input_nodes) if _has_images(one)]
     if node.target in _COPIES and pinned(node):
-        return not all(_has_no_layout(one) for one in images)
+        return not all(_has_no_layout(one) and _is_contiguous(one) for one in images)
     return node.target in _STRIDED and bool(images)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    recorded = reference_of(node)
+    return recorded is not None and dense(recorded.sizes, recorded.strides, tuple(reversed(range(len(recorded.sizes)))))
 
 
 def _is_channels_last(node: fx.Node) -> bool:
