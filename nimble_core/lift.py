@@ -19,7 +19,7 @@ from torch import fx
 from nimble_core.operators import draws_numbers, fills, makes_memory_only, written_arguments
 from nimble_core.program import TensorRef
 from nimble_core.recording import Recording, Slot, Step, slots_in
-from nimble_core.strides import dense, laid_out
+from nimble_core.strides import laid_out, row_by_row
 
 __all__ = [
     "CALL_PREFIX",
@@ -208,7 +208,7 @@ class _Lift:
             return step
         before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
         whole = (before.offset, before.numel, before.dtype) == (after.offset, after.numel, after.dtype)
-        if not (whole and _row_by_row(before) and _row_by_row(after)):
+        if not (whole and row_by_row(before.sizes, before.strides) and row_by_row(after.sizes, after.strides)):
             return step
         return replace(step, func=torch.ops.aten.view.default, args=(step.args[0], list(after.sizes)), kwargs=())
 
@@ -304,10 +304,6 @@ def lift(recording: Recording) -> fx.GraphModule:
     lifted = fx.GraphModule(module, graph)
     drop_unused(lifted)
     return lifted
-
-
-def _row_by_row(ref: TensorRef) -> bool:
-    return dense(ref.sizes, ref.strides, reversed(range(len(ref.sizes))))
 
 
 def _exact(recording: Recording) -> frozenset[int]:

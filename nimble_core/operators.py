@@ -27,7 +27,6 @@ __all__ = [
     "overlaps_itself",
     "owned_tensors",
     "parts_of",
-    "puts",
     "same_arguments",
     "shape_depends_on_data",
     "shown_by",
@@ -71,6 +70,7 @@ class Traits:
         memory_only: whether it makes memory without content.
         doubtful: whether a call of it may make the host wait. Only then, or with a ``device`` among its arguments, are
             the arguments worth a look.
+        puts: whether it writes at indices: ``x[index] = value``.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Traits:
     looks: bool
     memory_only: bool
     doubtful: bool
+    puts: bool
 
 
 @cache
@@ -97,6 +98,7 @@ def traits_of(func: Any) -> Traits:
         looks=looks,
         memory_only=makes_memory_only(func),
         doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*_INDEXED, *_COPIES, _CHECKS),
+        puts=name in _PUTS,
     )
 
 
@@ -201,9 +203,12 @@ def fills(func: Any) -> bool:
     return func._overloadname != "Tensor" and name in _FILLS
 
 
-def puts(func: Any) -> bool:
-    """Whether ``func`` writes at indices: ``x[index] = value``."""
-    return func._schema.name in _PUTS
+def _only_mask(func: Any, args: tuple[Any, ...]) -> tuple[int, torch.Tensor] | None:
+    """Of ``x[mask] = value``, one value and nothing else that indexes: how many dimensions come first, and the mask."""
+    if not traits_of(func).puts or any(args[3:]) or args[2].numel() != 1:  # the fourth: add to what is there
+        return None
+    found = [(at, one) for at, one in enumerate(args[1]) if one is not None]
+    return found[0] if len(found) == 1 and found[0][1].dtype in (torch.bool, torch.uint8) else None
 
 
 def fills_where_true(func: Any, args: tuple[Any, ...]) -> bool:
@@ -211,16 +216,8 @@ def fills_where_true(func: Any, args: tuple[Any, ...]) -> bool:
 
     It does where one mask is all that indexes, and the number lies on the host.
     """
-    if not puts(func) or any(args[3:]):  # the fourth: add to what is there
-        return False
-    masks, value = flat_tensors(args[1]), args[2]
-    return (
-        len(masks) == 1
-        and masks[0].dtype in (torch.bool, torch.uint8)
-        and masks[0].device == args[0].device
-        and value.device.type == "cpu"
-        and value.numel() == 1
-    )
+    found = _only_mask(func, args)
+    return found is not None and found[1].device == args[0].device and args[2].device.type == "cpu"
 
 
 def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.Tensor] | None:
@@ -228,16 +225,12 @@ def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.T
 
     Torch itself looks for the places, and for their number, since there could be a value for each.
     """
-    if not puts(func) or any(args[3:]):
+    found = _only_mask(func, args)
+    if found is None:
         return None
-    into, indices, value = args[:3]
-    masks = [one for one in indices if one is not None]
-    before = next((at for at, one in enumerate(indices) if one is not None), 0)
-    if len(masks) != 1 or masks[0].dtype != torch.bool or value.numel() != 1:
-        return None
-    mask = masks[0]
+    (before, mask), into, value = found, args[0], args[2]
     alike = value.dtype == into.dtype and value.device == into.device == mask.device
-    if not alike or mask.shape != into.shape[before : before + mask.dim()]:
+    if not alike or mask.dtype != torch.bool or mask.shape != into.shape[before : before + mask.dim()]:
         return None
 
     def write() -> torch.Tensor:

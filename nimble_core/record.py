@@ -48,7 +48,6 @@ from nimble_core.operators import (
     has_memory,
     owned_tensors,
     parts_of,
-    puts,
     same_arguments,
     seeds_among,
     shape_depends_on_data,
@@ -386,7 +385,7 @@ class _Recorder(TorchDispatchMode):
         frame = sys._getframe(1)
         if torch.is_grad_enabled():
             self._remember_node(traits.text, frame)
-        if traits.doubtful and self.device.type != "cpu" and (write := written_where_true(func, args)) is not None:
+        if traits.puts and self.device.type != "cpu" and (write := written_where_true(func, args)) is not None:
             with self:
                 return write()
         if traits.doubtful or "device" in kwargs:
@@ -395,7 +394,7 @@ class _Recorder(TorchDispatchMode):
         if self.counter:
             if self._is_host_work(args, kwargs):
                 return self._run_on_host(func, args, kwargs, frame)
-            if traits.name in _COPIES_HOST_ARGUMENTS or (puts(func) and not fills_where_true(func, args)):
+            if traits.name in _COPIES_HOST_ARGUMENTS or (traits.puts and not fills_where_true(func, args)):
                 args = tuple(self._on_device(arg) for arg in args)
             self._notice_unseen(frame)
         written = written_tensors(func, args, kwargs)
@@ -986,14 +985,14 @@ class _Recorder(TorchDispatchMode):
                 "compute it on the device, or pass it as an input",
             )
         elif shape_depends_on_data(func, args, kwargs):
-            if puts(func) and self.device.type == "cpu":
+            if traits.puts and self.device.type == "cpu":
                 return  # its result has a known shape, and nobody waits
             why, fix = (
                 (
                     "writes where a mask is true, and counts these places",
                     "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
                 )
-                if puts(func)
+                if traits.puts
                 else (
                     "has an output whose shape depends on data",
                     "use a form with a fixed shape (torch.where, a mask, a size argument)",

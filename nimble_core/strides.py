@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["dense", "elements_once", "extent", "laid_out", "reach", "restrided", "with_strides_of"]
+__all__ = ["dense", "elements_once", "extent", "laid_out", "reach", "restrided", "row_by_row", "with_strides_of"]
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
@@ -21,6 +21,15 @@ def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> 
             return False
         expected *= sizes[dim]
     return True
+
+
+def row_by_row(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie next to each other in the order of their indices: what torch calls contiguous.
+
+    >>> row_by_row((2, 3), (3, 1)), row_by_row((2, 3), (1, 2))
+    (True, False)
+    """
+    return dense(sizes, strides, reversed(range(len(sizes))))
 
 
 def elements_once(tensor: torch.Tensor) -> torch.Tensor:

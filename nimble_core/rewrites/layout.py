@@ -15,7 +15,7 @@ from torch import fx
 
 from nimble_core.launchers import Relaunch
 from nimble_core.lift import add_call, arguments_of, is_view, pinned, reference_of
-from nimble_core.strides import dense, laid_out, restrided
+from nimble_core.strides import dense, laid_out, restrided, row_by_row
 
 __all__ = [
     "keep_strides",
@@ -141,13 +141,13 @@ def _fixes_images(node: fx.Node) -> bool:
     """
     images = [one for one in (node, *node.all_input_nodes) if _has_images(one)]
     if node.target in _COPIES and pinned(node):
-        return not all(_has_no_layout(one) and _is_contiguous(one) for one in images)
+        return not all(_has_no_layout(one) and _is_row_by_row(one) for one in images)
     return node.target in _STRIDED and bool(images)
 
 
-def _is_contiguous(node: fx.Node) -> bool:
+def _is_row_by_row(node: fx.Node) -> bool:
     recorded = reference_of(node)
-    return recorded is not None and dense(recorded.sizes, recorded.strides, tuple(reversed(range(len(recorded.sizes)))))
+    return recorded is not None and row_by_row(recorded.sizes, recorded.strides)
 
 
 def _is_channels_last(node: fx.Node) -> bool:

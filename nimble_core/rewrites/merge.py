@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -188,10 +188,14 @@ def _pays(group: Sequence[fx.Node], device: torch.device, decisions: Decisions, 
     widths = [_parts(node)[3] for node in group]
     target, _, *alike = _key(group[0])
     key = (target, *alike, recorded.sizes, *widths)
+    return _worth(key, decisions, partial(_times, group, recorded, widths, device, timer))
+
+
+def _worth(key: Hashable, decisions: Decisions, measure: Callable[[], dict[str, float]]) -> bool:
+    """Whether one call is not slower than several, as was measured before or is now."""
     if key not in decisions.times:
-        decisions.times[key] = _times(group, recorded, widths, device, timer)
-    own = decisions.times[key]
-    return own["merged"] <= own["apart"]
+        decisions.times[key] = measure()
+    return decisions.times[key]["merged"] <= decisions.times[key]["apart"]
 
 
 def _times(
@@ -229,8 +233,8 @@ def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisi
     (source, (_, *kernel)), widths = singles[0].sizes, [site.sizes[1][0] for site in singles]
     whole = replace(singles[0], sizes=(source, (sum(widths), *kernel)))
     copied = [] if _dense(whole) else [site.out_sizes[1] for site, place in group for _ in range(_copies(place))]
-    key = ("siblings", *singles, *copied)
-    if key not in decisions.times:
+
+    def measure() -> dict[str, float]:
         tried = measured([*singles, whole], device, decisions, timer)
         best = {site: min(own, key=own.__getitem__) for site, own in tried.items()}
         out = torch.empty(whole.out_sizes, dtype=getattr(torch, whole.dtype), device=device)
@@ -239,9 +243,9 @@ def _sites_pay(group: Sequence[tuple[Site, Place]], device: torch.device, decisi
         slices = [partial(out[:, :width].contiguous, memory_format=layout) for width in copied]
         beside, *copies = timer([side_by_side([(site, best[site]) for site in singles], device), *slices])
         merged = tried[whole][best[whole]] + sum(math.inf if one is None else one for one in copies)
-        decisions.times[key] = _outcome(merged, [tried[site][best[site]] for site in singles], beside)
-    own = decisions.times[key]
-    return own["merged"] <= own["apart"]
+        return _outcome(merged, [tried[site][best[site]] for site in singles], beside)
+
+    return _worth(("siblings", *singles, *copied), decisions, measure)
 
 
 def _dense(site: Site) -> bool:
