@@ -25,12 +25,15 @@ class RawGraph:
         kinds: ``"kernel"``, ``"memcpy"``, ``"memset"``, or the driver's word, by node.
         edges: ``(from, to)`` as positions in ``nodes``, sorted.
         owner: the call that added each node, None where no call did.
+        ahead: those of ``edges`` whose head may be launched before its tail has ended, and waits for that end by itself
+            (programmatic dependent launch, CUDA C++ Programming Guide).
     """
 
     nodes: tuple[int, ...]
     kinds: tuple[str, ...]
     edges: tuple[tuple[int, int], ...]
     owner: tuple[int | None, ...] = ()
+    ahead: tuple[tuple[int, int], ...] = ()
 
 
 def emitted_syncs(schedule: Schedule, raw: RawGraph) -> list[tuple[int, int]]:

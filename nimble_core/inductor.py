@@ -34,8 +34,12 @@ _OPTIONS: Mapping[str, Any] = {
     "memory_planning": False,
     "triton.cudagraphs": False,
     "fallback_random": True,  # eager's kernels draw what could not be drawn ahead
+    "triton.enable_pdl": True,  # kernels may be launched while what precedes them ends: see _kernels_that_wait
     "comment_origin": True,  # which nodes each launch stands for, however Inductor is set up otherwise
 }
+
+_WRITTEN = "kernels wait first"
+"""Names the way in which Inductor's code is written, in keys of what is kept on disk."""
 
 
 def compile_graph(
@@ -55,7 +59,13 @@ def compile_graph(
     if thorough:
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
     try:
-        with torch.no_grad(), _host_kernels_explained(), _kept_on_disk(module), warnings.catch_warnings():
+        with (
+            torch.no_grad(),
+            _host_kernels_explained(),
+            _kernels_that_wait(),
+            _kept_on_disk(module),
+            warnings.catch_warnings(),
+        ):
             # torch's notices about its own code, and advice on settings, which are the user's.
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             compiled: Callable[..., Sequence[torch.Tensor]]
@@ -72,12 +82,13 @@ def compile_graph(
 def _kept_on_disk(module: fx.GraphModule) -> Iterator[None]:
     """Inside, Inductor keeps what it compiles on disk: it does so only where shapes might vary, and here none does.
 
-    Its key knows what a graph computes, not what its nodes are called, which the comments in its code tell.
+    Its key knows what a graph computes, not what its nodes are called, which the comments in its code tell, nor how we
+    have its code written.
     """
     from torch._inductor.codecache import FxGraphCache
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    names = sha256(" ".join(node.name for node in module.graph.nodes).encode()).hexdigest()
+    names = sha256(" ".join((_WRITTEN, *(node.name for node in module.graph.nodes))).encode()).hexdigest()
     config: Any = torch.compiler.config
     kept, without_guards, own = FxGraphCache, ShapeEnv(), "_get_shape_env"
     before = vars(kept).get(own)  # else a class above has it
@@ -114,6 +125,42 @@ def _host_kernels_explained() -> Iterator[None]:
         yield
     finally:
         scheduling.codegen_comment = written
+
+
+@contextmanager
+def _kernels_that_wait() -> Iterator[None]:
+    """Inside, Triton kernels that may be launched ahead wait before all else until what precedes them has ended.
+
+    By itself Inductor has them wait only for what its own order puts right before them, and before the access that
+    needs it: a schedule has another order, other memory, and several streams.
+
+    Source:
+        CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    writer: Any = TritonKernel
+    written = {name: vars(writer).get(name) for name in ("_handle_pdl_before_access", "_filter_pdl")}
+    keep_last_trigger = written["_filter_pdl"]
+    if keep_last_trigger is None:  # a torch that writes no such kernels
+        yield
+        return
+
+    def wait_first(self: Any, code: Any) -> None:
+        if not self._enable_pdl_codegen():
+            return
+        wait = self.GDC_WAIT
+        code._lines = [line for line in code._lines if not (isinstance(line, str) and line.strip() == wait)]
+        keep_last_trigger(self, code)
+        code._lines.insert(0, wait)
+
+    writer._handle_pdl_before_access = lambda *args, **kwargs: None
+    writer._filter_pdl = wait_first
+    try:
+        yield
+    finally:
+        for name, function in written.items():
+            setattr(writer, name, function)
 
 
 def _known(name: str) -> bool:

@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Launch", "Relaunch", "Role", "kernel_roles", "launches_seen", "reaches_elsewhere", "relative_window"]
+__all__ = [
+    "Launch",
+    "Relaunch",
+    "Role",
+    "kernel_roles",
+    "launches_seen",
+    "reaches_elsewhere",
+    "relative_window",
+    "waits_first",
+]
 
 Role = tuple[bool, bool]
 """Whether a kernel reads a tensor, and whether it writes it."""
@@ -30,6 +39,9 @@ Role = tuple[bool, bool]
 _BOTH: Role = (True, True)
 _ANYWHERE = ("tt.int_to_ptr", "pure = false")
 """What leads to any memory: numbers that are taken for addresses, inline assembly that does more than compute."""
+_WAIT = "tl.extra.cuda.gdc_wait()"
+_NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
+"""A line that gives a name to a number or to something that has one: it touches no memory."""
 _HOST_KERNEL = re.compile(r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 
 
@@ -88,12 +100,31 @@ def reaches_elsewhere(code: str, tensors: int) -> bool:
     return not signature or pointers > tensors or any(one in code for one in _ANYWHERE)
 
 
+def waits_first(source: str) -> bool:
+    r"""Whether a Triton kernel waits for what it may have been launched ahead of before it does anything else.
+
+    >>> waits_first("def kernel(p):\n    xnumel = 8\n    tl.extra.cuda.gdc_wait()\n    x = tl.load(p)")
+    True
+    >>> waits_first("def kernel(p):\n    x = tl.load(p)\n    tl.extra.cuda.gdc_wait()")
+    False
+    """
+    for line in source.partition("):\n")[2].splitlines():
+        if line.strip() == _WAIT:
+            return True
+        if not _NAMED.fullmatch(line):
+            return False
+    return False
+
+
 class Relaunch:
     """A kernel as something to call, by the way its launcher is found: a recorder sees it when it runs again.
 
     Args:
         name: of the kernel, which a graph that calls it shows.
     """
+
+    waits = False
+    """Whether it waits for what precedes it on its stream, whatever that is, before it touches any memory."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -105,6 +136,7 @@ class _InductorKernel(Relaunch):
     def __init__(self, name: str, kernel: Any) -> None:
         super().__init__(name)
         self._kernel = kernel
+        self.waits = not kernel.custom_kernel and waits_first(getattr(kernel.fn, "src", ""))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())

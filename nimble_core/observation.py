@@ -203,7 +203,10 @@ def replay_timeline(
     unprofiled_ns: float = 0.0,
     note: str = "",
 ) -> Timeline:
-    """The replay of median length, its lanes the planned streams; arguments are those of ``observation``."""
+    """The replay of median length, its lanes the planned streams; arguments are those of ``observation``.
+
+    What was launched ahead begins where its wait ends: with the end of what it waited for.
+    """
     check = told.check
     spans, streams, nodes, length = _median_replay(told.runs, raw, schedule, replays)
     return Timeline(
@@ -494,11 +497,17 @@ def _median_replay(
     ends = [max(run[i].end_ns for run in runs.values()) for i in range(replays)]
     order = sorted(range(replays), key=lambda i: ends[i] - starts[i])
     chosen = order[len(order) // 2]
+    waited: dict[int, int] = {}
+    """Until when a node that was launched ahead waited."""
+    for tail, head in raw.ahead:
+        if tail in runs:
+            waited[head] = max(waited.get(head, 0), runs[tail][chosen].end_ns)
     drawn = []
     for node, of in runs.items():
         call, run = _owner(raw, node), of[chosen]
         lane = schedule.stream[call] if call is not None else 0
-        start, end = float(run.start_ns - starts[chosen]), float(run.end_ns - starts[chosen])
+        begun = max(run.start_ns, min(waited.get(node, 0), run.end_ns))
+        start, end = float(begun - starts[chosen]), float(run.end_ns - starts[chosen])
         drawn.append((Span(lane, start, end, call, short_kernel_name(run.name)), run.stream, run.node))
     drawn.sort(key=lambda one: (one[0].start_ns, one[0].lane))
     spans, streams, nodes = zip(*drawn, strict=True)

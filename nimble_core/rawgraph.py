@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,10 @@ from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.observation import Launch
 
-__all__ = ["CaptureProbe", "read_graph", "read_launches"]
+__all__ = ["CaptureProbe", "launch_ahead", "read_graph", "read_launches"]
+
+_PROGRAMMATIC = (1, 0, 1)
+"""Of an edge: out of the port that its tail opens, into the usual one, programmatic."""
 
 
 def _driver() -> Any:
@@ -78,13 +82,47 @@ def read_graph(handle: int) -> RawGraph:
     found, _ = _checked(driver.cuGraphGetNodes(graph, count), "cuGraphGetNodes")
     nodes = tuple(int(node) for node in found)
     kinds = tuple(_kind(_checked(driver.cuGraphNodeGetType(node), "cuGraphNodeGetType")[0].name) for node in found)
-    *_, edge_count = _checked(driver.cuGraphGetEdges(graph, 0), "cuGraphGetEdges")
-    edges: list[tuple[int, int]] = []
+    get_edges = _with_edge_data(driver, "cuGraphGetEdges")
+    *_, edge_count = _checked(get_edges(graph, 0), "cuGraphGetEdges")
+    kind_of: dict[tuple[int, int], tuple[int, int, int]] = {}
     if edge_count:
-        tails, heads, *_ = _checked(driver.cuGraphGetEdges(graph, edge_count), "cuGraphGetEdges")
+        tails, heads, said, *_ = _checked(get_edges(graph, edge_count), "cuGraphGetEdges")
         place = {node: position for position, node in enumerate(nodes)}
-        edges = sorted((place[int(a)], place[int(b)]) for a, b in zip(tails, heads, strict=True))
-    return RawGraph(nodes, kinds, tuple(edges))
+        for tail, head, data in zip(tails, heads, said, strict=True):
+            kind_of[place[int(tail)], place[int(head)]] = (int(data.from_port), int(data.to_port), int(data.type))
+    edges = tuple(sorted(kind_of))
+    return RawGraph(nodes, kinds, edges, ahead=tuple(edge for edge in edges if kind_of[edge] == _PROGRAMMATIC))
+
+
+def launch_ahead(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, allowed: bool) -> None:
+    """Have the heads of these edges launched before their tails have ended, or not any more, from its next instance on.
+
+    Args:
+        handle: of the graph that ``raw`` was read from, which must have no nodes that allocate memory.
+        raw: its nodes.
+        edges: those to change, of which all are, or none is, of that kind.
+        allowed: whether heads are launched ahead.
+
+    Raises:
+        DeviceError: the driver refused.
+    """
+    if not edges:
+        return
+    driver = _driver()
+    graph = driver.CUgraph(init_value=handle)
+    tails, heads = ([driver.CUgraphNode(init_value=raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
+    for step, programmatic in (("cuGraphRemoveDependencies", not allowed), ("cuGraphAddDependencies", allowed)):
+        data = driver.CUgraphEdgeData()
+        if programmatic:
+            port, _, kind = _PROGRAMMATIC
+            data.from_port, data.type = port, driver.CUgraphDependencyType(kind)
+        change = _with_edge_data(driver, step)
+        _checked(change(graph, tails, heads, [data] * len(edges), len(edges)), step)
+
+
+def _with_edge_data(driver: Any, name: str) -> Any:
+    """The variant of a driver function that knows kinds of edges: the only one in CUDA 13."""
+    return getattr(driver, f"{name}_v2", None) or getattr(driver, name)
 
 
 def read_launches(raw: RawGraph) -> tuple[Launch, ...]:

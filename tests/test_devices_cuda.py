@@ -456,7 +456,7 @@ def test_allocations_that_nobody_planned_are_noticed(wide: Wide) -> None:
 
 def test_calls_are_timed_alone_and_side_by_side() -> None:
     """Kernels that spin on one multiprocessor each, for a tenth of a millisecond and more."""
-    device = device_for("cuda")
+    device = device_for(torch.device("cuda"))
 
     def spins() -> None:
         torch.cuda._sleep(200_000)

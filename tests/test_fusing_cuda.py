@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fused_models import Attention, Residual, Tower, compiler_broken, made, mistaken
+from fused_models import MODELS, Attention, Residual, Tower, compiler_broken, made, mistaken
 from torch import nn
 
 from nimble_core import CaptureError, Nimble, Options, TrainStep
 from nimble_core.attribution import unmapped
+from nimble_core.devices.cuda import CudaExecutable
+from nimble_core.launchers import Relaunch
 from nimble_core.nimble import Engine
+from nimble_core.pipeline import device_for, observe
+from nimble_core.rawgraph import read_graph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -227,6 +233,100 @@ def test_emitted_as_promised(fuse: str) -> None:
     for _ in range(5):
         x = torch.randn(2, 3, 16, 16, device="cuda")
         torch.testing.assert_close(net(x), model(x), rtol=1e-2, atol=1e-2)
+
+
+# -- launched ahead --------------------------------------------------------------------------------------------------
+
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="no kernels wait for others"
+)
+
+
+def turning(x: torch.Tensor) -> torch.Tensor:
+    """Compiled kernels that read all that the ones before have written, each on two streams."""
+    y = x
+    for _ in range(4):
+        x, y = (x.t() + y).softmax(-1), (y * 3).cumsum(0).t().sin()
+    return x + y
+
+
+def again(executable: CudaExecutable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [executable.run([x])[0] for x in inputs]
+
+
+@HOPPER
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+@pytest.mark.parametrize("name", ["tower", "attention", "turning"])
+def test_compiled_kernels_are_launched_ahead_and_wait(name: str, policy: str) -> None:
+    model, draw = made(name) if name in MODELS else (turning, lambda: torch.randn(1500, 1500))
+    model = model.cuda() if isinstance(model, nn.Module) else model
+    inputs = [draw().cuda() for _ in range(20)]
+    net = Nimble(model, quick("inductor", policy=policy)).prepare(inputs[0])
+    executable, recording = engine(net).executable, engine(net).recorded.recording
+    assert isinstance(executable, CudaExecutable)
+    raw, graph = executable.raw, executable.graph
+    assert raw.ahead
+    assert graph is not None
+    launched = {step.call: step.func for step in recording.steps if isinstance(step.func, Relaunch)}
+    assert launched
+    assert all(function.waits for function in launched.values())
+    heads = {raw.owner[head] for _, head in raw.ahead}
+    assert heads & set(launched)
+    found = again(executable, inputs)
+    with executable.none_ahead():
+        assert read_graph(graph.raw_cuda_graph()).ahead == ()
+        one_by_one = again(executable, inputs)
+    assert read_graph(graph.raw_cuda_graph()) == replace(raw, owner=())
+    assert all(map(torch.equal, found, one_by_one))
+    assert all(map(torch.equal, again(executable, inputs), one_by_one))
+    torch.testing.assert_close(found[-1], model(inputs[-1]), rtol=1e-2, atol=1e-2)
+    net.close()
+
+
+@HOPPER
+@torch.no_grad()
+def test_what_a_kernel_costs_does_not_hold_its_wait_for_the_one_before() -> None:
+    net = Nimble(turning, quick("inductor", policy="single")).prepare(torch.randn(1500, 1500, device="cuda"))
+    found = engine(net)
+    assert isinstance(found.executable, CudaExecutable)
+    assert found.executable.raw.ahead
+    seen = observe(device_for(torch.device("cuda")), found.recorded, found.executable)
+    assert seen.timeline.reliable, seen.timeline.note
+    assert seen.costs.reliable
+    spans = seen.timeline.spans
+    assert all(one.end_ns <= other.start_ns for one, other in pairwise(spans)), "one stream: one after the other"
+    # Each is timed in replays of its own kind: clocks vary, and what is launched ahead may be done a little sooner.
+    assert 0.8 * seen.timeline.length_ns < seen.costs.total_ns < 1.1 * seen.timeline.length_ns
+    with found.executable.none_ahead():
+        alone = observe(device_for(torch.device("cuda")), found.recorded, found.executable)
+    assert alone.costs.total_ns == pytest.approx(seen.costs.total_ns, rel=0.1)
+    net.close()
+
+
+@HOPPER
+@torch.no_grad()
+@pytest.mark.parametrize("fuse", ["none", "inductor"])
+def test_kernels_that_wait_only_for_what_their_author_knew_of_are_not_launched_ahead(fuse: str) -> None:
+    pytest.importorskip("triton")
+    import triton_kernels_for_tests as kernels
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        size, out = x.numel(), torch.empty_like(x)
+        square = x @ x
+        kernels.add_what_was_there[(-(-size // 1024),)](square, x, out, size, BLOCK=1024, launch_pdl=True)
+        return out @ out
+
+    x = torch.randn(512, 512, device="cuda")
+    net = Nimble(model, quick(fuse)).prepare(x)
+    found = engine(net)
+    assert isinstance(found.executable, CudaExecutable)
+    raw, calls = found.executable.raw, found.recorded.recording.program.calls
+    (own,) = (call.index for call in calls if "add_what_was_there" in call.operator)
+    assert not [edge for edge in raw.ahead if raw.owner[edge[1]] == own]
+    assert [edge for edge in raw.edges if raw.owner[edge[1]] == own]
+    torch.testing.assert_close(net(x), model(x), rtol=1e-3, atol=1e-2)
+    net.close()
 
 
 @pytest.mark.parametrize("fuse", ["library", "inductor"])

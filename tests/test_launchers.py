@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nimble_core import Nimble, Options
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError
-from nimble_core.launchers import _SEEN, Launch, Relaunch, kernel_roles, launches_seen, reaches_elsewhere
+from nimble_core.launchers import _SEEN, Launch, Relaunch, kernel_roles, launches_seen, reaches_elsewhere, waits_first
 from nimble_core.pipeline import Stopwatch, check_inputs, record_static
 from nimble_core.recording import Issuer, Recording, issuing
 
@@ -47,6 +47,31 @@ def test_no_role_promises_less_than_what_a_kernel_does(names: list[str], data: s
             assert not writes
         elif name.startswith("out_ptr"):
             assert not reads
+
+
+NAMING = ["    xnumel = 512", "    r0_numel: tl.constexpr = 64", "    out_ptr0 = in_out_ptr0", "    RBLOCK = 1.5"]
+DOING = [
+    "    x = tl.load(p)",
+    "    for at in range(3):",
+    "    if xnumel:",
+    "    x0 = tl.program_id(0)",
+    "    f(p)",
+    "    # p",
+]
+
+
+@given(st.lists(st.sampled_from(NAMING)), st.lists(st.sampled_from([*NAMING, *DOING])), st.sampled_from(DOING))
+def test_only_names_are_given_before_a_kernel_that_waits_first_does(
+    before: list[str], after: list[str], done: str
+) -> None:
+    head, wait = (
+        "def triton_poi_fused_softmax_0(in_out_ptr0, xnumel, XBLOCK : tl.constexpr):",
+        "    tl.extra.cuda.gdc_wait()",
+    )
+    assert waits_first("\n".join([head, *before, wait, *after, ""]))
+    assert not waits_first("\n".join([head, *before, done, wait, *after, ""]))
+    assert not waits_first("\n".join([head, *before, *after, ""]))
+    assert not waits_first("\n".join([head, *before, f"    if xnumel: {wait.strip()}", *after, ""]))
 
 
 # -- Inductor's host kernels ----------------------------------------------------------------------------------------

@@ -63,6 +63,18 @@ def test_by_id_each_kernel_is_its_call_on_its_planned_stream() -> None:
     assert (seen.timeline.profiled_ns, seen.timeline.unprofiled_ns) == (50.0, 90.0)
 
 
+def test_what_was_launched_ahead_begins_when_what_it_waits_for_has_ended() -> None:
+    raw = replace(DIAMOND, ahead=((0, 1), (2, 3)))
+    early = [DIAMOND_RUN[0], ran("b", 104, 140, node=2), *DIAMOND_RUN[2:]]
+    spans = made(tell_by_id(early, raw, IDS, 1), raw).timeline.spans
+    assert [(span.call, span.start_ns, span.end_ns) for span in spans] == [
+        (0, 0.0, 10.0),
+        (1, 10.0, 40.0),
+        (2, 13.0, 30.0),
+        (3, 42.0, 50.0),
+    ]
+
+
 def test_a_node_missed_in_one_replay_makes_it_unreliable() -> None:
     again = [replace(one, start_ns=one.start_ns + 500, end_ns=one.end_ns + 500) for one in DIAMOND_RUN]
     told = tell_by_id(DIAMOND_RUN + again[:-1], DIAMOND, IDS, 2)

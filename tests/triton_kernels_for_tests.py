@@ -42,6 +42,16 @@ def double_of_pair(pair, count, BLOCK: tl.constexpr):
     tl.store(pair[1] + at, 2 * tl.load(pair[0] + at, mask=at < count), mask=at < count)
 
 
+@triton.jit
+def add_what_was_there(source, before, target, count, BLOCK: tl.constexpr):
+    """``target = source + before``; ``before`` is read while what was launched before this kernel may still run."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    early = tl.load(before + at, mask=inside)
+    tl.extra.cuda.gdc_wait()
+    tl.store(target + at, tl.load(source + at, mask=inside) + early, mask=inside)
+
+
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (64, 128)], key=["count"])
 @triton.jit
 def triple(source, target, count, BLOCK: tl.constexpr):

@@ -28,6 +28,7 @@ from nimble_core.devices.base import Executable, Observation, PlacementError, Ti
 from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.launchers import Relaunch
 from nimble_core.layout import Layout, lay_out
 from nimble_core.locks import capturing, launching
 from nimble_core.memory import release_plan
@@ -36,7 +37,7 @@ from nimble_core.occupancy import Multiprocessors
 from nimble_core.preserve import random_state_kept, run_until_settled
 from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
-from nimble_core.rawgraph import CaptureProbe, read_graph, read_launches
+from nimble_core.rawgraph import CaptureProbe, launch_ahead, read_graph, read_launches
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.rewritten import Rewritten
@@ -218,14 +219,10 @@ class CudaDevice:
             arena.close()
             raise
         try:
-            raw, held = self._instantiated(graph, before)
+            raw, held = self._instantiated(graph, bounds, recording, before)
         except BaseException:
             arena.close()
             raise
-        owner: list[int | None] = [None] * len(raw.nodes)
-        for call, (first, last) in enumerate(bounds):
-            owner[first:last] = [call] * (last - first)
-        raw = replace(raw, owner=tuple(owner))
         kept = tuple(recording.given.values())
         executable = CudaExecutable(
             self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
@@ -260,6 +257,13 @@ class CudaDevice:
         """
         if not isinstance(executable, CudaExecutable):
             raise DeviceError(f"a {type(executable).__name__} does not run on a GPU")
+        found = self._watched(executable, replays)
+        if not executable.raw.ahead:
+            return found
+        with executable.none_ahead():  # else a kernel's time begins while it waits for the one before
+            return replace(found, costs=self._watched(executable, replays).costs)
+
+    def _watched(self, executable: CudaExecutable, replays: int) -> Observation:
         wall = _event_times_ns(executable, max(replays, 5))
         watched: list[float] = []
 
@@ -336,12 +340,36 @@ class CudaDevice:
         del kept
         return max(peak, 0)
 
-    def _instantiated(self, graph: torch.cuda.CUDAGraph, reserved_before: int) -> tuple[RawGraph, int]:
-        """Make a captured graph ready to launch; its nodes and edges, and the bytes it took."""
+    def _instantiated(
+        self, graph: torch.cuda.CUDAGraph, bounds: Sequence[tuple[int, int]], recording: Recording, reserved_before: int
+    ) -> tuple[RawGraph, int]:
+        """Make a captured graph ready to launch; its nodes and edges, and the bytes it took.
+
+        Args:
+            graph: as captured.
+            bounds: of each call, its first node and the first after it.
+            recording: of the calls.
+            reserved_before: bytes that torch's allocator held before the capture.
+        """
+        handle = graph.raw_cuda_graph()
+        raw = read_graph(handle)
+        owner: list[int | None] = [None] * len(raw.nodes)
+        for call, (first, last) in enumerate(bounds):
+            owner[first:last] = [call] * (last - first)
+        raw = replace(raw, owner=tuple(owner))
+        if raw.ahead:
+            patient = {step.call for step in recording.steps if step.call is not None and _waits(step.func)}
+            rash = [
+                (tail, head)
+                for tail, head in raw.ahead
+                if owner[head] not in patient and (owner[head] is None or owner[head] != owner[tail])
+            ]
+            launch_ahead(handle, raw, rash, allowed=False)
+            raw = replace(raw, ahead=tuple(edge for edge in raw.ahead if edge not in set(rash)))
         with _errors_explained():
             graph.instantiate()
         held = torch.cuda.memory_reserved(self.device) - reserved_before
-        return read_graph(graph.raw_cuda_graph()), max(held, 0)
+        return raw, max(held, 0)
 
     @contextmanager
     def _capturing(
@@ -452,6 +480,24 @@ class CudaExecutable:
             self._follow_last_run()
             with launching:
                 self.graph.replay()
+
+    @contextmanager
+    def none_ahead(self) -> Iterator[None]:
+        """Inside, a replay launches no kernel before what it waits for has ended."""
+        self._instantiate_again(ahead=False)
+        try:
+            yield
+        finally:
+            self._instantiate_again(ahead=True)
+
+    def _instantiate_again(self, *, ahead: bool) -> None:
+        with self._lock, _errors_explained():
+            if self.graph is None:
+                raise _closed()
+            with capturing:
+                torch.cuda.synchronize(self.device)
+                launch_ahead(self.graph.raw_cuda_graph(), self.raw, self.raw.ahead, allowed=ahead)
+                self.graph.instantiate()
 
     @property
     def arena(self) -> torch.Tensor | None:
@@ -750,6 +796,17 @@ class _Counter:
                 side.synchronize()
         finally:
             runtime.cudaThreadExchangeStreamCaptureMode(mode)
+
+
+def _waits(function: Any) -> bool:
+    """Whether the first kernel of a call may be launched ahead of whatever our schedule puts before it.
+
+    torch's own operators know nothing of what precedes them. Those of others may have been written for what does, and
+    wait only for that.
+    """
+    if isinstance(function, Relaunch):
+        return function.waits
+    return getattr(function, "namespace", "") == "aten"
 
 
 def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
