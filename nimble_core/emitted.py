@@ -5,7 +5,7 @@ The plan promises waits; the graph that will run has edges. They are compared he
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from nimble_core.algorithms.reachability import predecessor_lists, unconnected
@@ -13,7 +13,7 @@ from nimble_core.errors import ScheduleError
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, SyncCounts
 
-__all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_syncs"]
+__all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_syncs", "launched_ahead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,31 @@ class RawGraph:
     edges: tuple[tuple[int, int], ...]
     owner: tuple[int | None, ...] = ()
     ahead: tuple[tuple[int, int], ...] = ()
+
+
+def launched_ahead(raw: RawGraph, waiting: Collection[int], library: Collection[int]) -> tuple[tuple[int, int], ...]:
+    """Edges whose heads may be launched before their tails have ended.
+
+    Args:
+        raw: as captured, with the call of each node.
+        waiting: calls whose kernel waits, before all else, for whatever its node depends on.
+        library: calls of libraries that know nothing of what precedes them: where they launch kernels ahead, these wait
+            in time. Other kernels that are launched ahead may wait only for what their author put before them, which a
+            schedule does not keep; inside a call it does.
+
+    >>> raw = RawGraph((7, 8, 9), ("memset", "kernel", "kernel"), ((0, 1), (1, 2)), (0, 1, 2), ahead=((1, 2),))
+    >>> launched_ahead(raw, [1, 2], []), launched_ahead(raw, [], [2]), launched_ahead(raw, [1], [])
+    (((1, 2),), ((1, 2),), ())
+    """
+    already = frozenset(raw.ahead)
+
+    def may_be(edge: tuple[int, int]) -> bool:
+        before, call = (raw.owner[node] for node in edge)
+        if call in waiting:
+            return all(raw.kinds[node] == "kernel" for node in edge)
+        return edge in already and call is not None and (call == before or call in library)
+
+    return tuple(edge for edge in raw.edges if may_be(edge))
 
 
 def emitted_syncs(schedule: Schedule, raw: RawGraph) -> list[tuple[int, int]]:

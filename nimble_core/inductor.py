@@ -34,7 +34,6 @@ _OPTIONS: Mapping[str, Any] = {
     "memory_planning": False,
     "triton.cudagraphs": False,
     "fallback_random": True,  # eager's kernels draw what could not be drawn ahead
-    "triton.enable_pdl": True,  # kernels may be launched while what precedes them ends: see _kernels_that_wait
     "comment_origin": True,  # which nodes each launch stands for, however Inductor is set up otherwise
 }
 
@@ -62,14 +61,14 @@ def compile_graph(
         with (
             torch.no_grad(),
             _host_kernels_explained(),
-            _kernels_that_wait(),
+            _kernels_that_wait() as waiting,
             _kept_on_disk(module),
             warnings.catch_warnings(),
         ):
             # torch's notices about its own code, and advice on settings, which are the user's.
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             compiled: Callable[..., Sequence[torch.Tensor]]
-            compiled = torch._inductor.compile(module, list(inputs), options=options)
+            compiled = torch._inductor.compile(module, list(inputs), options={**options, **waiting})
             return compiled
     except Exception as error:  # a compiler's errors have no common root
         raise CaptureError(
@@ -128,11 +127,12 @@ def _host_kernels_explained() -> Iterator[None]:
 
 
 @contextmanager
-def _kernels_that_wait() -> Iterator[None]:
-    """Inside, Triton kernels that may be launched ahead wait before all else until what precedes them has ended.
+def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
+    """Inside, Inductor's Triton kernels wait before all else until what they may be launched ahead of has ended.
 
     By itself Inductor has them wait only for what its own order puts right before them, and before the access that
-    needs it: a schedule has another order, other memory, and several streams.
+    needs it: a schedule has another order, other memory, and several streams. It would also launch them so itself, by a
+    launcher compiled for each; here the captured graph's edges say which are. Yields the options that go with it.
 
     Source:
         CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
@@ -140,11 +140,12 @@ def _kernels_that_wait() -> Iterator[None]:
     from torch._inductor.codegen.triton import TritonKernel
 
     writer: Any = TritonKernel
-    written = {name: vars(writer).get(name) for name in ("_handle_pdl_before_access", "_filter_pdl")}
-    keep_last_trigger = written["_filter_pdl"]
-    if keep_last_trigger is None:  # a torch that writes no such kernels
-        yield
+    option, names = "triton.enable_pdl", ("_handle_pdl_before_access", "_filter_pdl", "triton_meta_common")
+    if not _known(option) or not all(name in vars(writer) for name in names):  # a torch that does it in another way
+        yield {option: False} if _known(option) else {}
         return
+    written = {name: vars(writer)[name] for name in names}
+    keep_last_trigger, meta = written["_filter_pdl"], written["triton_meta_common"]
 
     def wait_first(self: Any, code: Any) -> None:
         if not self._enable_pdl_codegen():
@@ -156,8 +157,9 @@ def _kernels_that_wait() -> Iterator[None]:
 
     writer._handle_pdl_before_access = lambda *args, **kwargs: None
     writer._filter_pdl = wait_first
+    writer.triton_meta_common = classmethod(lambda cls: {**meta.__func__(cls), "launch_pdl": False})
     try:
-        yield
+        yield {option: True}
     finally:
         for name, function in written.items():
             setattr(writer, name, function)

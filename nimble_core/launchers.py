@@ -39,6 +39,8 @@ Role = tuple[bool, bool]
 _BOTH: Role = (True, True)
 _ANYWHERE = ("tt.int_to_ptr", "pure = false")
 """What leads to any memory: numbers that are taken for addresses, inline assembly that does more than compute."""
+_ONLY_WAITS = re.compile(r'inline_asm "griddepcontrol\.\w+;( //[^;"]*)?"')
+"""Assembly that waits for other kernels, or lets others be launched."""
 _WAIT = "tl.extra.cuda.gdc_wait()"
 _NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
 """A line that gives a name to a number or to something that has one: it touches no memory."""
@@ -84,7 +86,7 @@ def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role
 
 
 def reaches_elsewhere(code: str, tensors: int) -> bool:
-    """Whether a Triton kernel may reach other memory than that of the tensors it is given.
+    r"""Whether a Triton kernel may reach other memory than that of the tensors it is given.
 
     Args:
         code: its intermediate code (TTIR); empty if it is not known.
@@ -92,12 +94,16 @@ def reaches_elsewhere(code: str, tensors: int) -> bool:
 
     >>> reaches_elsewhere("tt.func public @copy(%x: !tt.ptr<f32>, %out: !tt.ptr<f32>) {", 2)
     False
+    >>> waits = 'tt.elementwise_inline_asm "griddepcontrol.wait; // dummy $0" {constraints = "=r", pure = false}'
+    >>> reaches_elsewhere(f"tt.func public @copy(%x: !tt.ptr<f32>) {{\n{waits}", 1)
+    False
     >>> reaches_elsewhere("tt.func public @fill(%address: i64) { %out = tt.int_to_ptr %address", 0)
     True
     """
     signature = code.partition("tt.func public")[2].partition("\n")[0]
     pointers = signature.count("!tt.ptr<") + signature.count("tensordesc<")
-    return not signature or pointers > tensors or any(one in code for one in _ANYWHERE)
+    lines = (line for line in code.splitlines() if not _ONLY_WAITS.search(line))
+    return not signature or pointers > tensors or any(one in line for line in lines for one in _ANYWHERE)
 
 
 def waits_first(source: str) -> bool:
@@ -124,7 +130,7 @@ class Relaunch:
     """
 
     waits = False
-    """Whether it waits for what precedes it on its stream, whatever that is, before it touches any memory."""
+    """Whether it waits, before it touches any memory, for all that its node in a graph depends on."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.observation import Launch
 
-__all__ = ["CaptureProbe", "launch_ahead", "read_graph", "read_launches"]
+__all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "read_launches"]
 
 _PROGRAMMATIC = (1, 0, 1)
 """Of an edge: out of the port that its tail opens, into the usual one, programmatic."""
@@ -82,47 +83,69 @@ def read_graph(handle: int) -> RawGraph:
     found, _ = _checked(driver.cuGraphGetNodes(graph, count), "cuGraphGetNodes")
     nodes = tuple(int(node) for node in found)
     kinds = tuple(_kind(_checked(driver.cuGraphNodeGetType(node), "cuGraphNodeGetType")[0].name) for node in found)
-    get_edges = _with_edge_data(driver, "cuGraphGetEdges")
+    get_edges = _of_edges(driver, "cuGraphGetEdges")
     *_, edge_count = _checked(get_edges(graph, 0), "cuGraphGetEdges")
-    kind_of: dict[tuple[int, int], tuple[int, int, int]] = {}
-    if edge_count:
-        tails, heads, said, *_ = _checked(get_edges(graph, edge_count), "cuGraphGetEdges")
-        place = {node: position for position, node in enumerate(nodes)}
-        for tail, head, data in zip(tails, heads, said, strict=True):
-            kind_of[place[int(tail)], place[int(head)]] = (int(data.from_port), int(data.to_port), int(data.type))
-    edges = tuple(sorted(kind_of))
-    return RawGraph(nodes, kinds, edges, ahead=tuple(edge for edge in edges if kind_of[edge] == _PROGRAMMATIC))
+    if not edge_count:
+        return RawGraph(nodes, kinds, ())
+    tails, heads, *said = _checked(get_edges(graph, edge_count), "cuGraphGetEdges")
+    place = {node: position for position, node in enumerate(nodes)}
+    edges = [(place[int(tail)], place[int(head)]) for tail, head in zip(tails, heads, strict=True)]
+    kinds_of_edges = said[0] if _edges_have_kinds(driver) else ()
+    ahead = sorted(
+        edge
+        for edge, data in zip(edges, kinds_of_edges, strict=bool(kinds_of_edges))
+        if (int(data.from_port), int(data.to_port), int(data.type)) == _PROGRAMMATIC
+    )
+    return RawGraph(nodes, kinds, tuple(sorted(edges)), ahead=tuple(ahead))
 
 
-def launch_ahead(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, allowed: bool) -> None:
-    """Have the heads of these edges launched before their tails have ended, or not any more, from its next instance on.
+def links_change(raw: RawGraph) -> bool:
+    """Whether kinds of edges of this graph can be changed: not beside nodes that allocate, nor before CUDA 12.3."""
+    return not {"mem_alloc", "mem_free"} & set(raw.kinds) and _edges_have_kinds(_driver())
+
+
+def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawGraph:
+    """The graph with just these edges' heads launched before their tails have ended, in its next instances.
 
     Args:
-        handle: of the graph that ``raw`` was read from, which must have no nodes that allocate memory.
-        raw: its nodes.
-        edges: those to change, of which all are, or none is, of that kind.
-        allowed: whether heads are launched ahead.
+        handle: of the graph that ``raw`` was read from, which is changed.
+        raw: as it is; ``links_change``.
+        ahead: edges of ``raw`` between kernels.
 
     Raises:
         DeviceError: the driver refused.
     """
+    for edges, programmatic in ((set(raw.ahead) - set(ahead), False), (set(ahead) - set(raw.ahead), True)):
+        _link(handle, raw, sorted(edges), programmatic=programmatic)
+    return replace(raw, ahead=tuple(sorted(ahead)))
+
+
+def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, programmatic: bool) -> None:
+    """Make usual edges programmatic ones, or programmatic ones usual."""
     if not edges:
         return
     driver = _driver()
     graph = driver.CUgraph(init_value=handle)
     tails, heads = ([driver.CUgraphNode(init_value=raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
-    for step, programmatic in (("cuGraphRemoveDependencies", not allowed), ("cuGraphAddDependencies", allowed)):
+    for step, kept in (("cuGraphRemoveDependencies", not programmatic), ("cuGraphAddDependencies", programmatic)):
         data = driver.CUgraphEdgeData()
-        if programmatic:
+        if kept:
             port, _, kind = _PROGRAMMATIC
             data.from_port, data.type = port, driver.CUgraphDependencyType(kind)
-        change = _with_edge_data(driver, step)
+        change = _of_edges(driver, step)
         _checked(change(graph, tails, heads, [data] * len(edges), len(edges)), step)
 
 
-def _with_edge_data(driver: Any, name: str) -> Any:
-    """The variant of a driver function that knows kinds of edges: the only one in CUDA 13."""
-    return getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+def _of_edges(driver: Any, name: str) -> Any:
+    """The variant of a driver function that knows kinds of edges, if there is one: the only one in CUDA 13."""
+    variant = getattr(driver, f"{name}_v2", None) if _edges_have_kinds(driver) else None
+    return variant or getattr(driver, name)
+
+
+@cache
+def _edges_have_kinds(driver: Any) -> bool:
+    _, version = driver.cuDriverGetVersion()
+    return hasattr(driver, "CUgraphEdgeData") and version >= 12030
 
 
 def read_launches(raw: RawGraph) -> tuple[Launch, ...]:

@@ -9,7 +9,7 @@ from strategies import dags
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
-from nimble_core.emitted import RawGraph, check_emitted, emitted_counts, emitted_syncs
+from nimble_core.emitted import RawGraph, check_emitted, emitted_counts, emitted_syncs, launched_ahead
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph
 from nimble_core.policies import nimble
@@ -53,6 +53,30 @@ def test_every_lost_wait_is_noticed(graph: CallGraph, data: st.DataObject) -> No
     fewer = tuple(edge for edge in raw.edges if edge != (place[u], place[v]))
     with pytest.raises(ScheduleError, match="races: nothing orders"):
         check_emitted(schedule, replace(raw, edges=fewer), graph.edges)
+
+
+@given(dags(), st.integers(1, 3), st.data())
+def test_only_kernels_that_wait_are_launched_ahead_and_order_stays(
+    graph: CallGraph, nodes: int, data: st.DataObject
+) -> None:
+    schedule = nimble(graph, uniform_costs(graph.size))
+    raw = captured(schedule, nodes)
+    calls = [st.sets(st.sampled_from(range(graph.size))) if graph.size else st.just(set()) for _ in range(2)]
+    waiting, library = (data.draw(one) for one in calls)
+    kinds = tuple(data.draw(st.sampled_from(["kernel", "kernel", "memset"])) for _ in raw.nodes)
+    between = [edge for edge in raw.edges if kinds[edge[0]] == kinds[edge[1]] == "kernel"]
+    already = data.draw(st.sets(st.sampled_from(between))) if between else set()
+    raw = replace(raw, kinds=kinds, ahead=tuple(sorted(already)))
+    ahead = launched_ahead(raw, waiting, library)
+    assert set(ahead) <= set(between)
+    for edge in between:
+        before, call = (raw.owner[node] for node in edge)
+        if edge in ahead:
+            assert call in waiting or (edge in already and (call in library or call == before))
+        else:
+            assert call not in waiting
+    assert launched_ahead(replace(raw, ahead=ahead), waiting, library) == ahead
+    check_emitted(schedule, replace(raw, ahead=ahead), graph.edges)
 
 
 def test_waits_that_nobody_planned_are_counted() -> None:

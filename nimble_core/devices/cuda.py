@@ -26,7 +26,7 @@ from nimble_core.around import Around
 from nimble_core.collector import collector_paused
 from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
 from nimble_core.devices.placement import Placer
-from nimble_core.emitted import RawGraph, emitted_counts
+from nimble_core.emitted import RawGraph, emitted_counts, launched_ahead
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.launchers import Relaunch
 from nimble_core.layout import Layout, lay_out
@@ -37,7 +37,7 @@ from nimble_core.occupancy import Multiprocessors
 from nimble_core.preserve import random_state_kept, run_until_settled
 from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
-from nimble_core.rawgraph import CaptureProbe, launch_ahead, read_graph, read_launches
+from nimble_core.rawgraph import CaptureProbe, linked, links_change, read_graph, read_launches
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.rewritten import Rewritten
@@ -258,7 +258,7 @@ class CudaDevice:
         if not isinstance(executable, CudaExecutable):
             raise DeviceError(f"a {type(executable).__name__} does not run on a GPU")
         found = self._watched(executable, replays)
-        if not executable.raw.ahead:
+        if not executable.raw.ahead or not links_change(executable.raw):
             return found
         with executable.none_ahead():  # else a kernel's time begins while it waits for the one before
             return replace(found, costs=self._watched(executable, replays).costs)
@@ -351,23 +351,25 @@ class CudaDevice:
             recording: of the calls.
             reserved_before: bytes that torch's allocator held before the capture.
         """
-        handle = graph.raw_cuda_graph()
-        raw = read_graph(handle)
+        raw = read_graph(graph.raw_cuda_graph())
         owner: list[int | None] = [None] * len(raw.nodes)
         for call, (first, last) in enumerate(bounds):
             owner[first:last] = [call] * (last - first)
         raw = replace(raw, owner=tuple(owner))
-        if raw.ahead:
-            patient = {step.call for step in recording.steps if step.call is not None and _waits(step.func)}
-            rash = [
-                (tail, head)
-                for tail, head in raw.ahead
-                if owner[head] not in patient and (owner[head] is None or owner[head] != owner[tail])
-            ]
-            launch_ahead(handle, raw, rash, allowed=False)
-            raw = replace(raw, ahead=tuple(edge for edge in raw.ahead if edge not in set(rash)))
+        handle = graph.raw_cuda_graph()
+        if links_change(raw):
+            functions: dict[int, Any] = {step.call: step.func for step in recording.steps if step.call is not None}
+            waiting = {call for call, func in functions.items() if isinstance(func, Relaunch) and func.waits}
+            library = {call for call, func in functions.items() if getattr(func, "namespace", "") == "aten"}
+            raw = linked(handle, raw, launched_ahead(raw, waiting, library))
         with _errors_explained():
-            graph.instantiate()
+            try:
+                graph.instantiate()
+            except torch.AcceleratorError:
+                if not raw.ahead:
+                    raise
+                raw = linked(handle, raw, ())
+                graph.instantiate()
         held = torch.cuda.memory_reserved(self.device) - reserved_before
         return raw, max(held, 0)
 
@@ -484,19 +486,20 @@ class CudaExecutable:
     @contextmanager
     def none_ahead(self) -> Iterator[None]:
         """Inside, a replay launches no kernel before what it waits for has ended."""
-        self._instantiate_again(ahead=False)
+        ahead = self.raw.ahead
+        self._link(())
         try:
             yield
         finally:
-            self._instantiate_again(ahead=True)
+            self._link(ahead)
 
-    def _instantiate_again(self, *, ahead: bool) -> None:
+    def _link(self, ahead: Sequence[tuple[int, int]]) -> None:
         with self._lock, _errors_explained():
             if self.graph is None:
                 raise _closed()
             with capturing:
                 torch.cuda.synchronize(self.device)
-                launch_ahead(self.graph.raw_cuda_graph(), self.raw, self.raw.ahead, allowed=ahead)
+                self.raw = linked(self.graph.raw_cuda_graph(), self.raw, ahead)
                 self.graph.instantiate()
 
     @property
@@ -796,17 +799,6 @@ class _Counter:
                 side.synchronize()
         finally:
             runtime.cudaThreadExchangeStreamCaptureMode(mode)
-
-
-def _waits(function: Any) -> bool:
-    """Whether the first kernel of a call may be launched ahead of whatever our schedule puts before it.
-
-    torch's own operators know nothing of what precedes them. Those of others may have been written for what does, and
-    wait only for that.
-    """
-    if isinstance(function, Relaunch):
-        return function.waits
-    return getattr(function, "namespace", "") == "aten"
 
 
 def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
