@@ -39,6 +39,7 @@ from benchmarks.rows import (
     Suite,
     Told,
     about_engine,
+    ahead_said,
     aligned,
     as_markdown,
     as_ratio,
@@ -577,6 +578,7 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
             + (f", by the GPU's clock and replays in a row {gpu:.3f}" if gpu else "")
             + f" ({far['known']} rows)"
         )
+    lines += ahead_said(rows.values())
     lines += [f"{key}: {why}" for key, why in far["explained"].items()]
     lines += [f"not shown equal to eager: {at}: {why}" for at, why in found["not shown equal to eager"].items()]
     lines += [f"left out: {at}: {why.removeprefix('left out: ')}" for at, why in found["peers left out"].items()]

@@ -65,6 +65,7 @@ __all__ = [
     "about_candidate",
     "about_engine",
     "about_limit",
+    "ahead_said",
     "aligned",
     "answer",
     "apart",
@@ -198,6 +199,7 @@ def about_engine(
         "candidates": [about_candidate(one) for one in engine.candidates],
         "limit": about_limit(row, stamp, engine, device, replay) if replay else None,
         "back to back us": back_to_back_us(device, engine) if replay else None,
+        "launched ahead": about_ahead(engine) if replay else None,
         "notes": list(engine.notes),
     }
 
@@ -261,6 +263,40 @@ def back_to_back_us(device: Device, engine: Engine) -> float | None:
     if device.kind != "cuda":
         return None
     return median(replays_in_a_row_ns(engine.executable) for _ in range(21)) / 1e3
+
+
+def about_ahead(engine: Engine) -> dict[str, Any] | None:
+    """GPU time of one of several replays in a row, with and without kernels that are launched ahead, in turn.
+
+    None where there are none.
+    """
+    from nimble_core.devices.cuda import CudaExecutable
+
+    executable = engine.executable
+    if not isinstance(executable, CudaExecutable) or not executable.raw.ahead:
+        return None
+
+    def in_a_row() -> float:
+        return median(replays_in_a_row_ns(executable) for _ in range(3)) / 1e3
+
+    with_us, without_us = [], []
+    for _ in range(5):
+        with_us.append(in_a_row())
+        with executable.none_ahead():
+            without_us.append(in_a_row())
+    return {"kernels": executable.counts.ahead, "us": median(with_us), "without us": median(without_us)}
+
+
+def ahead_said(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What launching ahead brings, over all rows that tell, in a sentence; nothing if none does."""
+    known = [one for row in rows if (one := row["ours"].get("launched ahead"))]
+    if not known:
+        return []
+    gains = [one["without us"] / one["us"] for one in known]
+    return [
+        f"launched ahead: replays geometric mean {geometric_mean(gains):.3f}x as fast as without, "
+        f"{min(gains):.3f}x to {max(gains):.3f}x ({len(gains)} rows)"
+    ]
 
 
 def cached_files() -> int:

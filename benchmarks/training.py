@@ -59,6 +59,7 @@ from benchmarks.rows import (
     TooSlowError,
     about_candidate,
     about_engine,
+    ahead_said,
     aligned,
     as_markdown,
     as_ratio,
@@ -1212,6 +1213,7 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     far = found["distance to limit"]
     if far["median"]:
         lines.append(f"distance to limit: median {far['median']:.3f} ({len(far['by row'])} rows)")
+    lines += ahead_said(rows.values())
     lines += [f"{key}: {why}" for key, why in far["explained"].items()]
     lines += [f"not shown equal: {at}: {why}" for at, why in found["not shown to learn as eager does"].items()]
     lines += [f"left out: {at}: {why}" for at, why in found["left out"].items()]

@@ -69,7 +69,7 @@ def emitted_syncs(schedule: Schedule, raw: RawGraph) -> list[tuple[int, int]]:
 
 
 def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
-    """The schedule's counts with what the graph holds: synchronisations, forks, joins, edges inside calls."""
+    """The schedule's counts with what the graph holds: waits, forks, joins, edges inside calls, launches ahead."""
     if len(raw.owner) < len(raw.nodes):
         return schedule.counts
     heads, tails = {head for _, head in raw.edges}, {tail for tail, _ in raw.edges}
@@ -79,6 +79,7 @@ def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
         forks=len(raw.nodes) - len(heads),
         joins=len(raw.nodes) - len(tails),
         inside=sum(raw.owner[tail] == raw.owner[head] is not None for tail, head in raw.edges),
+        ahead=len({head for _, head in raw.ahead}),
     )
 
 

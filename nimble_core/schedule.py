@@ -21,6 +21,7 @@ class SyncCounts:
         forks: nodes that wait for nothing: the streams that start at once, the capture stream included.
         joins: nodes that nothing waits for: the streams that the end of the graph joins.
         inside: edges between nodes of one call: what the call itself orders.
+        ahead: kernels that may be launched before what they wait for has ended, and then wait by themselves.
     """
 
     full: int
@@ -30,6 +31,7 @@ class SyncCounts:
     forks: int | None = None
     joins: int | None = None
     inside: int | None = None
+    ahead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

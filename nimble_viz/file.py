@@ -397,7 +397,7 @@ def _check_schedule(plan: Schedule, size: int, where: str) -> None:
     _pairs(plan.added_order, size, f"{where}.added_order")
     counts = plan.counts
     _amounts((counts.full, counts.meg, counts.planned, plan.meg_edges, plan.matched), where)
-    _amounts((counts.emitted or 0, counts.forks or 0, counts.joins or 0, counts.inside or 0), where)
+    _amounts((counts.emitted or 0, counts.forks or 0, counts.joins or 0, counts.inside or 0, counts.ahead or 0), where)
 
 
 def _check_measurement(taken: Measurement, where: str) -> None:

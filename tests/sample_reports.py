@@ -614,7 +614,10 @@ def _nimble(size: int, edges: _Edges, meg: _Edges, branch: tuple[int, ...], on_g
         meg_edges=len(meg),
         matched=len(meg) - len(syncs),
         counts=SyncCounts(
-            full, len(syncs), len(syncs), *((len(syncs), min(1, size), min(1, size), size // 7) if on_gpu else ())
+            full,
+            len(syncs),
+            len(syncs),
+            *((len(syncs), min(1, size), min(1, size), size // 7, size // 5) if on_gpu else ()),
         ),
     )
 

@@ -336,6 +336,16 @@ def test_distances_count_where_they_are_known_and_have_to_be_explained() -> None
     assert far == {"median": 1.4, "median, back to back": pytest.approx(1.05), "known": 1, "explained": {"c": "waits"}}
 
 
+def test_what_launching_ahead_brings_is_said_of_the_rows_that_tell() -> None:
+    rows = [made("A"), made("B"), made("C")]
+    rows[0]["ours"]["launched ahead"] = {"kernels": 7, "us": 100.0, "without us": 121.0}
+    rows[1]["ours"]["launched ahead"] = {"kernels": 7, "us": 100.0, "without us": 100.0}
+    rows[2]["ours"]["launched ahead"] = None
+    (said,) = (one for one in inference.table({row["model"]: row for row in rows}) if one.startswith("launched ahead"))
+    assert said == "launched ahead: replays geometric mean 1.100x as fast as without, 1.000x to 1.210x (2 rows)"
+    assert not any("launched ahead" in one for one in inference.table({"C": rows[2]}))
+
+
 def test_a_row_that_is_not_right_has_no_speed() -> None:
     wrong = made("NASNet-A mobile", ours=1.0, passed=False, RO=1000.0)
     assert found("outputs are eager's", made(), wrong)["all"] == {"value": 0.5, "rows": 2, "met": False}

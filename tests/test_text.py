@@ -84,10 +84,10 @@ def test_the_four_counts_stand_side_by_side() -> None:
 
 def test_whether_emitted_keeps_the_promise_is_said_and_ends_are_counted_apart() -> None:
     report = sample_report()
-    plan = replace(report.schedules[1], meg_edges=90, matched=57, counts=SyncCounts(40, 35, 33, 33, 4, 2, 11))
+    plan = replace(report.schedules[1], meg_edges=90, matched=57, counts=SyncCounts(40, 35, 33, 33, 4, 2, 11, 5))
     text = words(plain_text(replace(report, schedules=(report.schedules[0], plan)), 100))
     assert "nimble replay: emitted as promised: |E'| - |M| = 90 - 57 = 33" in text
-    assert "nimble replay, counted apart: fork 4, join 2, inside calls 11" in text
+    assert "nimble replay, counted apart: fork 4, join 2, inside calls 11, launched ahead 5" in text
     broken = replace(plan, counts=SyncCounts(40, 35, 33, 35))
     text = words(plain_text(replace(report, schedules=(report.schedules[0], broken)), 100))
     assert "emitted 35, 2 waits more than promised" in text

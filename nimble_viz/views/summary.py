@@ -208,6 +208,7 @@ def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
         "forks": counts.forks,
         "joins": counts.joins,
         "inside": counts.inside,
+        "ahead": counts.ahead,
         "promise": promise(plan),
         "observed": observed(report, plan.policy),
         "added_order": len(plan.added_order),
