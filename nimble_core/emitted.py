@@ -5,6 +5,7 @@ The plan promises waits; the graph that will run has edges. They are compared he
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,8 @@ def launched_ahead(raw: RawGraph, waiting: Collection[int], library: Collection[
 
     Args:
         raw: as captured, with the call of each node.
-        waiting: calls whose kernel waits, before all else, for whatever its node depends on.
+        waiting: calls whose kernel waits, before all else, for whatever its node depends on; with more nodes than that
+            kernel's they count as others.
         library: calls of libraries that know nothing of what precedes them: where they launch kernels ahead, these wait
             in time. Other kernels that are launched ahead may wait only for what their author put before them, which a
             schedule does not keep; inside a call it does.
@@ -51,10 +53,11 @@ def launched_ahead(raw: RawGraph, waiting: Collection[int], library: Collection[
     (((1, 2),), ((1, 2),), ())
     """
     already = frozenset(raw.ahead)
+    nodes_of = Counter(raw.owner)
 
     def may_be(edge: tuple[int, int]) -> bool:
         before, call = (raw.owner[node] for node in edge)
-        if call in waiting:
+        if call in waiting and nodes_of[call] == 1:
             return all(raw.kinds[node] == "kernel" for node in edge)
         return edge in already and call is not None and (call == before or call in library)
 

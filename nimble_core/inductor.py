@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
+from threading import Lock
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,8 @@ _OPTIONS: Mapping[str, Any] = {
 
 _WRITTEN = "kernels wait first"
 """Names the way in which Inductor's code is written, in keys of what is kept on disk."""
+_WRITING = Lock()
+"""Held while Inductor is changed, for everybody who compiles."""
 
 
 def compile_graph(
@@ -59,6 +62,7 @@ def compile_graph(
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
     try:
         with (
+            _WRITING,
             torch.no_grad(),
             _host_kernels_explained(),
             _kernels_that_wait() as waiting,
@@ -132,7 +136,8 @@ def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
 
     By itself Inductor has them wait only for what its own order puts right before them, and before the access that
     needs it: a schedule has another order, other memory, and several streams. It would also launch them so itself, by a
-    launcher compiled for each; here the captured graph's edges say which are. Yields the options that go with it.
+    launcher compiled for each; here the captured graph's edges say which are. Kernels of several bodies wait in each of
+    them. Yields the options that go with it.
 
     Source:
         CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".

@@ -39,8 +39,9 @@ Role = tuple[bool, bool]
 _BOTH: Role = (True, True)
 _ANYWHERE = ("tt.int_to_ptr", "pure = false")
 """What leads to any memory: numbers that are taken for addresses, inline assembly that does more than compute."""
-_ONLY_WAITS = re.compile(r'inline_asm "griddepcontrol\.\w+;( //[^;"]*)?"')
+_ONLY_WAITS = re.compile(r'inline_asm "griddepcontrol\.\w+;( //[^;"\\]*)?"')
 """Assembly that waits for other kernels, or lets others be launched."""
+_HEAD = re.compile(r"def \w+\(.*\):\n")
 _WAIT = "tl.extra.cuda.gdc_wait()"
 _NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
 """A line that gives a name to a number or to something that has one: it touches no memory."""
@@ -114,7 +115,8 @@ def waits_first(source: str) -> bool:
     >>> waits_first("def kernel(p):\n    x = tl.load(p)\n    tl.extra.cuda.gdc_wait()")
     False
     """
-    for line in source.partition("):\n")[2].splitlines():
+    head = _HEAD.match(source)
+    for line in source[head.end() :].splitlines() if head else ():
         if line.strip() == _WAIT:
             return True
         if not _NAMED.fullmatch(line):

@@ -115,7 +115,8 @@ def tell_by_order(seen: Sequence[Activity], raw: RawGraph, launches: Sequence[La
         wanted = Counter(keys.values())
         if any(Counter(part) != wanted for part in said):
             continue
-        placed = [_in_order(part, names, keys, needs) for part, names in zip(rounds, said, strict=True)]
+        ahead = frozenset(raw.ahead)
+        placed = [_in_order(part, names, keys, needs, ahead) for part, names in zip(rounds, said, strict=True)]
         whole = [one for one in placed if one is not None]
         if len(whole) < replays:
             return nothing
@@ -295,6 +296,8 @@ class _Placing:
     part: Sequence[Activity]
     keys: Mapping[int, _Key]
     needs: Mapping[int, frozenset[int]]
+    ahead: frozenset[tuple[int, int]] = frozenset()
+    """Pairs of nodes of which the second may begin once the first has."""
     at: dict[int, int] = field(default_factory=dict)
     """Place of a node's activity in ``part``."""
     left: dict[int, int] = field(default_factory=dict)
@@ -333,8 +336,8 @@ class _Placing:
         return at
 
     def may_begin(self, node: int, start_ns: int) -> bool:
-        """Whether all that ``node`` waits for had ended then."""
-        return all(self._ended(one, start_ns) for one in self.needs[node])
+        """Whether all that ``node`` waits for had ended then, or begun where it is launched ahead."""
+        return all(self._lets(one, node, start_ns) for one in self.needs[node])
 
     def candidates(self, key: _Key, at: int, *, early: bool = False) -> list[int]:
         """Nodes that this activity can be, the likeliest first: one that follows a node on the activity's stream.
@@ -365,7 +368,7 @@ class _Placing:
     def _bring(self, node: int, start_ns: int) -> bool:
         """Have all that ``node`` waits for on activities that had ended then; else everything stays as it is."""
         before = len(self.moved)
-        if all(self._ended(one, start_ns) or self._take(one, start_ns) for one in sorted(self.needs[node])):
+        if all(self._lets(one, node, start_ns) or self._take(one, start_ns) for one in sorted(self.needs[node])):
             return True
         while len(self.moved) > before:
             self._exchange(*reversed(self.moved.pop()))
@@ -406,15 +409,25 @@ class _Placing:
                 found.append(other)
         return sorted(found, key=lambda one: -self.at[one])
 
+    def _lets(self, node: int, then: int, start_ns: int) -> bool:
+        """Whether ``then`` may have begun at this time for all that ``node`` did."""
+        if (node, then) in self.ahead:
+            return node in self.at and self.part[self.at[node]].start_ns <= start_ns
+        return self._ended(node, start_ns)
+
     def _ended(self, node: int, end_ns: int) -> bool:
         return node in self.at and self.part[self.at[node]].end_ns <= end_ns
 
 
 def _in_order(
-    part: Sequence[Activity], said: Sequence[_Key], keys: Mapping[int, _Key], needs: Mapping[int, frozenset[int]]
+    part: Sequence[Activity],
+    said: Sequence[_Key],
+    keys: Mapping[int, _Key],
+    needs: Mapping[int, frozenset[int]],
+    ahead: frozenset[tuple[int, int]] = frozenset(),
 ) -> tuple[dict[int, int], set[int]] | None:
     """``(place in part by node, nodes that could have been told otherwise)``; None if no order was found."""
-    placing = _Placing(part, keys, needs)
+    placing = _Placing(part, keys, needs, ahead)
     for at, key in enumerate(said):
         found = placing.candidates(key, at)
         if not found and placing.make_way(key, at):
@@ -425,7 +438,7 @@ def _in_order(
             return None
         placing.place(found[0], at)
     starts = {node: part[at].start_ns for node, at in placing.at.items()}
-    early = not all(placing.may_begin(node, start) for node, start in starts.items())
+    early = bool(ahead) or not all(placing.may_begin(node, start) for node, start in starts.items())
     return placing.at, _doubtful(part, said, keys, needs, early=early)
 
 

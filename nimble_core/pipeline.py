@@ -531,7 +531,10 @@ def _borrowing(layout: Layout, recorded: Recorded, lender: Lender) -> Layout:
 
 
 def observe(device: Device, recorded: Recorded, executable: Executable, *, seconds: float = 1.0) -> Observation:
-    """Watch replays for about ``seconds``: 3 to 11 of them, fewer of a large model, whose records take time to read."""
+    """Watch replays for about ``seconds``: 3 to 11 of them, fewer of a large model, whose records take time to read.
+
+    Where kernels are launched ahead, as many again without, for what calls cost.
+    """
     executable.replay()
     device.synchronize()
     start = device.clock_ns()

@@ -121,19 +121,26 @@ def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawG
 
 
 def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, programmatic: bool) -> None:
-    """Make usual edges programmatic ones, or programmatic ones usual."""
+    """Make usual edges programmatic ones, or programmatic ones usual; where that is refused, they stay as they were."""
     if not edges:
         return
     driver = _driver()
     graph = driver.CUgraph(init_value=handle)
     tails, heads = ([driver.CUgraphNode(init_value=raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
-    for step, kept in (("cuGraphRemoveDependencies", not programmatic), ("cuGraphAddDependencies", programmatic)):
+
+    def change(step: str, ahead: bool) -> None:
         data = driver.CUgraphEdgeData()
-        if kept:
+        if ahead:
             port, _, kind = _PROGRAMMATIC
             data.from_port, data.type = port, driver.CUgraphDependencyType(kind)
-        change = _of_edges(driver, step)
-        _checked(change(graph, tails, heads, [data] * len(edges), len(edges)), step)
+        _checked(_of_edges(driver, step)(graph, tails, heads, [data] * len(edges), len(edges)), step)
+
+    change("cuGraphRemoveDependencies", not programmatic)
+    try:
+        change("cuGraphAddDependencies", programmatic)
+    except DeviceError:
+        change("cuGraphAddDependencies", not programmatic)
+        raise
 
 
 def _of_edges(driver: Any, name: str) -> Any:

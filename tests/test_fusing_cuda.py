@@ -15,7 +15,7 @@ import torch
 from fused_models import MODELS, Attention, Residual, Tower, compiler_broken, made, mistaken
 from torch import nn
 
-from nimble_core import CaptureError, Nimble, Options, TrainStep
+from nimble_core import CaptureError, DeviceError, Nimble, Options, TrainStep
 from nimble_core.attribution import unmapped
 from nimble_core.devices.cuda import CudaExecutable
 from nimble_core.launchers import Relaunch
@@ -304,6 +304,35 @@ def test_what_a_kernel_costs_does_not_hold_its_wait_for_the_one_before() -> None
         alone = observe(device_for(torch.device("cuda")), found.recorded, found.executable)
     assert alone.costs.total_ns == pytest.approx(seen.costs.total_ns, rel=0.1)
     net.close()
+
+
+@HOPPER
+@torch.no_grad()
+def test_a_graph_that_cannot_be_instantiated_again_is_never_touched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(100, 100, device="cuda")
+    net = Nimble(turning, quick("inductor")).prepare(x)
+    executable = engine(net).executable
+    assert isinstance(executable, CudaExecutable)
+    with executable.none_ahead(), executable.none_ahead():  # one of them waits for nobody
+        assert executable.raw.ahead == ()
+    assert executable.raw.ahead
+
+    def refused(graph: torch.cuda.CUDAGraph) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "instantiate", refused)
+        with (
+            pytest.raises(DeviceError, match="could not be instantiated again: out of memory"),
+            executable.none_ahead(),
+        ):
+            pytest.fail("nothing runs without a graph")
+    with pytest.raises(DeviceError, match="closed"):
+        net(x)
+    net.close()
+    again = Nimble(turning, quick("inductor")).prepare(x)
+    torch.testing.assert_close(again(x), turning(x), rtol=1e-3, atol=1e-3)
+    again.close()
 
 
 @HOPPER

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
 from fused_models import made
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError
-from nimble_core.inductor import compile_graph, first_line, provenance_in_code, source_nodes
+from nimble_core.inductor import _kernels_that_wait, compile_graph, first_line, provenance_in_code, source_nodes
+from nimble_core.launchers import waits_first
 from nimble_core.lift import lift
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static
 from nimble_core.recording import Recording
@@ -35,6 +38,45 @@ def recorded(name: str) -> tuple[Recorded, torch.Tensor]:
 
 def graph(recording: Recording) -> fx.GraphModule:
     return lift(recording)
+
+
+# -- how code is written ----------------------------------------------------------------------------------------------
+
+LINES = ["xoffset = tl.program_id(0) * XBLOCK", "tmp0 = tl.load(in_ptr0 + (x0), xmask)", "tmp1 = tmp0 + 1.0"]
+
+
+@given(st.lists(st.sampled_from([*LINES, "wait", "    wait", "trigger"]), max_size=12))
+def test_kernels_wait_before_all_else_and_trigger_last(lines: list[str]) -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    wait, trigger = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
+    kernel = SimpleNamespace(GDC_WAIT=wait, GDC_LAUNCH=trigger, _enable_pdl_codegen=lambda: True)
+    given_ = [line.replace("wait", wait).replace("trigger", trigger) for line in lines]
+    code = SimpleNamespace(_lines=list(given_))
+    before = dict(vars(TritonKernel))
+    with _kernels_that_wait() as options:
+        assert options == {"triton.enable_pdl": True}
+        TritonKernel._filter_pdl(kernel, code)
+        assert TritonKernel._handle_pdl_before_access(kernel, code, "in_ptr0") is None
+        assert TritonKernel.triton_meta_common()["launch_pdl"] is False
+    assert dict(vars(TritonKernel)) == before
+    assert code._lines[0] == wait
+    assert wait not in "".join(code._lines[1:])
+    done = [line for line in code._lines[1:] if line != trigger]
+    assert done == [line for line in given_ if line.strip() not in (wait, trigger)]
+    assert code._lines.count(trigger) == (trigger in given_)
+    assert waits_first(
+        "\n".join(["def triton_(in_ptr0, xnumel, XBLOCK : tl.constexpr):", "    xnumel = 8", *code._lines])
+    )
+
+
+def test_code_that_waits_for_nothing_stays_as_it_is() -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    code = SimpleNamespace(_lines=list(LINES))
+    with _kernels_that_wait():
+        TritonKernel._filter_pdl(SimpleNamespace(_enable_pdl_codegen=lambda: False), code)
+    assert code._lines == LINES
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------

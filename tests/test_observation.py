@@ -75,6 +75,19 @@ def test_what_was_launched_ahead_begins_when_what_it_waits_for_has_ended() -> No
     ]
 
 
+def test_by_order_what_is_launched_ahead_may_begin_once_what_it_waits_for_has() -> None:
+    raw = RawGraph((11, 12, 13), ("kernel",) * 3, ((0, 1),), (0, 1, 2), ahead=((0, 1),))
+    seen = [ran("k", 100, 140, stream=1), ran("k", 120, 200, stream=1), ran("k", 145, 160, stream=2)]
+    told = tell_by_order(seen, raw, named("k", "k", "k"), 1)
+    assert {node: one.start_ns for node, (one,) in told.runs.items()} == {0: 100, 1: 120, 2: 145}
+    assert told.check.ambiguous == 3, "nobody can tell the second from the third"
+    alone = replace(raw, edges=((0, 1), (1, 2)), ahead=((0, 1), (1, 2)))
+    chain = tell_by_order(seen, alone, (Launch("a", (8, 1, 1), (64, 1, 1)), *named("k", "k")), 1)
+    assert not chain.runs, "no kernel of that name was seen"
+    names = [replace(one, name=name) for one, name in zip(seen, "abc", strict=True)]
+    assert tell_by_order(names, alone, named("a", "b", "c"), 1).check == SelfCheck(3, 3, "name and order")
+
+
 def test_a_node_missed_in_one_replay_makes_it_unreliable() -> None:
     again = [replace(one, start_ns=one.start_ns + 500, end_ns=one.end_ns + 500) for one in DIAMOND_RUN]
     told = tell_by_id(DIAMOND_RUN + again[:-1], DIAMOND, IDS, 2)

@@ -124,6 +124,17 @@ def test_verdict_names_no_limit_that_the_replay_beat():
     assert any("costs are too high" in text for text in summary(beaten)["warnings"])
 
 
+def test_kernels_launched_ahead_may_beat_the_limit_by_what_they_do_before_they_wait():
+    base = sample_report(60)
+    bound = limit(base, "nimble")["ns"]
+    taken = tuple(replace(one, median_ns=0.9 * bound) for one in base.measurements)
+    for kernels, doubted in ((0, True), (int(0.1 * bound / 1000), False)):
+        plans = tuple(replace(plan, counts=replace(plan.counts, ahead=kernels)) for plan in base.schedules)
+        report = replace(base, measurements=taken, schedules=plans, critical_path_ns=bound)
+        assert any("costs are too high" in text for text in summary(report)["warnings"]) is doubted
+        assert ("of the critical path" in verdict(report)) is not doubted
+
+
 def test_verdict_says_host_replay_without_a_gpu():
     assert "host replay on Example CPU 8480C, no GPU" in verdict(sample_report(60, device="cpu"))
 

@@ -28,6 +28,7 @@ from nimble_core.devices.base import Executable, Observation, PlacementError, Ti
 from nimble_core.devices.placement import Placer
 from nimble_core.emitted import RawGraph, emitted_counts, launched_ahead
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.inductor import first_line
 from nimble_core.launchers import Relaunch
 from nimble_core.layout import Layout, lay_out
 from nimble_core.locks import capturing, launching
@@ -50,6 +51,8 @@ __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 
 _ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, _Arena | None, object, object]] = []
 """Of executables that were closed: device, graph, arena, and what they used."""
+_LOST: list[torch.cuda.CUDAGraph] = []
+"""Graphs that must neither be launched nor freed."""
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 _TIMED_CALLS = 10
 _CUDNN_TRIALS = 4
@@ -361,15 +364,12 @@ class CudaDevice:
             functions: dict[int, Any] = {step.call: step.func for step in recording.steps if step.call is not None}
             waiting = {call for call, func in functions.items() if isinstance(func, Relaunch) and func.waits}
             library = {call for call, func in functions.items() if getattr(func, "namespace", "") == "aten"}
-            raw = linked(handle, raw, launched_ahead(raw, waiting, library))
-        with _errors_explained():
             try:
-                graph.instantiate()
-            except torch.AcceleratorError:
-                if not raw.ahead:
-                    raise
-                raw = linked(handle, raw, ())
-                graph.instantiate()
+                raw = linked(handle, raw, launched_ahead(raw, waiting, library))
+            except DeviceError:  # such edges are a gain, and nothing is wrong without
+                raw = linked(handle, replace(read_graph(handle), owner=raw.owner), ())
+        with _errors_explained():
+            graph.instantiate()
         held = torch.cuda.memory_reserved(self.device) - reserved_before
         return raw, max(held, 0)
 
@@ -446,6 +446,7 @@ class CudaExecutable:
         self._written = written_inputs
         self._arena = arena
         self._lock = threading.Lock()
+        self._linking = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
         self._stream_id = 0
 
@@ -485,22 +486,33 @@ class CudaExecutable:
 
     @contextmanager
     def none_ahead(self) -> Iterator[None]:
-        """Inside, a replay launches no kernel before what it waits for has ended."""
-        ahead = self.raw.ahead
-        self._link(())
-        try:
-            yield
-        finally:
-            self._link(ahead)
+        """Inside, a replay launches no kernel before what it waits for has ended; one thread at a time."""
+        with self._linking:
+            ahead = self.raw.ahead
+            self._link(())
+            try:
+                yield
+            finally:
+                if self.graph is not None:
+                    self._link(ahead)
 
     def _link(self, ahead: Sequence[tuple[int, int]]) -> None:
-        with self._lock, _errors_explained():
-            if self.graph is None:
+        with capturing, self._lock:
+            graph = self.graph
+            if graph is None:
                 raise _closed()
-            with capturing:
-                torch.cuda.synchronize(self.device)
-                self.raw = linked(self.graph.raw_cuda_graph(), self.raw, ahead)
-                self.graph.instantiate()
+            torch.cuda.synchronize(self.device)
+            self.raw = linked(graph.raw_cuda_graph(), self.raw, ahead)
+            try:
+                graph.instantiate()
+            except BaseException as error:
+                # Its instance is gone, and torch would end that once more: nobody may touch this graph again.
+                _LOST.append(graph)
+                self.graph = None
+                raise DeviceError(
+                    f"a graph could not be instantiated again: {first_line(error)}",
+                    fix="free memory, and prepare the model again",
+                ) from error
 
     @property
     def arena(self) -> torch.Tensor | None:

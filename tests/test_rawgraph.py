@@ -1,0 +1,122 @@
+"""Edges of a graph changed through the driver: all of them or none. On a GPU: ``test_fusing_cuda``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimble_core import rawgraph
+from nimble_core.emitted import RawGraph
+from nimble_core.errors import DeviceError
+from nimble_core.rawgraph import linked, links_change, read_graph
+
+PROGRAMMATIC, USUAL = (1, 0, 1), (0, 0, 0)
+
+
+class Code(int):
+    name = "CUDA_ERROR_INVALID_VALUE"
+
+
+class Data:
+    def __init__(self, kind: tuple[int, int, int] = USUAL) -> None:
+        self.from_port, self.to_port, self.type = kind
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        return int(self.from_port), int(self.to_port), int(self.type)
+
+
+class Kind:
+    name = "CU_GRAPH_NODE_TYPE_KERNEL"
+
+
+class Driver:
+    """As much of the driver as edges need: it keeps them, and refuses what is not there or is there already."""
+
+    CUgraphEdgeData = Data
+    CUgraphDependencyType = int
+
+    def __init__(self, nodes: int, edges: dict[tuple[int, int], tuple[int, int, int]], version: int = 13000) -> None:
+        self.nodes, self.edges, self.version, self.refused = nodes, dict(edges), version, False
+
+    @staticmethod
+    def CUgraph(init_value: int) -> int:  # the driver's name
+        return init_value
+
+    @staticmethod
+    def CUgraphNode(init_value: int) -> int:
+        return init_value
+
+    def cuDriverGetVersion(self) -> tuple[int, int]:
+        return 0, self.version
+
+    def cuGraphGetNodes(self, graph: int, count: int) -> tuple[Any, ...]:
+        return (0, list(range(count)), count) if count else (0, [], self.nodes)
+
+    def cuGraphNodeGetType(self, node: int) -> tuple[int, type[Kind]]:
+        return 0, Kind
+
+    def cuGraphGetEdges(self, graph: int, count: int) -> tuple[Any, ...]:
+        if not count:
+            return 0, [], [], [], len(self.edges)
+        tails, heads = zip(*self.edges, strict=True)
+        return 0, list(tails), list(heads), [Data(kind) for kind in self.edges.values()], count
+
+    def cuGraphRemoveDependencies(self, graph: int, tails: Any, heads: Any, data: Any, count: int) -> Any:
+        for tail, head, one in zip(tails, heads, data, strict=True):
+            assert self.edges.pop((tail, head)) == one.kind
+        return (Code(0),)
+
+    def cuGraphAddDependencies(self, graph: int, tails: Any, heads: Any, data: Any, count: int) -> Any:
+        if self.refused and any(one.kind == PROGRAMMATIC for one in data):
+            return (Code(1),)
+        for tail, head, one in zip(tails, heads, data, strict=True):
+            assert (tail, head) not in self.edges
+            self.edges[tail, head] = one.kind
+        return (Code(0),)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[int, dict[tuple[int, int], tuple[int, int, int]], set[tuple[int, int]]]:
+    """Nodes, edges with their kinds, and edges that are to be programmatic."""
+    nodes = draw(st.integers(2, 7))
+    pairs = [(tail, head) for head in range(nodes) for tail in range(head)]
+    chosen = draw(st.lists(st.sampled_from(pairs), unique=True, min_size=1))
+    kinds = {pair: draw(st.sampled_from([PROGRAMMATIC, USUAL])) for pair in chosen}
+    return nodes, kinds, draw(st.sets(st.sampled_from(chosen)))
+
+
+@given(graphs(), st.booleans())
+def test_edges_are_changed_all_of_them_or_not_at_all(graph: Any, refused: bool) -> None:
+    nodes, kinds, ahead = graph
+    driver = Driver(nodes, kinds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rawgraph, "_driver", lambda: driver)
+        raw = read_graph(7)
+        assert raw.edges == tuple(sorted(kinds))
+        assert raw.ahead == tuple(sorted(pair for pair, kind in kinds.items() if kind == PROGRAMMATIC))
+        assert links_change(raw)
+        driver.refused = refused
+        if refused and ahead - set(raw.ahead):
+            with pytest.raises(DeviceError, match="cuGraphAddDependencies failed: CUDA_ERROR_INVALID_VALUE"):
+                linked(7, raw, sorted(ahead))
+            assert set(driver.edges) == set(kinds), "no edge is lost"
+            assert {pair for pair, kind in driver.edges.items() if kind == PROGRAMMATIC} <= set(raw.ahead)
+        else:
+            assert linked(7, raw, sorted(ahead)) == read_graph(7)
+            assert {pair for pair, kind in driver.edges.items() if kind == PROGRAMMATIC} == ahead
+
+
+def test_where_edges_have_no_kinds_or_cannot_be_removed_they_stay() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rawgraph, "_driver", lambda: old)
+        old = Driver(2, {(0, 1): USUAL}, version=12020)
+        raw = read_graph(7)
+        assert raw == RawGraph((0, 1), ("kernel", "kernel"), ((0, 1),))
+        assert not links_change(raw)
+        patch.setattr(rawgraph, "_driver", lambda: Driver(2, {}))
+        assert links_change(raw)
+        assert not links_change(RawGraph((0, 1), ("kernel", "mem_alloc"), ()))
