@@ -14,7 +14,15 @@ from nimble_core.errors import ScheduleError
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule, SyncCounts
 
-__all__ = ["RawGraph", "check_emitted", "emitted_counts", "emitted_syncs", "launched_ahead"]
+__all__ = [
+    "RawGraph",
+    "begun_by",
+    "check_emitted",
+    "emitted_counts",
+    "emitted_syncs",
+    "launched_ahead",
+    "leading_fills",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,7 @@ class RawGraph:
     """Nodes and edges of a captured graph.
 
     Args:
-        nodes: raw handles in order of creation: every edge goes from an earlier to a later node.
+        nodes: raw handles, every edge from an earlier to a later one.
         kinds: ``"kernel"``, ``"memcpy"``, ``"memset"``, or the driver's word, by node.
         edges: ``(from, to)`` as positions in ``nodes``, sorted.
         owner: the call that added each node, None where no call did.
@@ -35,6 +43,51 @@ class RawGraph:
     edges: tuple[tuple[int, int], ...]
     owner: tuple[int | None, ...] = ()
     ahead: tuple[tuple[int, int], ...] = ()
+
+
+def leading_fills(raw: RawGraph) -> tuple[int, ...]:
+    """Nodes that fill memory before anything else of their call runs, ascending.
+
+    >>> raw = RawGraph((7, 8, 9), ("kernel", "memset", "kernel"), ((0, 1), (1, 2)), (0, 1, 1))
+    >>> leading_fills(raw), leading_fills(replace(raw, owner=(0, 0, 1)))
+    ((1,), ())
+    """
+    inside = {head for tail, head in raw.edges if raw.owner[tail] == raw.owner[head]}
+    return tuple(
+        node
+        for node, kind in enumerate(raw.kinds)
+        if kind == "memset" and raw.owner[node] is not None and node not in inside
+    )
+
+
+def begun_by(raw: RawGraph, first: int, instead_of: Collection[int]) -> RawGraph:
+    """The graph with one more node that all others follow, and without some: what these were between stays in order.
+
+    Args:
+        raw: as it is.
+        first: handle of the new node, which fills memory; it is no call's.
+        instead_of: nodes to leave out, by position.
+
+    >>> raw = RawGraph((7, 8, 9), ("kernel", "memset", "kernel"), ((0, 1), (1, 2)), (0, 1, 1))
+    >>> begun_by(raw, 5, [1]) == RawGraph((5, 7, 9), ("memset", "kernel", "kernel"), ((0, 1), (1, 2)), (None, 0, 1))
+    True
+    """
+    edges, gone = set(raw.edges), set(instead_of)
+    for node in sorted(gone):
+        before = {tail for tail, head in edges if head == node}
+        after = {head for tail, head in edges if tail == node}
+        edges = {edge for edge in edges if node not in edge} | {(tail, head) for tail in before for head in after}
+    stay = [node for node in range(len(raw.nodes)) if node not in gone]
+    place = {node: position for position, node in enumerate(stay, start=1)}
+    follow = {head for _, head in edges}
+    moved = [(place[tail], place[head]) for tail, head in edges]
+    return RawGraph(
+        nodes=(first, *(raw.nodes[node] for node in stay)),
+        kinds=("memset", *(raw.kinds[node] for node in stay)),
+        edges=tuple(sorted([*moved, *((0, place[node]) for node in stay if node not in follow)])),
+        owner=(None, *(raw.owner[node] for node in stay)),
+        ahead=tuple(sorted((place[tail], place[head]) for tail, head in raw.ahead if (tail, head) in edges)),
+    )
 
 
 def launched_ahead(raw: RawGraph, waiting: Collection[int], library: Collection[int]) -> tuple[tuple[int, int], ...]:
@@ -75,11 +128,14 @@ def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
     """The schedule's counts with what the graph holds: waits, forks, joins, edges inside calls, launches ahead."""
     if len(raw.owner) < len(raw.nodes):
         return schedule.counts
-    heads, tails = {head for _, head in raw.edges}, {tail for tail, _ in raw.edges}
+    # What fills memory for all calls at the beginning is no call's: streams start behind it.
+    heads = {head for tail, head in raw.edges if raw.owner[tail] is not None or raw.kinds[tail] != "memset"}
+    tails = {tail for tail, _ in raw.edges}
+    starts = [node for node, call in enumerate(raw.owner) if call is not None or raw.kinds[node] != "memset"]
     return replace(
         schedule.counts,
         emitted=len(emitted_syncs(schedule, raw)),
-        forks=len(raw.nodes) - len(heads),
+        forks=sum(node not in heads for node in starts),
         joins=len(raw.nodes) - len(tails),
         inside=sum(raw.owner[tail] == raw.owner[head] is not None for tail, head in raw.edges),
         ahead=len({head for _, head in raw.ahead}),

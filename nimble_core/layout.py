@@ -1,7 +1,8 @@
 """What each call allocates, in the order in which it asks, and where each piece may live.
 
 Results that later calls use go to the arena, where they share bytes with what is dead by then, and so do large
-workspaces, which a call needs only while it runs. Small ones go to scratch.
+workspaces, which a call needs only while it runs. Small ones go to scratch, and tiny ones have cells of their own: what
+a library sets to zero in them before its kernel runs can be set earlier, for all calls at once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from nimble_core.arena import ALIGNMENT, NOTHING_LENT, Lent, Needs
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule
 
-__all__ = ["SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
+__all__ = ["CELL_NBYTES", "SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
 
 SMALL_NBYTES = 1 << 20
 """Allocations up to this size are handed out by address (see ``devices.placement``)."""
+
+CELL_NBYTES = 512
+"""Workspaces up to this size share their bytes with nothing."""
 
 _LARGE_CLAIM = 20 << 20
 _CLAIM_STEP = 2 << 20
@@ -31,9 +35,9 @@ class Block:
         nbytes: the most that any of them asks for.
         storage: the storage it holds when the call is over, None for what the call frees again.
         home: ``"arena"`` (shared with storages that are dead by then), ``"front"`` and ``"kept"`` (its own for good,
-            below and above the arena), ``"workspace"`` (the call's own while it runs, in the arena) or ``"scratch"``
-            (the same, above all).
-        offset: within front or kept.
+            below and above the arena), ``"cell"`` (the same above kept, tiny, and nothing that lasts),
+            ``"workspace"`` (the call's own while it runs, in the arena) or ``"scratch"`` (the same, above all).
+        offset: within front, kept or the cells.
     """
 
     nbytes: int
@@ -55,6 +59,7 @@ class Layout:
         asked: how many allocations each call makes, and of how many bytes together.
         front_nbytes: what lies below the arena.
         kept_nbytes: what lies above it.
+        cells_nbytes: what lies above that, and below scratch.
         beside_nbytes: what an engine holds beside all that: buffers for its inputs, constants.
         lent: memory that is there already.
         lent_address: where.
@@ -68,6 +73,7 @@ class Layout:
     asked: tuple[tuple[int, int], ...] = ()
     front_nbytes: int = 0
     kept_nbytes: int = 0
+    cells_nbytes: int = 0
     beside_nbytes: int = 0
     lent: Lent = NOTHING_LENT
     lent_address: int = 0
@@ -99,7 +105,7 @@ def lay_out(
     """Decide where each allocation of each call may live.
 
     Small blocks are handed out by address: of a call's small results only the first that is used later can go to the
-    arena. What is asked for before it lies below the arena, what comes after it above, and scratch above all.
+    arena. What is asked for before it lies below the arena, what comes after it above, then cells, scratch above all.
 
     Args:
         program: the calls and what they touch.
@@ -112,7 +118,7 @@ def lay_out(
     outputs = {ref.storage for ref in program.outputs}
     blocks: list[tuple[Block, ...]] = []
     arena: dict[int, int] = {}
-    front, kept = _Shelf(alignment), _Shelf(alignment)
+    front, kept, cells = (_Shelf(alignment) for _ in range(3))
     scratch: list[int] = []
     workspaces: list[int] = []
     asked: list[tuple[int, int]] = []
@@ -138,6 +144,8 @@ def lay_out(
                 home, offset = "front", front.put(slot.nbytes)
             elif slot.small and place <= last:
                 home, offset = "kept", kept.put(slot.nbytes)
+            elif slot.small and slot.nbytes <= CELL_NBYTES and all(block.home != "scratch" for block in own):
+                home, offset = "cell", cells.put(slot.nbytes)
             own.append(Block(slot.nbytes, slot.storage, home, offset))
         blocks.append(tuple(own))
         for homes, running in (("scratch", scratch), ("workspace", workspaces)):
@@ -150,6 +158,7 @@ def lay_out(
         asked=tuple(asked),
         front_nbytes=front.nbytes,
         kept_nbytes=kept.nbytes,
+        cells_nbytes=cells.nbytes,
     )
 
 

@@ -443,7 +443,7 @@ def _captured(
 
 def _beside(layout: Layout) -> int:
     """Bytes that a layout asks for beside arena and scratch."""
-    return layout.front_nbytes + layout.kept_nbytes + layout.beside_nbytes
+    return layout.front_nbytes + layout.kept_nbytes + layout.cells_nbytes + layout.beside_nbytes
 
 
 def _with_memory(

@@ -9,14 +9,16 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from nimble_core.emitted import RawGraph
+from nimble_core.emitted import RawGraph, begun_by, leading_fills
 from nimble_core.errors import DeviceError
 from nimble_core.observation import Launch
 
-__all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "read_launches"]
+__all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "read_launches", "zeroed_at_once"]
 
 _PROGRAMMATIC = (1, 0, 1)
 """Of an edge: out of the port that its tail opens, into the usual one, programmatic."""
+_WORTH = 2
+"""One node at the beginning replaces so many at least."""
 
 
 def _driver() -> Any:
@@ -118,6 +120,50 @@ def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawG
     for edges, programmatic in ((set(raw.ahead) - set(ahead), False), (set(ahead) - set(raw.ahead), True)):
         _link(handle, raw, sorted(edges), programmatic=programmatic)
     return replace(raw, ahead=tuple(sorted(ahead)))
+
+
+def zeroed_at_once(handle: int, raw: RawGraph, cells: range) -> RawGraph:
+    """The graph with one node at its beginning that sets to zero what calls set to zero in cells of their own.
+
+    A library may have a counter in its workspace, zero when its kernel begins: a node of its own before each of them,
+    which is waited for. What lies in a cell is nobody else's, so that it can be zero from the beginning.
+
+    Args:
+        handle: of the graph that ``raw`` was read from, which is changed.
+        raw: as it is, with the call of each node; ``links_change``.
+        cells: addresses of them all.
+
+    Raises:
+        DeviceError: the driver refused.
+    """
+    driver = _driver()
+    filled: dict[int, range] = {}
+    for node in leading_fills(raw):
+        asked = driver.cuGraphMemsetNodeGetParams(driver.CUgraphNode(init_value=raw.nodes[node]))
+        (found,) = _checked(asked, "cuGraphMemsetNodeGetParams")
+        start = int(found.dst)
+        reach = range(start, start + int(found.elementSize) * int(found.width))
+        if int(found.value) == 0 and int(found.height) <= 1 and reach and reach[0] in cells and reach[-1] in cells:
+            filled[node] = reach
+    if len(filled) < _WORTH:
+        return raw
+    graph = driver.CUgraph(init_value=handle)
+    once = driver.CUDA_MEMSET_NODE_PARAMS()
+    once.dst = driver.CUdeviceptr(min(reach.start for reach in filled.values()))
+    once.elementSize, once.height, once.value, once.pitch = 1, 1, 0, 0
+    once.width = max(reach.stop for reach in filled.values()) - int(once.dst)
+    (context,) = _checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
+    (first,) = _checked(driver.cuGraphAddMemsetNode(graph, None, 0, once, context), "cuGraphAddMemsetNode")
+    made = begun_by(raw, int(first), filled)
+    for node in filled:
+        _checked(driver.cuGraphDestroyNode(driver.CUgraphNode(init_value=raw.nodes[node])), "cuGraphDestroyNode")
+    there = {(raw.nodes[tail], raw.nodes[head]) for tail, head in raw.edges}
+    missing = [edge for edge in made.edges if (made.nodes[edge[0]], made.nodes[edge[1]]) not in there]
+    tails, heads = ([driver.CUgraphNode(init_value=made.nodes[edge[end]]) for edge in missing] for end in (0, 1))
+    usual = [driver.CUgraphEdgeData()] * len(missing)
+    added = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(missing))
+    _checked(added, "cuGraphAddDependencies")
+    return made
 
 
 def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, programmatic: bool) -> None:

@@ -9,7 +9,15 @@ from strategies import dags
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
-from nimble_core.emitted import RawGraph, check_emitted, emitted_counts, emitted_syncs, launched_ahead
+from nimble_core.emitted import (
+    RawGraph,
+    begun_by,
+    check_emitted,
+    emitted_counts,
+    emitted_syncs,
+    launched_ahead,
+    leading_fills,
+)
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph
 from nimble_core.policies import nimble
@@ -78,6 +86,38 @@ def test_only_kernels_that_wait_are_launched_ahead_and_order_stays(
             assert not alone
     assert launched_ahead(replace(raw, ahead=ahead), waiting, library) == ahead
     check_emitted(schedule, replace(raw, ahead=ahead), graph.edges)
+
+
+@given(dags(), st.integers(1, 3), st.data())
+def test_what_fills_memory_at_once_leaves_the_order_of_all_others(
+    graph: CallGraph, nodes: int, data: st.DataObject
+) -> None:
+    schedule = nimble(graph, uniform_costs(graph.size))
+    raw = captured(schedule, nodes)
+    kinds = tuple(data.draw(st.sampled_from(["kernel", "memset"])) for _ in raw.nodes)
+    raw = replace(raw, nodes=tuple(node + 100 for node in raw.nodes), kinds=kinds)
+    leading = leading_fills(raw)
+    firsts = {raw.owner.index(call) for call in range(graph.size)}
+    assert set(leading) == {node for node in firsts if kinds[node] == "memset"}
+    gone = data.draw(st.sets(st.sampled_from(leading))) if leading else set()
+    made = begun_by(raw, 7, gone)
+    assert made.nodes == (7, *(node for at, node in enumerate(raw.nodes) if at not in gone))
+    assert made.kinds[0] == "memset"
+    assert made.owner[0] is None
+    assert all(tail < head for tail, head in made.edges)
+    was, now = ({node: at for at, node in enumerate(one.nodes)} for one in (raw, made))
+    before, after = followers(raw), followers(made)
+    assert after[0] == set(range(1, len(made.nodes)))
+    for node in made.nodes[1:]:
+        kept = {raw.nodes[one] for one in before[was[node]] if one not in gone}
+        assert {made.nodes[one] for one in after[now[node]]} == kept
+
+
+def followers(raw: RawGraph) -> list[set[int]]:
+    found: list[set[int]] = [set() for _ in raw.nodes]
+    for tail, head in sorted(raw.edges, reverse=True):
+        found[tail] |= {head} | found[head]
+    return found
 
 
 def test_waits_that_nobody_planned_are_counted() -> None:

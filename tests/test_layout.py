@@ -62,12 +62,23 @@ def test_of_several_small_results_the_first_shares_and_the_others_keep_their_mem
 
 
 def test_results_that_nobody_uses_are_scratch_unless_a_small_one_follows() -> None:
-    made = program([8, 100, 200], [([0], [1, 2]), ([1], [])], [])
+    made = program([8, 100, 700], [([0], [1, 2]), ([1], [])], [])
     assert [block.home for block in lay_out(made, plan(2)).blocks[0]] == ["arena", "scratch"]
     made = program([8, 100, 200], [([0], [1, 2]), ([2], [])], [])
     layout = lay_out(made, plan(2))
     assert [block.home for block in layout.blocks[0]] == ["front", "arena"]
     assert layout.front_nbytes == 512
+
+
+def test_tiny_workspaces_have_cells_unless_a_larger_one_comes_first() -> None:
+    made = program([8, 100, 200], [([0], [1]), ([1], [2])], [2])
+    layout = lay_out(made, plan(2), [[Ask(100, 1), Ask(4), Ask(512), Ask(513), Ask(4)], [Ask(200, 2), Ask(16)]])
+    assert [block.home for block in layout.blocks[0]] == ["arena", "cell", "cell", "scratch", "scratch"]
+    assert [block.offset for block in layout.blocks[0][1:3]] == [0, 512]
+    assert (layout.blocks[1][1].home, layout.blocks[1][1].offset) == ("cell", 1024)
+    assert layout.cells_nbytes == 1536
+    assert layout.scratch == (1536, 0)
+    assert layout.kept_nbytes == 0
 
 
 def test_results_may_be_asked_for_in_another_order() -> None:
@@ -157,7 +168,8 @@ def test_the_allocator_serves_every_request_from_a_block_that_can_hold_it(asks: 
         assert pool[at][2].nbytes >= ask.nbytes
         if ask.storage is not None:
             assert pool[at][2].storage == ask.storage
-    order = {"front": 0, "arena": 1, "kept": 2, "scratch": 3}
+    order = {"front": 0, "arena": 1, "kept": 2, "cell": 3, "scratch": 4}
     small_homes = [order[block.home] for block in blocks if block.nbytes <= SMALL_NBYTES]
     assert small_homes == sorted(small_homes)
     assert small_homes.count(1) <= 1
+    assert not any(block.home == "cell" and block.storage is not None for block in blocks), "results last"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nimble_core import rawgraph
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
-from nimble_core.rawgraph import linked, links_change, read_graph
+from nimble_core.rawgraph import linked, links_change, read_graph, zeroed_at_once
 
 PROGRAMMATIC, USUAL = (1, 0, 1), (0, 0, 0)
 
@@ -108,6 +108,78 @@ def test_edges_are_changed_all_of_them_or_not_at_all(graph: Any, refused: bool) 
         else:
             assert linked(7, raw, sorted(ahead)) == read_graph(7)
             assert {pair for pair, kind in driver.edges.items() if kind == PROGRAMMATIC} == ahead
+
+
+class Fill:
+    """Parameters of a node that fills memory."""
+
+    def __init__(self, dst: int = 0, width: int = 0, value: int = 0) -> None:
+        self.dst, self.width, self.value = dst, width, value
+        self.elementSize, self.height, self.pitch = 1, 1, 0
+
+
+class FillingDriver(Driver):
+    """Of which some nodes fill memory: ``fills`` by node."""
+
+    CUDA_MEMSET_NODE_PARAMS = Fill
+    CUdeviceptr = int
+
+    def __init__(self, edges: set[tuple[int, int]], fills: dict[int, Fill], nodes: int) -> None:
+        super().__init__(nodes, dict.fromkeys(edges, USUAL))
+        self.fills = dict(fills)
+
+    def cuGraphMemsetNodeGetParams(self, node: int) -> tuple[int, Fill]:
+        return 0, self.fills[node]
+
+    def cuCtxGetCurrent(self) -> tuple[int, str]:
+        return 0, "context"
+
+    def cuGraphAddMemsetNode(self, graph: int, before: None, count: int, what: Fill, where: str) -> tuple[int, int]:
+        assert (before, count, where) == (None, 0, "context")
+        self.fills[99] = what
+        return 0, 99
+
+    def cuGraphDestroyNode(self, node: int) -> tuple[int]:
+        del self.fills[node]
+        self.edges = {edge: kind for edge, kind in self.edges.items() if node not in edge}
+        return (0,)
+
+
+@given(st.lists(st.sampled_from(["cell", "cell", "elsewhere", "ones", "across", "kernel"]), min_size=1, max_size=7))
+def test_what_calls_zero_in_their_cells_is_zero_from_the_beginning(calls: list[str]) -> None:
+    """Calls one after the other: what they fill first, if anything, then a kernel."""
+    kinds: list[str] = []
+    owner: list[int] = []
+    fills: dict[int, Fill] = {}
+    for call, what in enumerate(calls):
+        cell = 1024 + 512 * call
+        given_ = {"cell": Fill(cell, 4), "elsewhere": Fill(64, 4), "ones": Fill(cell, 4, 1), "across": Fill(1020, 8)}
+        if what in given_:
+            fills[len(kinds)] = given_[what]
+            kinds.append("memset")
+            owner.append(call)
+        kinds.append("kernel")
+        owner.append(call)
+    size = len(kinds)
+    edges = {(node, node + 1) for node in range(size - 1)}
+    driver = FillingDriver(edges, fills, size)
+    raw = RawGraph(tuple(range(size)), tuple(kinds), tuple(sorted(edges)), tuple(owner))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rawgraph, "_driver", lambda: driver)
+        made = zeroed_at_once(7, raw, range(1024, 1024 + 512 * len(calls)))
+    cells = [call for call, what in enumerate(calls) if what == "cell"]
+    if len(cells) < 2:
+        assert made is raw
+        assert set(driver.edges) == edges
+        return
+    once = driver.fills.pop(99)
+    assert (once.dst, once.dst + once.width) == (1024 + 512 * cells[0], 1024 + 512 * cells[-1] + 4)
+    assert len(driver.fills) == len(fills) - len(cells)
+    assert made.nodes[0] == 99
+    assert {(made.nodes[tail], made.nodes[head]) for tail, head in made.edges} == set(driver.edges)
+    kernels = [node for node in raw.nodes if kinds[node] == "kernel"]
+    assert [node for node in made.nodes if node in kernels] == kernels
+    assert len(made.edges) == len(made.nodes) - 1, "still one after the other"
 
 
 def test_where_edges_have_no_kinds_or_cannot_be_removed_they_stay() -> None:

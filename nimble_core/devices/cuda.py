@@ -38,7 +38,7 @@ from nimble_core.occupancy import Multiprocessors
 from nimble_core.preserve import random_state_kept, run_until_settled
 from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
-from nimble_core.rawgraph import CaptureProbe, linked, links_change, read_graph, read_launches
+from nimble_core.rawgraph import CaptureProbe, linked, links_change, read_graph, read_launches, zeroed_at_once
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.rewritten import Rewritten
@@ -222,7 +222,7 @@ class CudaDevice:
             arena.close()
             raise
         try:
-            raw, held = self._instantiated(graph, bounds, recording, before)
+            raw, held = self._instantiated(graph, bounds, recording, arena.cells, before)
         except BaseException:
             arena.close()
             raise
@@ -344,7 +344,12 @@ class CudaDevice:
         return max(peak, 0)
 
     def _instantiated(
-        self, graph: torch.cuda.CUDAGraph, bounds: Sequence[tuple[int, int]], recording: Recording, reserved_before: int
+        self,
+        graph: torch.cuda.CUDAGraph,
+        bounds: Sequence[tuple[int, int]],
+        recording: Recording,
+        cells: range,
+        reserved_before: int,
     ) -> tuple[RawGraph, int]:
         """Make a captured graph ready to launch; its nodes and edges, and the bytes it took.
 
@@ -352,6 +357,7 @@ class CudaDevice:
             graph: as captured.
             bounds: of each call, its first node and the first after it.
             recording: of the calls.
+            cells: addresses that are each the workspace of one call, or nothing.
             reserved_before: bytes that torch's allocator held before the capture.
         """
         raw = read_graph(graph.raw_cuda_graph())
@@ -364,6 +370,7 @@ class CudaDevice:
             functions: dict[int, Any] = {step.call: step.func for step in recording.steps if step.call is not None}
             waiting = {call for call, func in functions.items() if isinstance(func, Relaunch) and func.waits}
             library = {call for call, func in functions.items() if getattr(func, "namespace", "") == "aten"}
+            raw = zeroed_at_once(handle, raw, cells)
             try:
                 raw = linked(handle, raw, launched_ahead(raw, waiting, library))
             except DeviceError:  # such edges are a gain, and nothing is wrong without
@@ -595,19 +602,22 @@ class _Arena:
         self._placer: Placer | None = None
         self._block: torch.Tensor | None = None
         self.inputs: dict[int, int] = {}
+        self.cells = range(0)
         if layout is None or memory is None:
             return
         placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
         self._releases = _last_uses(program, schedule, placed, self._releases)
         shared = layout.front_nbytes
         kept = shared + memory.nbytes
-        scratch = kept + layout.kept_nbytes
+        cells = kept + layout.kept_nbytes
+        scratch = cells + layout.cells_nbytes
         self.nbytes = scratch + memory.scratch_nbytes
         if not any(layout.blocks):
             return
         self._placer = Placer(device.index)
         self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
         start = self._block.data_ptr() + _GUARD_BYTES
+        self.cells = range(start + cells, start + scratch)
 
         def located(offset: int) -> int:
             in_arena = start + shared + offset - memory.start
@@ -627,6 +637,8 @@ class _Arena:
                     address = start + block.offset
                 elif block.home == "kept":
                     address = start + kept + block.offset
+                elif block.home == "cell":
+                    address = start + cells + block.offset
                 else:
                     address = running[block.home]
                     running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
