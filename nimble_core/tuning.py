@@ -50,8 +50,9 @@ _HEAVY, _HEAVY_NBYTES = 1.22, 8 << 20
 worth it."""
 _RATE = 3.0
 """What a percent of eager's memory beyond that has to be worth, in percent of time, as far as ``worth``."""
-_LESS = (0.0, 0.25, 0.5)
-"""Limits to try where much is held: shares of the way from what is not heavy to all that the fastest holds."""
+_LESS = (0.0, 0.25, 0.5, 0.75)
+"""Limits to try where much is held, until one is kept: shares of the way from what is not heavy to all that the fastest
+holds."""
 _NEGLIGIBLE = 0.02
 """What costs less than this share of the budget is done even when it is gone."""
 _COMPILE_S = (2.0, 0.03)
@@ -308,11 +309,14 @@ class _Tuning:
             with self.step("choose"), state_kept(self.recorded):
                 self._time(self.executables)
             if search and options.memory_limit is None:
-                checks += self._with_less_memory(self._best(kinds, worth=1.0))
+                checks += self._with_less_memory(self._best(kinds, worth=1.0), kinds)
         return checks
 
-    def _with_less_memory(self, best: str) -> tuple[EqualityCheck, ...]:
-        """Memory has to be worth it: where the best takes much more than eager, the same with less of it."""
+    def _with_less_memory(self, best: str, kinds: Sequence[Fuse]) -> tuple[EqualityCheck, ...]:
+        """Memory has to be worth it: where the best takes much more than eager, the same with less of it.
+
+        With as little as can be, and then with more as long as that is too slow to be chosen.
+        """
         kind = self.candidates[best].fuse
         if not self._heavy(best):
             return ()
@@ -320,28 +324,31 @@ class _Tuning:
         name = f"{best}, less memory"
         plan = replace(self.executables[best].schedule, policy=name)
         costs = _known_costs(self.observed.get(kind))
-        start = time.perf_counter()
+        checks: tuple[EqualityCheck, ...] = ()
         for share in _LESS:
-            limit = int(least + share * (most - least))
+            limit, start = int(least + share * (most - least)), time.perf_counter()
             try:
                 with self.step(f"capture {name}"):
                     executable = capture(self.device, self.variants[kind], plan, memory_limit=limit, costs=costs)
             except Exception as error:
                 if not isinstance(error, NimbleError) and (kind == "none" or self.options.strict):
                     raise
-                left_out = _reason(error)
+                if name not in self.candidates:
+                    self._note(name, kind, plan)
+                    self.candidates[name] = replace(self.candidates[name], note=f"left out: {_reason(error)}")
                 continue
+            with_less = self.executables.pop(name, None)
+            if with_less is not None:
+                with_less.close()
             self._add(name, kind, executable, start)
-            break
-        else:
-            self._note(name, kind, plan)
-            self.candidates[name] = replace(self.candidates[name], note=f"left out: {left_out}")
-            return ()
-        with self.step("check equality"):
-            checks = self._check()
-        if name in self.executables:
+            with self.step("check equality"):
+                checks = self._check()
+            if name not in self.executables:
+                break
             with self.step("choose"), state_kept(self.recorded):
                 self._time({one: self.executables[one] for one in (best, name)})
+            if self._best(kinds) == name or self._spent(0.8, time.perf_counter() - start):
+                break
         return checks
 
     def _heavy(self, name: str) -> bool:
@@ -369,12 +376,14 @@ class _Tuning:
         """All that eager holds, parameters and their like included; what one stream holds counts as eager's, too."""
         return max(self.eager_nbytes, single) + self._owned()
 
-    def _price(self, name: str, worth: float) -> float:
-        """How many times its time a plan counts for what it holds: ``worth``, less if that is little too much."""
-        if not self._heavy(name):
-            return 1.0
-        excess = (self.candidates[name].nbytes - self._light(name)) / self._eager_total(self._single(name))
-        return min(worth, 1 + _RATE * excess)
+    def _price(self, name: str, than: str, worth: float) -> float:
+        """How many times as fast as ``than`` a plan has to be for what it holds more, beyond what is not much.
+
+        ``worth``, less if that is little, and at least what is more than a tie.
+        """
+        lighter = max(self.candidates[than].nbytes, self._light(name))
+        excess = (self.candidates[name].nbytes - lighter) / self._eager_total(self._single(name))
+        return max(TIE, min(worth, 1 + _RATE * excess))
 
     def _made(self, kind: Fuse) -> bool:
         """Whether there are kernels of this kind: made now, if they can be and the budget allows."""
@@ -561,20 +570,27 @@ class _Tuning:
     def _best(self, wanted: Sequence[Fuse], worth: float | None = None) -> str:
         """The fastest candidate of ``wanted`` kernels that is right; what was asked for where nothing was measured.
 
-        One that holds much memory has to be ``worth`` times as fast as others (None: as many as this tuning wants), or
-        less (``_price``).
+        One that holds much memory has to be ``worth`` times as fast as what holds less (None: as many as this tuning
+        wants), or less (``_price``).
         """
         worth = self.worth if worth is None else worth
         taken: dict[str, float] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
             if measurement is not None and not self._wrong(name):
-                taken[name] = measurement.median_ns * self._price(name, worth)
+                taken[name] = measurement.median_ns
         taken = {name: one for name, one in taken.items() if self._asked(name, wanted)} or taken
         if taken:
-            fastest = min(taken.values())
-            close = [name for name, one in taken.items() if one <= fastest * TIE]
-            return min(close, key=lambda name: (self.candidates[name].streams, taken[name]))
+            found = self.candidates
+            heavy = [name for name in taken if worth > 1 and self._heavy(name)]
+            heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, taken[name]))
+            light = {name: one for name, one in taken.items() if name not in heavy} or {heavy[0]: taken[heavy[0]]}
+            close = [name for name, one in light.items() if one <= min(light.values()) * TIE]
+            best = min(close, key=lambda name: (found[name].streams, taken[name]))
+            for name in heavy:
+                if taken[name] * self._price(name, best, worth) < taken[best]:
+                    best = name
+            return best
         right = [name for name in self.executables if not self._wrong(name)]
         asked_right = [name for name in right if self.candidates[name].fuse in wanted]
         return (asked_right or right or [next(iter(self.executables))])[-1]
