@@ -133,13 +133,13 @@ def zeroed_at_once(handle: int, raw: RawGraph, cells: range) -> RawGraph:
         raw: as it is, with the call of each node; ``links_change``.
         cells: addresses of them all.
 
-    Raises:
-        DeviceError: the driver refused.
+    Returns:
+        ``raw`` where there is too little of that, or the driver refuses.
     """
     driver = _driver()
     filled: dict[int, range] = {}
     for node in leading_fills(raw):
-        asked = driver.cuGraphMemsetNodeGetParams(driver.CUgraphNode(init_value=raw.nodes[node]))
+        asked = driver.cuGraphMemsetNodeGetParams(_node(driver, raw.nodes[node]))
         (found,) = _checked(asked, "cuGraphMemsetNodeGetParams")
         start = int(found.dst)
         reach = range(start, start + int(found.elementSize) * int(found.width))
@@ -153,17 +153,25 @@ def zeroed_at_once(handle: int, raw: RawGraph, cells: range) -> RawGraph:
     once.elementSize, once.height, once.value, once.pitch = 1, 1, 0, 0
     once.width = max(reach.stop for reach in filled.values()) - int(once.dst)
     (context,) = _checked(driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
-    (first,) = _checked(driver.cuGraphAddMemsetNode(graph, None, 0, once, context), "cuGraphAddMemsetNode")
+    code, first = driver.cuGraphAddMemsetNode(graph, None, 0, once, context)
+    if int(code) != 0:
+        return raw
     made = begun_by(raw, int(first), filled)
-    for node in filled:
-        _checked(driver.cuGraphDestroyNode(driver.CUgraphNode(init_value=raw.nodes[node])), "cuGraphDestroyNode")
     there = {(raw.nodes[tail], raw.nodes[head]) for tail, head in raw.edges}
     missing = [edge for edge in made.edges if (made.nodes[edge[0]], made.nodes[edge[1]]) not in there]
-    tails, heads = ([driver.CUgraphNode(init_value=made.nodes[edge[end]]) for edge in missing] for end in (0, 1))
+    tails, heads = ([_node(driver, made.nodes[edge[end]]) for edge in missing] for end in (0, 1))
     usual = [driver.CUgraphEdgeData()] * len(missing)
-    added = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(missing))
-    _checked(added, "cuGraphAddDependencies")
-    return made
+    code, *_ = _of_edges(driver, "cuGraphAddDependencies")(graph, tails, heads, usual, len(missing))
+    if int(code) != 0:
+        _checked(driver.cuGraphDestroyNode(first), "cuGraphDestroyNode")
+        return raw
+    # Only now, with all others in order: a fill that cannot go sets to zero what is zero already.
+    gone = [node for node in filled if int(driver.cuGraphDestroyNode(_node(driver, raw.nodes[node]))[0]) == 0]
+    return begun_by(raw, int(first), gone)
+
+
+def _node(driver: Any, handle: int) -> Any:
+    return driver.CUgraphNode(init_value=handle)
 
 
 def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, programmatic: bool) -> None:
@@ -172,7 +180,7 @@ def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, progr
         return
     driver = _driver()
     graph = driver.CUgraph(init_value=handle)
-    tails, heads = ([driver.CUgraphNode(init_value=raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
+    tails, heads = ([_node(driver, raw.nodes[edge[end]]) for edge in edges] for end in (0, 1))
 
     def change(step: str, ahead: bool) -> None:
         data = driver.CUgraphEdgeData()
@@ -208,7 +216,7 @@ def read_launches(raw: RawGraph) -> tuple[Launch, ...]:
     """
     driver = _driver()
     return tuple(
-        _launch(driver, driver.CUgraphNode(init_value=node)) if kind == "kernel" else Launch()
+        _launch(driver, _node(driver, node)) if kind == "kernel" else Launch()
         for node, kind in zip(raw.nodes, raw.kinds, strict=True)
     )
 

@@ -18,7 +18,7 @@ class SyncCounts:
         planned: waits in the schedule.
         emitted: pairs of calls on different streams that an edge of the captured graph joins, read back; None where
             there is no graph to read, as for the rest.
-        forks: nodes that wait for nothing: the streams that start at once, the capture stream included.
+        forks: nodes that wait for no call: the streams that start at once, the capture stream included.
         joins: nodes that nothing waits for: the streams that the end of the graph joins.
         inside: edges between nodes of one call: what the call itself orders.
         ahead: kernels that may be launched before what they wait for has ended, and then wait by themselves.

@@ -360,6 +360,42 @@ def test_kernels_that_wait_only_for_what_their_author_knew_of_are_not_launched_a
     net.close()
 
 
+class Attending(nn.Module):
+    """Attention of cuDNN's, three times."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, False)[0].mul(2).tanh()
+        return x
+
+
+@HOPPER
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["single", "nimble"])
+@pytest.mark.parametrize("fuse", ["none", "inductor"])
+def test_what_attention_counts_in_is_zero_from_the_beginning_whatever_was_there(fuse: str, policy: str) -> None:
+    model = Attending()
+    inputs = [torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.float16) for _ in range(6)]
+    net = Nimble(model, quick(fuse, policy=policy)).prepare(inputs[0])
+    found = engine(net)
+    executable = found.executable
+    assert isinstance(executable, CudaExecutable)
+    raw = executable.raw
+    if "memset" not in raw.kinds:
+        pytest.skip("this cuDNN sets nothing to zero before its attention")
+    assert [node for node, kind in enumerate(raw.kinds) if kind == "memset"] == [0]
+    assert raw.owner[0] is None
+    assert set(raw.owner[1:]) == set(range(len(found.recorded.recording.program.calls)))
+    assert executable.counts.forks == 1
+    assert executable.arena is not None
+    for x in inputs:
+        executable.arena.fill_(255)
+        torch.testing.assert_close(net(x), model(x), rtol=1e-2, atol=1e-2)
+    seen = observe(device_for(torch.device("cuda")), found.recorded, executable)
+    assert seen.timeline.reliable, seen.timeline.note
+    net.close()
+
+
 @pytest.mark.parametrize("fuse", ["library", "inductor"])
 def test_query_key_and_value_are_one_product(fuse: str) -> None:
     net = Nimble(Attention().cuda().eval(), quick(fuse)).prepare(torch.randn(2, 5, 16, device="cuda"))

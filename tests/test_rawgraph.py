@@ -127,6 +127,7 @@ class FillingDriver(Driver):
     def __init__(self, edges: set[tuple[int, int]], fills: dict[int, Fill], nodes: int) -> None:
         super().__init__(nodes, dict.fromkeys(edges, USUAL))
         self.fills = dict(fills)
+        self.refuses = ""
 
     def cuGraphMemsetNodeGetParams(self, node: int) -> tuple[int, Fill]:
         return 0, self.fills[node]
@@ -136,10 +137,17 @@ class FillingDriver(Driver):
 
     def cuGraphAddMemsetNode(self, graph: int, before: None, count: int, what: Fill, where: str) -> tuple[int, int]:
         assert (before, count, where) == (None, 0, "context")
+        if self.refuses == "a node":
+            return Code(1), 0
         self.fills[99] = what
         return 0, 99
 
+    def cuGraphAddDependencies(self, *args: Any) -> Any:
+        return (Code(1),) if self.refuses == "edges" else super().cuGraphAddDependencies(*args)
+
     def cuGraphDestroyNode(self, node: int) -> tuple[int]:
+        if self.refuses == "to let go" and node != 99:
+            return (Code(1),)
         del self.fills[node]
         self.edges = {edge: kind for edge, kind in self.edges.items() if node not in edge}
         return (0,)
@@ -180,6 +188,28 @@ def test_what_calls_zero_in_their_cells_is_zero_from_the_beginning(calls: list[s
     kernels = [node for node in raw.nodes if kinds[node] == "kernel"]
     assert [node for node in made.nodes if node in kernels] == kernels
     assert len(made.edges) == len(made.nodes) - 1, "still one after the other"
+
+
+@pytest.mark.parametrize("refuses", ["a node", "edges", "to let go"])
+def test_what_the_driver_refuses_leaves_the_graph_in_order(refuses: str) -> None:
+    edges = {(0, 1), (1, 2), (2, 3)}
+    fills = {0: Fill(1024, 4), 2: Fill(1536, 1)}
+    fills[2].elementSize = 4  # one element of four bytes
+    driver = FillingDriver(edges, fills, 4)
+    driver.refuses = refuses
+    raw = RawGraph((0, 1, 2, 3), ("memset", "kernel") * 2, tuple(sorted(edges)), (0, 0, 1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rawgraph, "_driver", lambda: driver)
+        made = zeroed_at_once(7, raw, range(1024, 2048))
+    assert edges <= set(driver.edges)
+    if refuses == "to let go":
+        assert made.nodes == (99, 0, 1, 2, 3)
+        assert (99, 1) in driver.edges
+        assert (driver.fills[99].dst, driver.fills[99].width) == (1024, 516)
+    else:
+        assert made is raw
+        assert 99 not in driver.fills
+        assert set(driver.edges) == edges
 
 
 def test_where_edges_have_no_kinds_or_cannot_be_removed_they_stay() -> None:

@@ -6,6 +6,7 @@ Program, each call on its stream, with exactly the schedule's waits between stre
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import warnings
@@ -51,8 +52,8 @@ __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 
 _ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, _Arena | None, object, object]] = []
 """Of executables that were closed: device, graph, arena, and what they used."""
-_LOST: list[torch.cuda.CUDAGraph] = []
-"""Graphs that must neither be launched nor freed."""
+_PATIENCE_S = 1.0
+"""How long an engine that is closed waits for a capture of another thread to end."""
 _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 _TIMED_CALLS = 10
 _CUDNN_TRIALS = 4
@@ -168,62 +169,22 @@ class CudaDevice:
                 for ref, tensor in zip(recording.program.inputs, inputs, strict=True)
             ]
         issuer = Issuer(recording, buffers)
-        producers = {producer for producer, _ in schedule.syncs}
-        waits: dict[int, list[int]] = {}
-        for producer, consumer in schedule.syncs:
-            waits.setdefault(consumer, []).append(producer)
-        events: dict[int, torch.cuda.Event] = {}
-        bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
-        range_of = call_ranges(recording.program, schedule)
         try:
-            with (
-                capture_range(recording.program, schedule),
-                self._capturing(graph, max(schedule.streams, 1)) as (streams, probe),
-                issuing("cuda"),
-            ):
-                lanes = _Lanes(self.device, schedule)
-                nodes = probe.nodes()
-                with lanes.joined(streams):
-                    for position, call in enumerate(schedule.order):
-                        stream = lanes.enter(call, streams)
-                        for producer in waits.get(call, ()):
-                            stream.wait_event(events[producer])
-                        for storage in arena.dead_before(position):
-                            issuer.release(storage)
-                        try:
-                            with range_of(call), arena.placing(call):
-                                issuer.issue(call)
-                        except (RuntimeError, TypeError, ValueError) as error:
-                            if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
-                                raise
-                            raise CaptureError(
-                                f"a call could not be re-issued: {str(error).splitlines()[0]}",
-                                where=str(recording.program.calls[call]),
-                                fix="report this model; until then, leave that part out of the prepared module",
-                            ) from error
-                        if not arena.placed(call, issuer):
-                            # At once: what comes next may be meant for the memory in which these results are now.
-                            self._unplaced |= {recording.program.calls[call].operator}
-                            raise PlacementError(f"not placed as planned: {recording.program.calls[call]}")
-                        first, nodes = nodes, probe.nodes()
-                        bounds[call] = (first, nodes)
-                        if call in producers:
-                            event = torch.cuda.Event()
-                            event.record(stream)
-                            events[call] = event
-                outputs = issuer.outputs()
-            outputs = arena.settled(outputs)
-            issuer.tensors.clear()
-            arena.capture_ended()
+            with capture_range(recording.program, schedule):
+                with (
+                    self._capturing(graph, max(schedule.streams, 1)) as (streams, probe),
+                    issuing("cuda"),
+                ):
+                    bounds = self._issued(recording, schedule, issuer, arena, streams, probe)
+                    outputs = issuer.outputs()
+                outputs = arena.settled(outputs)
+                issuer.tensors.clear()
+                arena.capture_ended()
+                raw, held = self._instantiated(graph, bounds, recording, arena.cells, before)
         except BaseException:
             issuer.tensors.clear()
-            arena.close()
-            raise
-        try:
-            raw, held = self._instantiated(graph, bounds, recording, arena.cells, before)
-        except BaseException:
             arena.close()
             raise
         kept = tuple(recording.given.values())
@@ -231,6 +192,60 @@ class CudaDevice:
             self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
         )
         return replays_marked(executable, recording.program, schedule)
+
+    def _issued(
+        self,
+        recording: Recording,
+        schedule: Schedule,
+        issuer: Issuer,
+        arena: _Arena,
+        streams: Sequence[torch.cuda.Stream],
+        probe: CaptureProbe,
+    ) -> list[tuple[int, int]]:
+        """Issue the calls, each on its stream behind what it waits for; of each, its first node and the next after it.
+
+        Raises:
+            CaptureError: a call that cannot be issued again.
+            PlacementError: results that are not where they were planned.
+        """
+        range_of = call_ranges(recording.program, schedule)
+        producers = {producer for producer, _ in schedule.syncs}
+        waits: dict[int, list[int]] = {}
+        for producer, consumer in schedule.syncs:
+            waits.setdefault(consumer, []).append(producer)
+        events: dict[int, torch.cuda.Event] = {}
+        bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
+        lanes = _Lanes(self.device, schedule)
+        nodes = probe.nodes()
+        with lanes.joined(streams):
+            for position, call in enumerate(schedule.order):
+                stream = lanes.enter(call, streams)
+                for producer in waits.get(call, ()):
+                    stream.wait_event(events[producer])
+                for storage in arena.dead_before(position):
+                    issuer.release(storage)
+                try:
+                    with range_of(call), arena.placing(call):
+                        issuer.issue(call)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    if isinstance(error, (NimbleError, torch.OutOfMemoryError)):
+                        raise
+                    raise CaptureError(
+                        f"a call could not be re-issued: {str(error).splitlines()[0]}",
+                        where=str(recording.program.calls[call]),
+                        fix="report this model; until then, leave that part out of the prepared module",
+                    ) from error
+                if not arena.placed(call, issuer):
+                    # At once: what comes next may be meant for the memory in which these results are now.
+                    self._unplaced |= {recording.program.calls[call].operator}
+                    raise PlacementError(f"not placed as planned: {recording.program.calls[call]}")
+                first, nodes = nodes, probe.nodes()
+                bounds[call] = (first, nodes)
+                if call in producers:
+                    event = torch.cuda.Event()
+                    event.record(stream)
+                    events[call] = event
+        return bounds
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
@@ -360,21 +375,22 @@ class CudaDevice:
             cells: addresses that are each the workspace of one call, or nothing.
             reserved_before: bytes that torch's allocator held before the capture.
         """
-        raw = read_graph(graph.raw_cuda_graph())
+        handle = graph.raw_cuda_graph()
+        raw = read_graph(handle)
         owner: list[int | None] = [None] * len(raw.nodes)
         for call, (first, last) in enumerate(bounds):
             owner[first:last] = [call] * (last - first)
         raw = replace(raw, owner=tuple(owner))
-        handle = graph.raw_cuda_graph()
         if links_change(raw):
             functions: dict[int, Any] = {step.call: step.func for step in recording.steps if step.call is not None}
             waiting = {call for call, func in functions.items() if isinstance(func, Relaunch) and func.waits}
             library = {call for call, func in functions.items() if getattr(func, "namespace", "") == "aten"}
-            raw = zeroed_at_once(handle, raw, cells)
-            try:
-                raw = linked(handle, raw, launched_ahead(raw, waiting, library))
-            except DeviceError:  # such edges are a gain, and nothing is wrong without
-                raw = linked(handle, replace(read_graph(handle), owner=raw.owner), ())
+            with torch.cuda.device(self.device):
+                raw = zeroed_at_once(handle, raw, cells)
+            wanted = launched_ahead(raw, waiting, library)
+            raw = linked(handle, raw, sorted(set(raw.ahead) & set(wanted)))
+            with suppress(DeviceError):  # such edges are a gain, and nothing is wrong without
+                raw = linked(handle, raw, wanted)
         with _errors_explained():
             graph.instantiate()
         held = torch.cuda.memory_reserved(self.device) - reserved_before
@@ -392,6 +408,7 @@ class CudaDevice:
             random_state_kept(self.device),
             _errors_explained(),
         ):
+            _free_ended()
             streams = _streams(self.device, count)
             caller = torch.cuda.current_stream(self.device)
             self.synchronize()
@@ -496,30 +513,32 @@ class CudaExecutable:
         """Inside, a replay launches no kernel before what it waits for has ended; one thread at a time."""
         with self._linking:
             ahead = self.raw.ahead
-            self._link(())
+            if not self._link(()):
+                raise _closed()
             try:
                 yield
             finally:
-                if self.graph is not None:
-                    self._link(ahead)
+                self._link(ahead)
 
-    def _link(self, ahead: Sequence[tuple[int, int]]) -> None:
+    def _link(self, ahead: Sequence[tuple[int, int]]) -> bool:
+        """Launch the heads of these edges ahead, and no others; False if there is no graph any more."""
         with capturing, self._lock:
             graph = self.graph
             if graph is None:
-                raise _closed()
+                return False
             torch.cuda.synchronize(self.device)
             self.raw = linked(graph.raw_cuda_graph(), self.raw, ahead)
             try:
                 graph.instantiate()
             except BaseException as error:
-                # Its instance is gone, and torch would end that once more: nobody may touch this graph again.
-                _LOST.append(graph)
+                # Its instance is gone, and torch would end that once more: nobody may launch or free this graph again.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
                 self.graph = None
                 raise DeviceError(
                     f"a graph could not be instantiated again: {first_line(error)}",
                     fix="free memory, and prepare the model again",
                 ) from error
+            return True
 
     @property
     def arena(self) -> torch.Tensor | None:
@@ -554,13 +573,21 @@ class CudaExecutable:
         if graph is not None:
             # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
             _ENDED.append((self.device, graph, arena, held, kept))  # the last two because a run may be using them
-            # Nor in the midst of a launch: who holds ``capturing`` may be waiting for it. The next to end frees both.
-            if not launching._is_owned():  # type: ignore[attr-defined]  # not in what types know of it
-                with capturing:
-                    while _ENDED:
-                        ended = _ENDED.pop()
-                        _free(*ended[:3])
-                        del ended
+            # Nor in the midst of a launch: who holds ``capturing`` may be waiting for it. The next to end frees both,
+            # or the next capture, where another thread holds it for long: it may wait for the run around this.
+            if not launching._is_owned() and capturing.acquire(timeout=_PATIENCE_S):  # type: ignore[attr-defined]
+                try:
+                    _free_ended()
+                finally:
+                    capturing.release()
+
+
+def _free_ended() -> None:
+    """Free what was closed meanwhile; who calls this holds ``capturing``, and captures nothing."""
+    while _ENDED:
+        ended = _ENDED.pop()
+        _free(*ended[:3])
+        del ended
 
 
 def _free(device: torch.device, graph: torch.cuda.CUDAGraph, arena: _Arena | None) -> None:

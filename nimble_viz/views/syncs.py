@@ -20,7 +20,7 @@ COUNTS = (
 """The four counts of synchronisations: key, name, definition. Fork and join of the capture stream are apart."""
 
 ENDS = (
-    ("forks", "Fork", "nodes that wait for nothing: the streams that start at once, the capture stream included"),
+    ("forks", "Fork", "nodes that wait for no call: the streams that start at once, the capture stream included"),
     ("joins", "Join", "nodes that nothing waits for: the streams that the end of the graph joins"),
     ("inside", "Inside calls", "edges between nodes of one call: what the call itself orders"),
     ("ahead", "Launched ahead", "kernels launched while what they wait for still runs; each waits by itself"),
