@@ -1,4 +1,4 @@
-"""Reading CUDA graphs through the driver (``cuda-bindings``): nodes and edges, during a capture and after it."""
+"""CUDA graphs through the driver (``cuda-bindings``): nodes and edges, read during a capture and after it, changed."""
 
 from __future__ import annotations
 

@@ -581,19 +581,29 @@ class _Tuning:
                 taken[name] = measurement.median_ns
         taken = {name: one for name, one in taken.items() if self._asked(name, wanted)} or taken
         if taken:
-            found = self.candidates
-            heavy = [name for name in taken if worth > 1 and self._heavy(name)]
-            heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, taken[name]))
-            light = {name: one for name, one in taken.items() if name not in heavy} or {heavy[0]: taken[heavy[0]]}
-            close = [name for name, one in light.items() if one <= min(light.values()) * TIE]
-            best = min(close, key=lambda name: (found[name].streams, taken[name]))
-            for name in heavy:
-                if taken[name] * self._price(name, best, worth) < taken[best]:
-                    best = name
-            return best
+            return self._worth_it(taken, worth)
         right = [name for name in self.executables if not self._wrong(name)]
         asked_right = [name for name in right if self.candidates[name].fuse in wanted]
         return (asked_right or right or [next(iter(self.executables))])[-1]
+
+    def _worth_it(self, taken: Mapping[str, float], worth: float) -> str:
+        """The fastest of those that do not hold much, or what is worth holding more, from the lightest on.
+
+        Args:
+            taken: nanoseconds by name.
+            worth: as of ``_best``.
+        """
+        found = self.candidates
+        heavy = [name for name in taken if worth > 1 and self._heavy(name)]
+        heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, taken[name]))
+        light = [name for name in taken if name not in heavy] or heavy[:1]
+        fastest = min(taken[name] for name in light)
+        close = [name for name in light if taken[name] <= fastest * TIE]
+        best = min(close, key=lambda name: (found[name].streams, taken[name]))
+        for name in heavy:
+            if taken[name] * self._price(name, best, worth) < taken[best]:
+                best = name
+        return best
 
     def _choose(self, wanted: Sequence[Fuse]) -> str:
         """Mark the best."""
