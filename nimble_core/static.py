@@ -58,7 +58,8 @@ def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torc
     other = other.reshape(core.shape)
     if core.is_floating_point() or core.is_complex():
         scale = torch.rand(core.shape, generator=generator, device="cpu").to(core.device) + 0.5
-        other = (other * scale).to(core.dtype)
+        wide = other.float() if other.itemsize == 1 else other  # torch does not multiply numbers of eight bits
+        other = (wide * scale).to(core.dtype)
     made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
     return made.expand(tensor.shape)
 
@@ -78,6 +79,8 @@ def _ascending(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return False
     flat = tensor.detach().reshape(-1)
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares no others of these
+        flat = flat.to(torch.int64)
     return bool((flat[1:] >= flat[:-1]).all())
 
 

@@ -37,6 +37,17 @@ def recorded(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
     return record(model, Signature(args, kwargs), args=args, kwargs=kwargs)
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "int8", "bool", "float8_e5m2", "float8_e4m3fn"])
+def test_other_values_of_any_type(dtype: str) -> None:
+    ascending = torch.arange(6).to(getattr(torch, dtype))
+    other = other_values([ascending], 1)[0]
+    assert (other.dtype, other.shape) == (ascending.dtype, ascending.shape)
+    if "int" in dtype:
+        assert sorted(other.tolist()) == ascending.tolist(), "none is out of range"
+    elif "float" in dtype:
+        assert not torch.equal(other.float(), ascending.float())
+
+
 def on_other_values(model: Callable[..., Any], signature: Signature, seed: int = 0) -> Recording:
     args, kwargs = builder(signature.structure)(other_values(signature.tensors, seed))
     return record(model, Signature(args, kwargs), args=args, kwargs=kwargs)
