@@ -129,13 +129,12 @@ def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
     if len(raw.owner) < len(raw.nodes):
         return schedule.counts
     # What fills memory for all calls at the beginning is no call's: streams start behind it.
-    heads = {head for tail, head in raw.edges if raw.owner[tail] is not None or raw.kinds[tail] != "memset"}
-    tails = {tail for tail, _ in raw.edges}
-    starts = [node for node, call in enumerate(raw.owner) if call is not None or raw.kinds[node] != "memset"]
+    fills = {node for node, call in enumerate(raw.owner) if call is None and raw.kinds[node] == "memset"}
+    heads, tails = {head for tail, head in raw.edges if tail not in fills}, {tail for tail, _ in raw.edges}
     return replace(
         schedule.counts,
         emitted=len(emitted_syncs(schedule, raw)),
-        forks=sum(node not in heads for node in starts),
+        forks=len(raw.nodes) - len(heads | fills),
         joins=len(raw.nodes) - len(tails),
         inside=sum(raw.owner[tail] == raw.owner[head] is not None for tail, head in raw.edges),
         ahead=len({head for _, head in raw.ahead}),

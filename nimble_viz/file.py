@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from gzip import GzipFile, compress
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from nimble_core.errors import ReportFileError
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement
 from nimble_core.program import Program, TensorRef
-from nimble_core.schedule import Schedule
+from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.timeline import Timeline
 from nimble_viz.report import (
     SCHEMA_VERSION,
@@ -395,9 +395,9 @@ def _check_schedule(plan: Schedule, size: int, where: str) -> None:
     _finite(plan.priority, f"{where}.priority")
     _pairs(plan.syncs, size, f"{where}.syncs")
     _pairs(plan.added_order, size, f"{where}.added_order")
-    counts = plan.counts
-    _amounts((counts.full, counts.meg, counts.planned, plan.meg_edges, plan.matched), where)
-    _amounts((counts.emitted or 0, counts.forks or 0, counts.joins or 0, counts.inside or 0, counts.ahead or 0), where)
+    _amounts(
+        (plan.meg_edges, plan.matched, *(getattr(plan.counts, one.name) or 0 for one in fields(SyncCounts))), where
+    )
 
 
 def _check_measurement(taken: Measurement, where: str) -> None:

@@ -575,7 +575,8 @@ class CudaExecutable:
             _ENDED.append((self.device, graph, arena, held, kept))  # the last two because a run may be using them
             # Nor in the midst of a launch: who holds ``capturing`` may be waiting for it. The next to end frees both,
             # or the next capture, where another thread holds it for long: it may wait for the run around this.
-            if not launching._is_owned() and capturing.acquire(timeout=_PATIENCE_S):  # type: ignore[attr-defined]
+            launches = launching._is_owned()  # type: ignore[attr-defined]  # not in what types know of it
+            if not launches and capturing.acquire(timeout=_PATIENCE_S):
                 try:
                     _free_ended()
                 finally:

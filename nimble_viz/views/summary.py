@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from nimble_core.candidates import EqualityCheck
@@ -199,20 +200,12 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
 
 
 def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
-    counts = plan.counts
     return {
         "policy": plan.policy,
         "label": label_run(report, plan.policy),
         "chosen": plan.policy == report.chosen,
         "streams": plan.streams,
-        "full": counts.full,
-        "meg": counts.meg,
-        "planned": counts.planned,
-        "emitted": counts.emitted,
-        "forks": counts.forks,
-        "joins": counts.joins,
-        "inside": counts.inside,
-        "ahead": counts.ahead,
+        **asdict(plan.counts),
         "promise": promise(plan),
         "observed": observed(report, plan.policy),
         "added_order": len(plan.added_order),
