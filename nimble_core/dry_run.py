@@ -25,8 +25,8 @@ from nimble_core.operators import makes_memory_only, parts_of, storage_address, 
 from nimble_core.origins import module_paths, place_of
 from nimble_core.record import announced, record
 from nimble_core.recording import Recording, flat_tensors
-from nimble_core.signature import Signature
-from nimble_core.structure import builder, flatten
+from nimble_core.signature import Signature, require_plain, take_apart
+from nimble_core.structure import builder
 
 __all__ = ["dry_run"]
 
@@ -78,7 +78,9 @@ def _record(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, remote: bool
 ) -> tuple[Recording, Signature]:
     fakes = _StandIns(device)
-    tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
+    tensors, structure, paths = take_apart(args, kwargs)
+    for tensor, path in zip(tensors, paths, strict=True):
+        require_plain(tensor, path)
     with ExitStack() as stack:
         stack.enter_context(fakes.mode)  # which also lets torch do without a driver
         args, kwargs = builder(structure)([fakes(None, tensor) for tensor in tensors])

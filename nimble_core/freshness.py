@@ -70,9 +70,10 @@ class Watch:
     """Remembers a model's parameters, buffers, submodules, their modes and hooks, and the values of what was folded.
 
     Values may change. What a replay cannot follow is another tensor, other memory behind the same tensor, another
-    submodule, a submodule in another mode, or a hook more or less; a parameter or a submodule more, where there were
-    some. Buffers that come do not count; nor do hooks that the model's own runs install (``installed_by_runs``), nor
-    hooks of the backward where a replay has none: of a plain model in evaluation mode.
+    submodule, a submodule in another mode, another ``forward`` of the model's own, or a hook more or less; a parameter
+    or a submodule more, where there were some. Buffers that come do not count; nor do hooks that the model's own runs
+    install (``installed_by_runs``), nor hooks of the backward where a replay has none: of a plain model in evaluation
+    mode. Another ``forward`` of a submodule is not looked for: to ask all would take a tenth of the time of all else.
 
     Asked often, and polled each time: nothing tells of every change, since modules keep plain dicts, and memory is
     replaced (``.data = …``, ``share_memory_``) without a count. So the answer "unchanged" is looked up by loops in C,
@@ -135,6 +136,10 @@ class Watch:
             if isinstance(entry[2], torch.nn.Module) and id(entry[2]) in modes
         ]
         self._moods = whole or not _sets_modes(model)
+        root = modules.get("") if whole else None
+        self._forward = getattr(root, "forward", None)
+        # Equal, not the same: it is bound anew each time. A property may make one that is equal to no other.
+        self._root = root if getattr(root, "forward", None) == self._forward else None
         self._watched = [tensor for _, _, tensor, _ in self._tensors]
         self._memory = list(map(torch.Tensor.data_ptr, self._watched))
         plain: tuple[object, ...] = (object.__eq__, torch.Tensor.__eq__)
@@ -155,12 +160,13 @@ class Watch:
     def change(self) -> str:
         """The first change that a replay cannot follow, in words; empty if there is none.
 
-        About 0.05 µs for each tensor's memory, 0.03 µs for each submodule's mode and for each table that is not empty,
-        and 0.01 µs for each entry; 0.2 µs for each submodule once after a hook was registered anywhere; some ten times
-        all that once after an entry was added, and always where a module keeps its mode or tables elsewhere than
-        modules do (``training`` as a property, TorchScript).
+        About 0.05 µs for ``forward`` and for each tensor's memory, 0.03 µs for each submodule's mode and for each table
+        that is not empty, and 0.01 µs for each entry; 0.2 µs for each submodule once after a hook was registered
+        anywhere; some ten times all that once after an entry was added, and always where a module keeps its mode or
+        tables elsewhere than modules do (``training`` as a property, TorchScript).
         """
-        if self._comparable and self._as_remembered() and self._hooked_as_remembered():
+        same_forward = self._root is None or self._root.forward == self._forward
+        if same_forward and self._comparable and self._as_remembered() and self._hooked_as_remembered():
             # Last, just before ``stale`` looks at the same tensors, which are in the processor's caches then.
             with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
                 if list(map(torch.Tensor.data_ptr, self._watched)) == self._memory:
@@ -209,6 +215,8 @@ class Watch:
 
     def _difference(self, now: list[Any]) -> str:
         """The first difference of ``now`` and of memory to what is remembered, in words."""
+        if self._root is not None and self._root.forward != self._forward:
+            return "forward is another function than it was"
         for (slot, key, tensor, name), pointer, layout in zip(self._tensors, self._memory, self._layouts, strict=True):
             if now[slot].get(key) is not tensor:
                 return f"{name} is another tensor than it was"

@@ -33,7 +33,7 @@ from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
 from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
-from nimble_core.signature import Signature
+from nimble_core.signature import Signature, require_plain
 from nimble_core.static import changed_constant, check_outputs, check_static, other_values
 from nimble_core.structure import builder
 from nimble_core.units import format_bytes
@@ -224,10 +224,11 @@ def require_local(model: object) -> None:
 
 
 def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """Signature of the inputs. Raises InputError for what is no model, no input, or mixed devices."""
+    """Signature of the inputs. Raises InputError for no model, no inputs, mixed devices, tensors of other classes."""
     require_callable(model)
     signature = Signature(args, kwargs, model.input_names if isinstance(model, Around) else ())
     for tensor, path in zip(signature.tensors, signature.paths, strict=True):
+        require_plain(tensor, path)
         for kind, lazy in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())):
             if lazy:
                 raise InputError(

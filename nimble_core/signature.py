@@ -1,4 +1,4 @@
-"""What a prepared engine accepts: structure, shapes, dtypes and device of the inputs, checked on every call."""
+"""What a prepared engine accepts: structure, classes, shapes, dtypes and device of inputs, checked on every call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from nimble_core.structure import (
     structure_difference,
 )
 
-__all__ = ["Signature"]
+__all__ = ["Signature", "require_plain", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes that do nothing of their own in an operator; buffers are of the first. A replay would pass others by."""
 
 
 class Signature:
@@ -42,8 +45,7 @@ class Signature:
 
     def __init__(self, args: Args, kwargs: Kwargs, called: Sequence[str] = ()) -> None:
         self.names, self._called = tuple(kwargs), tuple(called)
-        self.tensors, self.structure = self._flat(args, kwargs)
-        self.paths = [self._path(path) for path in leaf_paths(self.structure)]
+        self.tensors, self.structure, self.paths = take_apart(args, kwargs, called)
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
         self.device = _one_device(self.tensors, self.paths)
@@ -63,7 +65,7 @@ class Signature:
         assert isinstance(positional, Node)
         assert isinstance(keyword, Node)
         metas, names, twins, conjugate = self.metas, self.names, self.twins, self.conjugate
-        read, dense = reader(self.structure), torch.strided
+        read, dense, plain = reader(self.structure), torch.strided, torch.Tensor
         flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
         count, named = len(positional.children), len(names)
 
@@ -71,7 +73,7 @@ class Signature:
             try:
                 for tensor, (shape, dtype, device) in zip(tensors, metas, strict=True):
                     if not (
-                        isinstance(tensor, torch.Tensor)
+                        (type(tensor) is plain or type(tensor) in _PLAIN)
                         and tensor.layout is dense
                         and tensor.shape == shape
                         and tensor.dtype is dtype
@@ -107,7 +109,7 @@ class Signature:
         """First difference between the prepared inputs and these, as ``"args[0]: expected …, given …"``.
 
         Raises:
-            InputError: an object of an unknown type that holds tensors.
+            InputError: an object of an unknown type that holds tensors, or a container that contains itself.
         """
         assert isinstance(self.structure, Node)
         count = len(self.structure.children[0].children)  # type: ignore[union-attr]
@@ -119,14 +121,17 @@ class Signature:
             words = [f"expected keyword {name!r}, not given" for name in missing]
             words += [f"keyword {name!r} given, not expected" for name in extra]
             return "; ".join(words)
-        tensors, given = self._flat(args, {name: kwargs[name] for name in self.names})
+        tensors, given, _ = take_apart(args, {name: kwargs[name] for name in self.names}, self._called)
         if not same_structure(self.structure, given):
             found = structure_difference(self.structure, given)
-            return f"{self._path(found.path)}: expected {found.was}, given {found.now}"
+            return f"{_in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
             if tensor.is_nested or tensor.layout is not torch.strided:
                 kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
                 return f"{path}: expected a dense tensor, {_describe(shape, dtype, device)}, given {kind} one"
+            if type(tensor) not in _PLAIN:
+                kind = type(tensor).__qualname__
+                return f"{path}: expected a torch.Tensor, given a {kind}: pass .as_subclass(torch.Tensor) of it"
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
                 return (
                     f"{path}: expected {_describe(shape, dtype, device)}, "
@@ -144,22 +149,47 @@ class Signature:
     def __str__(self) -> str:
         return ", ".join(f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True))
 
-    def _flat(self, args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], Structure]:
-        try:
-            return flatten((tuple(args), dict(kwargs)), what="")
-        except InputError as error:
-            raise InputError(self._path(error.what), where=self._path(error.where), fix=error.fix) from None
 
-    def _path(self, path: str) -> str:
-        """A path, which may begin a sentence, from ``(args, kwargs)`` on, in the user's words."""
-        for position, name in enumerate(self._called):
-            if path.startswith(f"[0][{position}]"):
-                return path.replace(f"[0][{position}]", name, 1)
-        return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+def take_apart(
+    args: Args, kwargs: Kwargs, called: Sequence[str] = ()
+) -> tuple[list[torch.Tensor], Structure, list[str]]:
+    """Tensors of inputs, the structure of ``(args, kwargs)`` around them, and what users call each tensor.
+
+    Args:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        called: as in :class:`Signature`.
+
+    Raises:
+        InputError: as :func:`nimble_core.structure.flatten`, in the words of users.
+    """
+    try:
+        tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
+    except InputError as error:
+        what, where = (_in_words(text, called) for text in (error.what, error.where))
+        raise InputError(what, where=where, fix=error.fix) from None
+    return tensors, structure, [_in_words(path, called) for path in leaf_paths(structure)]
+
+
+def _in_words(path: str, called: Sequence[str]) -> str:
+    """A path, which may begin a sentence, from ``(args, kwargs)`` on, in the user's words."""
+    for position, name in enumerate(called):
+        if path.startswith(f"[0][{position}]"):
+            return path.replace(f"[0][{position}]", name, 1)
+    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def require_plain(tensor: torch.Tensor, path: str) -> None:
+    """Raise InputError for a tensor of a class of its own: what that does in Python is in no call of a recording."""
+    if type(tensor) not in _PLAIN:
+        raise InputError(
+            f"{path} is a {type(tensor).__qualname__}, a class of its own, whose code a replay would pass by",
+            fix="pass a torch.Tensor: .as_subclass(torch.Tensor) of it, or the tensors that it is made of",
+        )
 
 
 def _require_dense(tensor: torch.Tensor, path: str) -> None:

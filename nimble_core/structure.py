@@ -104,13 +104,15 @@ def flatten(value: object, *, what: str = "value") -> tuple[list[torch.Tensor], 
 
     Raises:
         InputError: an object of an unknown type that holds tensors (they could not be replaced by those of a replay),
-            an iterator; in an output also an array, or an object that cannot be looked into.
+            an iterator, a container that contains itself; in an output also an array, or an object that cannot be
+            looked into.
     """
     tensors: list[torch.Tensor] = []
-    return tensors, _split(value, tensors, what, what == _OUTPUT)
+    return tensors, _split(value, tensors, what, what == _OUTPUT, {})
 
 
-def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool) -> Structure:
+def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool, around: dict[int, str]) -> Structure:
+    """``around``: the containers that ``value`` is in, id and path."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
@@ -118,6 +120,13 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool) -> 
         return Constant(value)
     kind, keys, children, context = _open(value)
     if kind:
+        if id(value) in around:
+            raise InputError(
+                f"{around[id(value)]} is a {type(value).__qualname__} that contains itself",
+                where=path,
+                fix=f"{'return' if of_run else 'pass'} one that does not",
+            )
+        around[id(value)] = path
         if of_run and kind in ("record", "output"):
             fields = {*keys, *(field.name for field in dataclasses.fields(value))}
             gained = {name: part for name, part in attributes(value).items() if name not in fields}
@@ -128,9 +137,10 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool) -> 
                     _remembered(part, f"{path}.{name}", of_run)
                 context = gained
         parts = tuple(
-            _split(child, tensors, f"{path}{_step(kind, key)}", of_run)
+            _split(child, tensors, f"{path}{_step(kind, key)}", of_run, around)
             for key, child in zip(keys, children, strict=True)
         )
+        del around[id(value)]
         return Node(kind, type(value), tuple(keys), parts, context)
     if is_iterator(value):
         raise InputError(

@@ -24,6 +24,7 @@ from nimble_core.origins import pass_over
 from nimble_core.pipeline import state_kept
 from nimble_core.preserve import preserved
 from nimble_core.program import Phase
+from nimble_core.signature import take_apart
 from nimble_core.structure import builder, flatten
 from nimble_core.training import WholeStep
 from nimble_viz.measure.profile import PHASE
@@ -413,11 +414,11 @@ def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 def _without_gradients(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
     """The same tensors, cut off from any graph of the caller's, which a backward would run through."""
-    tensors, structure = flatten(arguments, what="input")
+    tensors, structure, _ = take_apart(arguments, {}, ("inputs", "target"))
     if not any(tensor.requires_grad for tensor in tensors):
         return arguments
-    built: tuple[Any, Any] = builder(structure)([tensor.detach() for tensor in tensors])
-    return built
+    (inputs, target), _ = builder(structure)([tensor.detach() for tensor in tensors])
+    return inputs, target
 
 
 def _copied(

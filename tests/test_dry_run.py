@@ -207,6 +207,16 @@ def test_a_fresh_storage_for_each_real_one_and_only_one() -> None:
 # ---------------------------------------------------------------- no trace, no memory, no kernel
 
 
+def test_inputs_are_named_as_users_call_them() -> None:
+    x: Any = torch.zeros(2)
+    with pytest.raises(InputError, match=r"args\[0\] is a Other, a class of its own"):
+        dry(torch.neg, x.as_subclass(type("Other", (torch.Tensor,), {})))
+    holder = [x]
+    holder.append(holder)
+    with pytest.raises(InputError, match=r"kwargs\['more'\] is a list that contains itself"):
+        dry(lambda x, more: x, x, more=holder)
+
+
 @pytest.mark.parametrize("error", [None, ValueError("stop")])
 def test_the_model_is_left_as_it_was(error: BaseException | None) -> None:
     model, x = Busy(error), torch.randn(4, 3)

@@ -644,6 +644,81 @@ def test_a_whole_step_notices_hooks() -> None:
         step(torch.randn(2, 4))
 
 
+# -- the model's own forward ---------------------------------------------------------------------------------------
+
+
+class Twice(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def of_the_instance(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net, "forward", lambda x: x)
+
+
+def of_the_class(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(net), "forward", lambda self, x: x)
+
+
+@pytest.mark.parametrize("change", [of_the_instance, of_the_class])
+@pytest.mark.parametrize("training", [False, True])
+def test_another_forward_is_noticed(change: Callable[..., None], training: bool) -> None:
+    net, x = Twice(4, 4).train(training), torch.randn(2, 4)
+    replayed = Nimble(net, Options(tune="off")).prepare(x, training=training)
+    expected = net(x)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        change(net, monkeypatch)
+        for ask in (partial(replayed, x), replayed.refresh):
+            with pytest.raises(InputError, match="forward is another function than it was"):
+                ask()
+    torch.testing.assert_close(replayed(x), expected)
+
+
+def test_a_whole_step_notices_another_forward() -> None:
+    net = Twice(4, 4)
+    step = TrainStep(net, torch.Tensor.mean, torch.optim.SGD(net.parameters(), 0.1), options=Options(tune="off"))
+    step.prepare(torch.randn(2, 4))(torch.randn(2, 4))
+    net.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="forward is another function than it was"):
+        step(torch.randn(2, 4))
+
+
+def test_the_same_forward_bound_again_is_the_same() -> None:
+    net = Twice(4, 4)
+    watch = Watch(net)
+    net.forward = net.forward  # type: ignore[method-assign]
+    assert watch.change() == watch.looked_through() == ""
+    watch = Watch(net)
+    del net.forward
+    assert watch.change() == watch.looked_through() == ""
+
+
+def test_a_forward_that_is_made_each_time_anew_is_no_alarm() -> None:
+    net = type("Made", (Twice,), {"forward": property(lambda self: partial(Twice.forward, self))})(4, 4)
+    watch = Watch(net)
+    assert watch.change() == watch.looked_through() == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.jit.script,
+        lambda net: torch.jit.freeze(torch.jit.script(net)),
+        lambda net: torch.jit.trace(net, torch.ones(2, 4)),
+        lambda net: torch.compile(net, backend="eager"),
+        torch.fx.symbolic_trace,
+    ],
+)
+def test_a_forward_that_a_compiler_made_is_watched_too(make: Callable[[nn.Module], Any]) -> None:
+    net = make(model())
+    watch = Watch(net)
+    net(torch.randn(2, 4))
+    assert watch.change() == watch.looked_through() == ""
+    net.forward = lambda x: x
+    assert watch.change() == watch.looked_through() == "forward is another function than it was"
+
+
 # -- values of what was folded -------------------------------------------------------------------------------------
 
 

@@ -778,6 +778,60 @@ def test_what_is_not_dense_is_another_signature(turn: Any) -> None:
         net.close()
 
 
+class Halves(torch.Tensor):
+    """Whatever is computed of it is half as much."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(torch.Tensor) / 2 if type(result) is cls else result
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_tensor_of_another_class_is_another_signature(training: bool) -> None:
+    model, x = nn.Linear(4, 4).train(training), torch.randn(2, 4)
+    other = x.as_subclass(Halves)
+    expected = model(x) / 2
+    torch.testing.assert_close(model(other), expected)
+    net = Nimble(model, QUICK).prepare(x, training=training)
+    with pytest.raises(InputError, match=r"args\[0\]: expected a torch.Tensor, given a Halves"):
+        net(other)
+    for plain in (nn.Parameter(x, requires_grad=False), nn.Buffer(x), other.as_subclass(torch.Tensor)):
+        torch.testing.assert_close(net(plain), model(x))
+    net.close()
+    for answer in ("eager", "prepare"):
+        net = Nimble(model, replace(QUICK, on_new_shape=answer)).prepare(x, training=training)
+        if answer == "eager":
+            torch.testing.assert_close(net(other), expected)
+        else:
+            with pytest.raises(InputError, match=r"args\[0\] is a Halves, a class of its own"):
+                net(other)
+        torch.testing.assert_close(net(x), model(x))
+        net.close()
+    with pytest.raises(InputError, match=r"args\[0\] is a Halves, a class of its own"):
+        Nimble(model, QUICK).prepare(other, training=training)
+
+
+@pytest.mark.parametrize("answer", ["error", "eager", "prepare"])
+def test_inputs_that_contain_themselves(answer: str) -> None:
+    def first(given: Any) -> Any:
+        return given[0] * 2
+
+    x = torch.randn(2, 4)
+    holder: list[Any] = [x]
+    holder.append(holder)
+    net = Nimble(first, replace(QUICK, on_new_shape=answer)).prepare([x, 1])
+    if answer == "eager":
+        close(net(holder), x * 2)
+    else:
+        with pytest.raises(InputError, match=r"args\[0\] is a list that contains itself"):
+            net(holder)
+    with pytest.raises(InputError, match=r"args\[0\] is a list that contains itself"):
+        net.prepare(holder)
+    close(net([x, 1]), x * 2)
+    net.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "error:the forward changes attributes")
 @pytest.mark.parametrize("around", [lambda one: one, nn.Sequential])
 def test_a_frozen_script_module_which_has_no_mode(around: Any) -> None:

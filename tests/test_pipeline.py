@@ -56,6 +56,8 @@ def test_inputs_are_checked() -> None:
     assert check_inputs(Wide(), (x,), {}).paths == ["args[0]"]
     with pytest.raises(InputError, match="Wide itself"):
         check_inputs(Wide, (x,), {})
+    with pytest.raises(InputError, match=r"kwargs\['x'\] is a Other, a class of its own"):
+        check_inputs(Wide(), (), {"x": x.as_subclass(type("Other", (torch.Tensor,), {}))})
     with pytest.raises(InputError, match=r"parameter branches.0.weight is on meta, args\[0\] on cpu"):
         check_inputs(Wide().to("meta"), (x,), {})
 

@@ -6,12 +6,43 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BatchEncoding
 
 from nimble_core.errors import InputError
-from nimble_core.signature import Signature
+from nimble_core.signature import Signature, require_plain, take_apart
 
 X = torch.zeros(2, 3)
+
+
+class Doubles(torch.Tensor):
+    """Whatever is computed of it is twice as much."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if isinstance(result, torch.Tensor) else result
+
+
+class Wrapper(torch.Tensor):
+    """Has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+PLAIN = [torch.clone, nn.Parameter, nn.Buffer, torch.Tensor.detach]
+CLASSES = {
+    "Doubles": lambda x: x.as_subclass(Doubles),
+    "Wrapper": Wrapper,
+    "FakeTensor": lambda x: FakeTensorMode().from_tensor(x),
+}
 
 
 def refused(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -99,6 +130,61 @@ def test_bind_takes_exactly_equal_shapes_and_dtypes(a: list[Any], b: list[Any], 
         assert "no difference" not in signature.explain(wrap(b), {})
     else:
         assert all(x is y for x, y in zip(bound, b, strict=True))
+
+
+@given(
+    st.lists(st.sampled_from(PLAIN), min_size=1, max_size=4),
+    st.lists(st.sampled_from([*PLAIN, *CLASSES.values()]), min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_bind_takes_plain_tensors_only(prepared: list[Any], given: list[Any], nested: bool) -> None:
+    def inputs(makes: list[Any]) -> tuple[Any, ...]:
+        made = [make(X) for make in makes]
+        return (made,) if nested else tuple(made)
+
+    signature, given = Signature(inputs(prepared), {}), given[: len(prepared)]
+    others = [(at, name) for at, make in enumerate(given) for name, other in CLASSES.items() if make is other]
+    now = inputs(given)
+    bound = signature.bind(now, {})
+    assert (bound is None) == bool(others)
+    for at, name in others[:1]:
+        words = f"{signature.paths[at]}: expected a torch.Tensor, given a {name}"
+        assert words in signature.explain(now, {})
+
+
+@pytest.mark.parametrize("make", PLAIN)
+def test_plain_tensors_are_let_through(make: Any) -> None:
+    require_plain(make(X), "x")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_other_classes_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"x is a {name}, a class of its own"):
+        require_plain(CLASSES[name](X), "x")
+
+
+def holding_itself(kind: str) -> Any:
+    value: Any = {"x": X} if kind == "dict" else [X]
+    if kind == "dict":
+        value["more"] = [0, value]
+    else:
+        value.append({"more": value})
+    return value
+
+
+@pytest.mark.parametrize(("kind", "path"), [("list", "[1]['more']"), ("dict", "['more'][1]")])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_inputs_that_contain_themselves_are_an_error_that_says_where(kind: str, path: str, keyword: bool) -> None:
+    signature = Signature((X,), {"m": [X, 3]}) if keyword else Signature((X, [X, 3]), {})
+    value = holding_itself(kind)
+    args, kwargs = ((X,), {"m": value}) if keyword else ((X, value), {})
+    name = "kwargs['m']" if keyword else "args[1]"
+    assert signature.bind(args, kwargs) is None
+    for ask in (Signature, signature.explain, take_apart):
+        with pytest.raises(InputError) as caught:
+            ask(args, kwargs)
+        assert caught.value.what == f"{name} is a {kind} that contains itself"
+        assert caught.value.where == name + path
 
 
 def test_keywords_in_another_order() -> None:

@@ -274,6 +274,36 @@ def test_hidden_tensors_are_refused_with_their_path(value: Any, path: str) -> No
     assert "register_pytree_node" in caught.value.fix
 
 
+def looped(kind: str) -> Any:
+    """A container whose part is the container itself."""
+    held: list[Any] = []
+    value: Any = {
+        "list": held,
+        "dict": {"a": 1, "b": held},
+        "tuple": (1, held),
+        "Pair": Pair(1, held),
+        "Plain": Plain(held),
+        "Registered": Registered([held], ""),  # type: ignore[list-item]
+    }[kind]
+    held.append(value)
+    return value
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "Pair", "Plain", "Registered"])
+@pytest.mark.parametrize("what", ["value", "output"])
+def test_what_contains_itself_is_refused_with_the_path(kind: str, what: str) -> None:
+    with pytest.raises(InputError, match=f"{what}\\[0\\] is a {kind} that contains itself") as caught:
+        flatten([looped(kind)], what=what)
+    assert caught.value.where.startswith(f"{what}[0]")
+
+
+@given(values)
+def test_what_is_there_twice_does_not_contain_itself(value: Any) -> None:
+    tensors, structure = flatten([value, [value], value])
+    again = builder(structure)(tensors)
+    assert equal(again, [value, [value], value])
+
+
 def test_a_hugging_face_cache_is_refused_with_the_path() -> None:
     cache = DynamicCache()
     cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
