@@ -17,7 +17,8 @@ __all__ = ["label_of", "line_inside", "module_paths", "pass_over", "place_of", "
 
 # With the slash: torchvision's code is not torch's.
 _TORCH_ROOT = f"{torch.__path__[0]}/"
-_passed: tuple[str, ...] = (_TORCH_ROOT, f"{__file__.rpartition('/')[0]}/")
+_FROZEN = "<frozen "  # what runs modules: runpy, importlib
+_passed: tuple[str, ...] = (_TORCH_ROOT, f"{__file__.rpartition('/')[0]}/", _FROZEN)
 
 
 def module_paths(model: Callable[..., Any]) -> dict[int, str]:

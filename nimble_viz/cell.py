@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nimble_core.errors import InputError
 from nimble_viz.report import Report
@@ -15,8 +15,9 @@ from nimble_viz.report import Report
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["Body", "Calls", "ModuleCall", "compile_body", "why_not_captured"]
+__all__ = ["Body", "Calls", "ModuleCall", "cell_number", "compile_body", "why_not_captured"]
 
+Result = TypeVar("Result")
 
 _WATCH = "__nimble_watch__"
 _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
@@ -28,9 +29,11 @@ class Body:
 
     Args:
         steps: code, and whether it is an expression whose value is to be shown.
+        file: that stands for the cell.
     """
 
     steps: tuple[tuple[CodeType, bool], ...]
+    file: str
 
     def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> list[Any]:
         """Run all statements and tell ``calls``; the values to show, in order. Errors are the user's and propagate."""
@@ -47,6 +50,16 @@ class Body:
             globals_.pop(_WATCH, None)
         return shown
 
+    def call_at(self, line: int, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns, called from this line of the cell: whoever looks for the user's line finds it."""
+        code = compile("\n" * (line - 1) + "function()", self.file, "eval")
+        return cast(Result, eval(code, {"function": function}))
+
+
+def cell_number(shell: InteractiveShell) -> int:
+    """Number of the cell that runs, which some versions of IPython count up before it runs and others after."""
+    return int(shell.displayhook.prompt_count)
+
 
 def compile_body(shell: InteractiveShell, cell: str) -> Body:
     """The body of a cell magic: with magics and the shell's transformations, lines counted from the magic's own.
@@ -58,10 +71,10 @@ def compile_body(shell: InteractiveShell, cell: str) -> Body:
     """
     try:
         code = "\n" + shell.transform_cell(cell)
-        name = shell.compile.cache(code, shell.execution_count, raw_code=f"\n{cell}")
+        name = shell.compile.cache(code, cell_number(shell), raw_code=f"\n{cell}")
         nodes = _Watched().visit(shell.transform_ast(shell.compile.ast_parse(code, name))).body
         show = "none" if shell.displayhook.semicolon_at_end_of_expression(code) else shell.ast_node_interactivity
-        return Body(tuple(_compiled(shell.compile, name, nodes, show)))
+        return Body(tuple(_compiled(shell.compile, name, nodes, show)), name)
     except SyntaxError as error:
         text = (error.text or "").rstrip()
         pointer = f"\n  {text}\n  {' ' * (error.offset - 1)}^" if text and error.offset else ""

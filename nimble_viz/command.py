@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +84,19 @@ def load_factory(spec: str) -> Callable[[], Any]:
     try:
         factory = getattr(module, name)
     except AttributeError:
-        known = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        fix = f"it has {', '.join(sorted(known)[:10])}" if known else _FACTORY_FIX
+        known = _like(name, module)
+        fix = f"it has {', '.join(known)}" if known else _FACTORY_FIX
         raise InputError(f"{place} has no {name!r}", fix=fix) from None
     if not callable(factory):
         raise InputError(f"{spec} is not callable", fix=_FACTORY_FIX)
     return typing.cast(Callable[[], Any], factory)
+
+
+def _like(name: str, module: types.ModuleType, most: int = 10) -> list[str]:
+    """Names that the module defines, those most like ``name`` first; private ones only where there are no others."""
+    own = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    shown = [one for one in own if not one.startswith("_")] or own
+    return sorted(shown, key=lambda one: (-SequenceMatcher(None, name, one).ratio(), one))[:most]
 
 
 def _from_file(path: Path) -> types.ModuleType:

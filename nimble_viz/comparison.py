@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nimble_core import cupti
@@ -99,11 +98,12 @@ def compare(
         CaptureError: a call that cannot be captured; names it, its module path and source line.
         DeviceError: out of memory.
     """
-    from nimble_core.origins import pass_over, warn
+    from nimble_core.origins import warn
     from nimble_core.pipeline import check_inputs, device_for, preparing
     from nimble_viz.progress import default_progress
+    from nimble_viz.sources import pass_over_machinery
 
-    pass_over(str(Path(__file__).parent))  # of a model without code of its own, the line is that which compares
+    pass_over_machinery()  # of a model without code of its own, the line is that which compares
     how = {
         "target": target,
         "loss_fn": loss_fn,

@@ -5,6 +5,7 @@ Effects and linking only: ``dashboard_figures`` draws, ``dashboard_views`` tells
 
 from __future__ import annotations
 
+import gzip
 import html
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -86,9 +87,9 @@ _STYLE = (
 class _Ground(AnyWidget):
     """What the page has to know and to tell once for a dashboard; nothing is seen of it.
 
-    It brings plotly's code, asks the page whether its background is dark, and has figures follow the dashboard's size.
-    plotly's figures look at their size when the window's changes, not when their pane comes into view, and those that
-    were drawn out of view keep the width that was guessed then.
+    It asks the page whether its background is dark, and has figures follow the dashboard's size. plotly's figures look
+    at their size when the window's changes, not when their pane comes into view, and those that were drawn out of view
+    keep the width that was guessed then.
     """
 
     _esm = """
@@ -122,38 +123,49 @@ class _Ground(AnyWidget):
     export default { render };
     """
     dark = traitlets.Bool(False).tag(sync=True)
-    plotly = traitlets.Unicode().tag(sync=True)
 
-    @traitlets.default("plotly")
-    def _bundled(self) -> str:
-        return str(FigureWidget._esm)
+
+class _Plotly(AnyWidget):
+    """plotly's code, packed: 1.5 MB of 5. All dashboards of a kernel share it, and so does a notebook that is saved."""
+
+    _esm = "export default {};"
+    packed = traitlets.Bytes().tag(sync=True)
+    _made: _Plotly | None = None
+
+    @classmethod
+    def of_kernel(cls) -> _Plotly:
+        """The one of this process, made anew if it was closed, as by ``Widget.close_all()``."""
+        if cls._made is None or cls._made.comm is None:
+            cls._made = cls(packed=gzip.compress(str(FigureWidget._esm).encode(), mtime=0))
+        return cls._made
 
 
 class _Figure(FigureWidget):
-    """plotly's widget with its code, 5 MB, taken from a widget that others take it from too: the page reads it once."""
+    """plotly's widget with its code taken from a widget that others take it from too: the page reads it once."""
 
     _esm = """
     export default () => {
       let own;
       return {
         async initialize(props) {
-          const ground = await props.model.widget_manager.get_model(props.model.get("_ground").split("IPY_MODEL_")[1]);
+          const code = await props.model.widget_manager.get_model(props.model.get("_code").split("IPY_MODEL_")[1]);
           const load = async () => {
-            const url = URL.createObjectURL(new Blob([ground.get("plotly")], { type: "text/javascript" }));
+            const text = new Blob([code.get("packed")]).stream().pipeThrough(new DecompressionStream("gzip"));
+            const url = URL.createObjectURL(new Blob([await new Response(text).text()], { type: "text/javascript" }));
             try { return await import(url); } finally { URL.revokeObjectURL(url); }
           };
-          ground.nimblePlotly ??= load();
-          own = (await ground.nimblePlotly).default();
+          code.nimblePlotly ??= load();
+          own = (await code.nimblePlotly).default();
           return own.initialize(props);
         },
         render: (props) => own.render(props),
       };
     };
     """
-    _ground = traitlets.Instance(_Ground).tag(sync=True, **widgets.widget_serialization)
+    _code = traitlets.Instance(_Plotly).tag(sync=True, **widgets.widget_serialization)
 
-    def __init__(self, ground: _Ground) -> None:
-        self._ground = ground  # ahead of all else: the page is told once, when the widget is made
+    def __init__(self) -> None:
+        self._code = _Plotly.of_kernel()  # ahead of all else: the page is told once, when the widget is made
         super().__init__()
 
 
@@ -296,7 +308,7 @@ class Dashboard(widgets.VBox):
     def _build(self) -> None:
         views, report = self.views, self.report
         self._ground = _Ground()
-        self._figures = {name: _figure_widget(self._ground) for name in ("Overhead", "DAG", "Timeline", "Memory")}
+        self._figures = {name: _figure_widget() for name in ("Overhead", "DAG", "Timeline", "Memory")}
         self._drawn: set[str] = set()
         for name, figure in self._figures.items():
             figure.observe(lambda _, name=name: self._drawn.add(name), "_js2py_layoutDelta")
@@ -720,8 +732,8 @@ class Dashboard(widgets.VBox):
         self.what_if(self._policy.value, self._streams.value)
 
 
-def _figure_widget(ground: _Ground) -> FigureWidget:
-    widget = _Figure(ground)
+def _figure_widget() -> FigureWidget:
+    widget = _Figure()
     widget._config = {
         "scrollZoom": True,
         "responsive": True,

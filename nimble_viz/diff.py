@@ -147,7 +147,7 @@ class Difference:
         facts: model, dtype, batch, kernels, chosen plan, number of calls, complete or not.
         plans: of each plan streams and waits.
         host_syncs: of the eager run, counts by kind and source line.
-        memory: bytes.
+        memory: bytes; None also where they were not measured.
         checks: equality of each replay with eager.
         environment: where it was measured, settings included.
         notes: what could not be compared, and why.
@@ -544,8 +544,8 @@ def _host_syncs(report: Report) -> dict[str, _Value]:
 
 def _memory(report: Report) -> dict[str, _Value]:
     memory = report.memory
-    facts: dict[str, _Value] = {"eager's peak": memory.eager_peak}
-    facts |= {f"{name}: held": held for name, held in memory.engines}
+    facts: dict[str, _Value] = {"eager's peak": memory.eager_peak or None}  # 0 is unknown
+    facts |= {f"{name}: held": held or None for name, held in memory.engines}
     for engine in memory.planned:
         facts |= {f"{engine.name}: arena": engine.arena, f"{engine.name}: workspaces": engine.workspaces}
     return facts

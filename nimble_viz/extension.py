@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class _Magic:
 
     def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
         """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
-        from nimble_viz.cell import Calls, compile_body, why_not_captured
+        from nimble_viz.cell import Calls, cell_number, compile_body, why_not_captured
         from nimble_viz.comparison import compare
         from nimble_viz.profiling import Profiling, profile
         from nimble_viz.progress import default_progress
@@ -147,7 +148,7 @@ class _Magic:
 
         shell = self.shell
         how = self._keywords(given, compare, shell.user_ns)
-        run = Profiling(subject=f"In[{shell.execution_count}]", **keywords(given, profile))
+        run = Profiling(subject=f"In[{cell_number(shell)}]", **keywords(given, profile))
         body, calls = compile_body(shell, cell), Calls()
         shown: list[Any] = []
         try:
@@ -170,7 +171,7 @@ class _Magic:
         call = calls.first
         if call is not None and not why:
             try:
-                report = compare(call.module, *call.args, kwargs=call.kwargs, **how)
+                report = body.call_at(call.line, partial(compare, call.module, *call.args, kwargs=call.kwargs, **how))
             except Exception as error:
                 if given.traceback:
                     raise

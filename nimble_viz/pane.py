@@ -44,13 +44,13 @@ class Pane:
         return _views()[self.name](self.report)
 
     def to_text(self, width: int | None = None) -> str:
-        """The view as plain text; views without a text of their own give the whole report's."""
+        """The view as plain text; what is laid out in columns is ``width`` wide, as ``Report.to_text`` is."""
+        from nimble_viz.text import pane_text
         from nimble_viz.views.live import live_text
         from nimble_viz.views.source import source_text
 
-        made: Mapping[str, Callable[[Report], str]] = {"source": source_text, "memory": live_text}
-        own = made.get(self.name)
-        return own(self.report) if own else self.report.to_text(width)
+        own: Mapping[str, Callable[[Report], str]] = {"source": source_text, "memory": live_text}
+        return own[self.name](self.report) if self.name in own else pane_text(self.report, self.name, width)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""

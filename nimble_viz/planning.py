@@ -63,8 +63,9 @@ def plan(
     from nimble_core.preserve import random_state_kept
     from nimble_core.static import check_static
     from nimble_viz.measure.work import count_work
-    from nimble_viz.sources import read_sources
+    from nimble_viz.sources import pass_over_machinery, read_sources
 
+    pass_over_machinery()
     options = Options() if options is None else options
     require_options(options)
     device = _device(target)

@@ -628,9 +628,10 @@ class _Origins:
         import torch
         from torch.utils._python_dispatch import TorchDispatchMode
 
-        from nimble_core.origins import module_paths, pass_over, place_of
+        from nimble_core.origins import module_paths, place_of
+        from nimble_viz.sources import pass_over_machinery
 
-        pass_over(str(Path(__file__).parent))
+        pass_over_machinery()
         seen: list[Origin] = []
         paths: dict[int, str] = {}
         roots: set[int] = set()

@@ -436,7 +436,20 @@ class Report:
         return next((line for line in self.timelines if line.run == run), None)
 
     def ratio(self, name: str, baseline: str = "eager") -> Ratio | None:
-        """How much faster ``name`` is than ``baseline``, None if either was not measured."""
+        """How much faster ``name`` is than ``baseline``; None if either was not measured, or is ``""`` as ``chosen`` is
+        where nothing was chosen.
+
+        Raises:
+            InputError: no such run in this report; names those there are.
+        """
+        from nimble_core.errors import InputError
+
+        named = (*self.measurements, *self.peers, *self.candidates)
+        plans = (plan.policy for plan in self.schedules)
+        known = dict.fromkeys(("eager", "single", *(one.name for one in named), *plans))
+        for one in (name, baseline):
+            if one and one not in known:
+                raise InputError(f"this report has no run {one!r}", fix=f"one of {', '.join(known)}")
         faster, base = self.measurement(name), self.measurement(baseline)
         return ratio(faster, base) if faster and base else None
 

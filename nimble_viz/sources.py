@@ -17,7 +17,7 @@ from pathlib import Path
 from nimble_core.program import Call
 from nimble_viz.report import SourceLines
 
-__all__ = ["MAX_CHARACTERS", "code_around", "read_sources"]
+__all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources"]
 
 MAX_CHARACTERS = 200_000
 """Most text that a report carries; functions with the most calls come first."""
@@ -25,6 +25,17 @@ MAX_CHARACTERS = 200_000
 _LONGEST_LINE = 400
 _MOST_LINES = 1_000
 _AROUND = 3
+_CELL_MAGIC = "get_ipython().run_cell_magic("
+_MACHINERY = ("nimble_viz", "IPython", "ipykernel", "ipywidgets", "traitlets", "tornado", "asyncio")
+
+
+def pass_over_machinery() -> None:
+    """Calls made from now on come from the user's lines: neither from this package's nor from those that run cells."""
+    from nimble_core.origins import pass_over
+
+    for name in _MACHINERY:
+        for directory in getattr(sys.modules.get(name), "__path__", ()):
+            pass_over(directory)
 
 
 def read_sources(calls: Iterable[Call], most: int = MAX_CHARACTERS) -> tuple[SourceLines, ...]:
@@ -124,6 +135,8 @@ def _text_of(file: str) -> Sequence[str] | None:
             lines = linecache.getlines(path)
             if lines:
                 found.add(tuple(lines))
+    if cell:  # below a magic it has two texts: the call of the magic, and what the magic ran
+        found = {text for text in found if not text[0].startswith(_CELL_MAGIC)} or found
     return found.pop() if len(found) == 1 else None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "paste_lines", "plain", "plain_text", "report_text"]
+__all__ = ["MAX_WIDTH", "MIN_WIDTH", "pane_text", "paste_lines", "plain", "plain_text", "report_text"]
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
 """Columns that the text is laid out for."""
@@ -40,6 +40,12 @@ _FILE_NAME = 20
 _BAR_MIN, _BAR_MAX = 8, 24
 _FILLS = ("█", "▓", "▒", "░", "▚")
 _COLOURS = ("blue", "cyan", "yellow", "magenta", "green")
+_NOTHING = {
+    "overhead": "eager was not profiled, so nothing is known about where its host time went",
+    "dag": "no edges are known: compare(model, inputs) records them",
+    "timeline": "no timeline was taken: neither eager nor a replay was traced",
+    "syncs": "no plan was made and eager was not profiled, so nothing is known to wait",
+}
 # Names come from users' models and from files: what would move the cursor or cannot be encoded is shown as a box.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -47,6 +53,23 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u
 def plain_text(report: Report, width: int | None = None) -> str:
     """``report_text`` as a string without colour codes; ``width`` as for ``plain``."""
     return plain(report_text(report), width)
+
+
+def pane_text(report: Report, pane: str, width: int | None = None) -> str:
+    """What ``report_text`` says of one view, as a string without colour codes.
+
+    Args:
+        report: what is shown.
+        pane: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"`` or ``"syncs"``; others have texts of their own.
+        width: as for ``plain``.
+    """
+    from rich.console import Group
+
+    tables = summary(report)
+    sections = [(title, body) for panes, title, body in _sections(report, tables) if pane in panes.split()]
+    said = tables["verdict"] if pane == "summary" else "" if sections else f"{_NOTHING[pane]}."
+    head = [_text(f"nimble_viz: {report.model}"), *([_text(said)] if said else [])]
+    return plain(Group(*head, *_drawn(sections)), width)
 
 
 def plain(content: RenderableType, width: int | None = None) -> str:
@@ -81,16 +104,21 @@ def report_text(report: Report) -> RenderableType:
     Sections without anything to say are left out.
     """
     from rich.console import Group
-    from rich.padding import Padding
 
     tables = summary(report)
-    parts: list[RenderableType] = [
+    return Group(
         _text(f"nimble_viz: {report.model}", "bold"),
         _text(tables["verdict"], "bold green" if _good(report) else "bold yellow"),
-    ]
-    for title, body in _sections(report, tables):
-        parts += [_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body)]
-    return Group(*parts)
+        *_drawn((title, body) for _, title, body in _sections(report, tables)),
+    )
+
+
+def _drawn(sections: Iterable[tuple[str, list[RenderableType]]]) -> Iterator[RenderableType]:
+    """Title and indented body of each, with a line before it."""
+    from rich.padding import Padding
+
+    for title, body in sections:
+        yield from (_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body))
 
 
 def paste_lines(report: Report) -> str:
@@ -138,55 +166,57 @@ def _good(report: Report) -> bool:
     return report.complete and stable and bool(report.checks) and all(check.passed for check in report.checks)
 
 
-def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, list[RenderableType]]]:
+def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
+    """Of each section the names of the views that it belongs to, its title and its body."""
     if tables["profiled"]:
-        yield "What an iteration is spent on", _spent(tables["profiled"])
+        yield "summary", "What an iteration is spent on", _spent(tables["profiled"])
     if tables["speed"] and not tables["profiled"]:
-        yield f"Speed ({tables['context']})", _speed(tables["speed"])
+        yield "summary", f"Speed ({tables['context']})", _speed(tables["speed"])
     if tables["phases"]:
-        yield "An iteration by phase" if tables["profiled"] else "The training step by phase", _phases(tables["phases"])
+        title = "An iteration by phase" if tables["profiled"] else "The training step by phase"
+        yield "summary", title, _phases(tables["phases"])
     if tables["peers"]:
-        yield f"{tables['best'] or 'Nothing of ours'} against peers", _peers(tables["peers"])
+        yield "summary", f"{tables['best'] or 'Nothing of ours'} against peers", _peers(tables["peers"])
     if tables["checks"]:
-        yield "Equality with eager, on fresh inputs", _checks(tables["checks"])
+        yield "summary", "Equality with eager, on fresh inputs", _checks(tables["checks"])
     if tables["candidates"]:
-        yield "Plans that were tried", _candidates(tables["candidates"])
+        yield "summary", "Plans that were tried", _candidates(tables["candidates"])
     if tables["plans"]:
-        yield "Streams and synchronisations", _plans(tables["plans"])
-        yield "Concurrency", _concurrency(tables)
+        yield "summary syncs", "Streams and synchronisations", _plans(tables["plans"])
+        yield "summary dag", "Concurrency", _concurrency(tables)
     lines = timelines(report)
     if lines:
         chosen = next((line for line in lines if line["run"] == report.chosen), lines[-1])
-        yield "Timelines", _timelines(lines, chosen, axis_note(report))
+        yield "timeline", "Timelines", _timelines(lines, chosen, axis_note(report))
     if not tables["profiled"]:
-        yield "Limits", _limits(report, tables)
+        yield "summary dag", "Limits", _limits(report, tables)
     if tables["advice"]:
-        yield "What would help next", _advice(tables["advice"])
+        yield "summary", "What would help next", _advice(tables["advice"])
     if tables["provenance"]:
-        yield "What fused calls stand for, the most expensive first", _provenance(report)
+        yield "dag", "What fused calls stand for, the most expensive first", _provenance(report)
     profile = overhead(report)
     if report.overhead is not None and profile is not None:
-        yield "Framework overhead of the eager run", _overhead(report, profile)
+        yield "overhead", "Framework overhead of the eager run", _overhead(report, profile)
         waits = host_syncs(report)
-        yield "Host synchronisations of the eager run", [_waits(waits) if waits else _text("none")]
+        yield "syncs", "Host synchronisations of the eager run", [_waits(waits) if waits else _text("none")]
     code = source(report) if report.sources else None
     if code and code["figures"]:
-        yield "Hottest lines", _hottest(code)
+        yield "source", "Hottest lines", _hottest(code)
     if tables["preparation"]:
         title = f"Preparation ({tables['preparation_total']})"
-        yield title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
+        yield "summary", title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
     if tables["memory"]:
-        yield "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
+        yield "summary", "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
     if tables["profiled"]:
         body = [_bullet(f"{row['what']}: {row['why']}") for row in tables["profiled"]["absent"]]
-        yield "Not in this report", [*body]
-    yield "Environment", [_pairs(tables["environment"])]
+        yield "summary", "Not in this report", [*body]
+    yield "summary", "Environment", [_pairs(tables["environment"])]
     if tables["warnings"]:
-        yield "Warnings", [_bullet(warning) for warning in tables["warnings"]]
+        yield "summary", "Warnings", [_bullet(warning) for warning in tables["warnings"]]
     lines = paste_lines(report)
     if lines:
         title = "This step in production" if trains(report) else "This plan in production, without tuning"
-        yield title, [_text(line) for line in lines.splitlines()]
+        yield "summary", title, [_text(line) for line in lines.splitlines()]
 
 
 def _spent(found: dict[str, Any]) -> list[RenderableType]:

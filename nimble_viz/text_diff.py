@@ -21,6 +21,7 @@ __all__ = ["difference_text", "gate_text", "headline"]
 
 _TOP = 10
 _COLOURS: dict[str, str] = {"faster": "green", "slower": "red", "pass": "green", "fail": "bold red"}
+_PLANNED = (": arena", ": workspaces")
 _SECTIONS = {
     "facts": "What was measured",
     "plans": "Streams and synchronisations",
@@ -112,7 +113,8 @@ def _sections(found: Difference) -> Iterator[tuple[str, list[RenderableType]]]:
         yield f"Calls of another cost ({format_count(len(found.recosted))})", _costs(found)
     for key, changes in found.changes.items():
         if changes:
-            yield _SECTIONS[key], [_pairs((one.name, _change(one, key == "memory")) for one in changes)]
+            words = _bytes_changed if key == "memory" else _change
+            yield _SECTIONS[key], [_pairs((one.name, words(one)) for one in changes)]
     if found.notes:
         yield "Not compared", [_bullet(note) for note in found.notes]
 
@@ -182,13 +184,11 @@ def _stream(stream: int | None) -> str:
     return "a new one" if stream is None else str(stream)
 
 
-def _change(one: Change, nbytes: bool) -> str:
-    return " -> ".join(_value(value, nbytes) for value in (one.old, one.new))
+def _change(one: Change) -> str:
+    values = (format_count(value) if isinstance(value, int) else value or "none" for value in (one.old, one.new))
+    return " -> ".join(values)
 
 
-def _value(value: str | int | None, nbytes: bool) -> str:
-    if value is None or value == "":
-        return "none"
-    if isinstance(value, int):
-        return format_bytes(value) if nbytes else format_count(value)
-    return value
+def _bytes_changed(one: Change) -> str:
+    missing = "none" if one.name.endswith(_PLANNED) else "not measured"
+    return " -> ".join(format_bytes(value) if isinstance(value, int) else missing for value in (one.old, one.new))

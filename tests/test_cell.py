@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,13 @@ def test_lines_are_counted_from_the_magic(shell) -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         compile_body(shell, "x = 1\nx / 0").run(shell.user_ns, shell.user_ns, Calls())
     assert raised.traceback[-1].lineno == 2  # from 0: the third line of the cell, whose first is the magic
+
+
+@pytest.mark.parametrize("line", [1, 2, 5])
+def test_what_is_called_at_a_line_is_called_from_there(shell, line) -> None:
+    body = compile_body(shell, "x = 1\ny = 2\nz = 3\nw = 4")
+    seen = body.call_at(line, lambda: sys._getframe(1))
+    assert (seen.f_code.co_filename, seen.f_lineno) == (body.file, line)
 
 
 @pytest.mark.parametrize("cell", ["x = 1\ny = = 2", "x = 1\nreturn x", "x = 1\n  y = 2"])

@@ -7,18 +7,21 @@ import inspect
 import os
 import subprocess
 import sys
+import types
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sample_reports import sample_report
 
 import nimble_viz.comparison
-from nimble_core.errors import CaptureError
+from nimble_core.errors import CaptureError, InputError
 from nimble_core.options import Options
 from nimble_viz import __version__, load
-from nimble_viz.command import _TRAINING, load_factory, main
+from nimble_viz.command import _TRAINING, _like, load_factory, main
 from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress
 
@@ -239,6 +242,29 @@ def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monke
     (tmp_path / "needs_more.py").write_text("import no_such_module_at_all\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         load_factory(f"{tmp_path / 'needs_more.py'}:f")
+
+
+@given(st.sets(st.from_regex(r"_?[a-f]{1,4}", fullmatch=True), max_size=15), st.text("abcdef", min_size=1))
+def test_a_wrong_factory_is_answered_with_names_like_it(names: set[str], asked: str) -> None:
+    module = types.ModuleType("net")
+    for name in names:
+        setattr(module, name, type(name, (), {"__module__": "net"}))
+    found = _like(asked, module)
+    public = [name for name in names if not name.startswith("_")]
+    assert set(found) <= set(public or names)
+    assert len(found) == min(len(public or names), 10)
+    assert found[:1] == [asked] or asked not in names
+
+
+def test_the_closest_public_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "nets.py"
+    file.write_text("".join(f"def {name}(): ...\n" for name in ("_bert_larg", "alexnet", "bert_large", "bert")))
+    with pytest.raises(InputError, match=r"no 'bert_larg'\n.*it has bert_large, bert, alexnet$"):
+        load_factory(f"{file}:bert_larg")
+    file.write_text("def _only(): ...\n")
+    with pytest.raises(InputError, match=r"it has _only$"):
+        load_factory(f"{file}:only")
 
 
 @pytest.mark.parametrize("line", [[], ["compare"], ["compare", "json:loads", "--tune", "much"], ["nothing"]])

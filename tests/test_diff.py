@@ -384,6 +384,19 @@ def test_text_says_what_changed() -> None:
     assert "Environment" not in text
 
 
+def test_memory_that_was_not_measured_is_said_to_be() -> None:
+    old = sample_report(20)
+    memory = replace(old.memory, eager_peak=0, engines=(("single", 0), *old.memory.engines[1:]), planned=())
+    found = diff(old, replace(old, memory=memory))
+    text = found.to_text(120)
+    assert re.search(r"eager's peak +50\.0 MiB -> not measured\n", text)
+    assert re.search(r"single: held +92\.0 MiB -> not measured\n", text)
+    assert re.search(r"single: arena +\S+ \S+ -> none\n", text)
+    assert Change("eager's peak", 52_428_800, None) in found.memory
+    nothing = replace(old, memory=replace(memory, engines=memory.engines[1:]))
+    assert diff(nothing, replace(old, memory=memory)).memory == ()
+
+
 def test_long_lists_are_cut() -> None:
     text = diff(report_of([]), report_of([call(module=str(k)) for k in range(25)])).to_text()
     assert "Calls added (25)" in text

@@ -279,6 +279,27 @@ def test_the_magics_of_the_readme_run(run: Any, shell: Any) -> None:
     assert shell.user_ns["report"].model == "Linear"
 
 
+@pytest.mark.parametrize(
+    ("cell", "line", "code"),
+    [
+        ("z = 1\n%nimble layers x --tune off -o report;", 2, "get_ipython().run_line_magic"),
+        ("%%nimble --tune off -o report\nz = 1\n\ny = layers(x)", 4, "y = layers(x)"),
+        ("%%nimble --no-capture -o report\nfor _ in range(30):\n    y = layers(x)", 3, "    y = layers(x)"),
+    ],
+)
+def test_a_model_of_torchs_modules_alone_comes_from_the_line_of_the_cell(
+    run: Any, shell: Any, monkeypatch: pytest.MonkeyPatch, cell: str, line: int, code: str
+) -> None:
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert run("layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())").success
+    assert run(cell).success
+    report = shell.user_ns["report"]
+    number = len(shell.user_ns["In"]) - 1
+    assert {(one.file, one.line) for call in report.eager_calls for one in call.origins} == {(f"In[{number}]", line)}
+    (piece,) = report.sources
+    assert piece.lines[line - piece.first].startswith(code)
+
+
 # -- completion ----------------------------------------------------------------------------------------------------
 
 

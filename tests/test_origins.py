@@ -35,8 +35,9 @@ def test_packages_whose_name_begins_with_torch_are_not_torch(package: str) -> No
     assert line_inside(frame) == (f"{package}/models/net.py", 2)
 
 
-def test_torch_stands_for_nobody() -> None:
-    module, file, _ = place_of(frame_at(str(ROOT / "nn" / "functional.py")), {})
+@pytest.mark.parametrize("file", [str(ROOT / "nn" / "functional.py"), "<frozen runpy>"])
+def test_torch_and_what_runs_modules_stand_for_nobody(file: str) -> None:
+    module, file, _ = place_of(frame_at(file), {})
     assert (module, Path(file).name) == ("", "test_origins.py")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,46 @@ def test_every_view_has_data_text_and_a_page(name: str, tmp_path: Path) -> None:
     pane = sample_report(20).pane(name)
     assert pane.data
     assert len(str(pane).splitlines()) > 3
+    assert str(pane) == pane.to_text()
     text = pane.to_html(tmp_path / "view.html").read_text(encoding="utf-8")
     assert f'data-pane="{name}"' in text
+
+
+@pytest.mark.parametrize("case", RENDERED)
+def test_a_view_is_printed_by_itself(case: str) -> None:
+    """What is printed is a part of the report, or one sentence; every section of the report is in some view."""
+    report = RENDERED[case]()
+    whole = sections(report.to_text(100))
+    shown: set[str] = set()
+    for name in ("summary", "overhead", "dag", "timeline", "syncs"):
+        text = report.pane(name).to_text(100)
+        own = sections(text)
+        assert own <= whole
+        assert own or len(text.splitlines()) == 2
+        shown |= own
+    assert {section.splitlines()[0] for section in whole - shown} <= {"Hottest lines"}
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("summary", "Speed"),
+        ("overhead", "Framework overhead of the eager run"),
+        ("dag", "Concurrency"),
+        ("timeline", "Timelines"),
+        ("syncs", "Streams and synchronisations"),
+    ],
+)
+def test_a_view_says_what_its_name_says(name: str, title: str) -> None:
+    text = str(sample_report(20).pane(name))
+    assert f"\n\n{title}" in text
+    assert ("\n\nEnvironment\n" in text) == (name == "summary")
+    assert ("\n\nTimelines\n" in text) == (name == "timeline")
+
+
+def sections(text: str) -> set[str]:
+    """Title and body of each: what begins at the left margin below an empty line."""
+    return {part.rstrip() for part in re.split(r"\n\n(?=\S)", text)[1:]}
 
 
 def test_what_a_view_is_called() -> None:

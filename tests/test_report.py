@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sample_reports import CASES, sample_report
 
+from nimble_core.errors import InputError
 from nimble_viz import load
-from nimble_viz.report import Report
+from nimble_viz.report import PeerResult, Report
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,4 +61,19 @@ def test_lookup_by_name() -> None:
     assert report.schedule("nimble") is report.schedules[1]
     assert report.measurement("eager") is report.measurements[0]
     assert report.timeline("eager") is report.timelines[0]
-    assert (report.schedule("x"), report.measurement("x"), report.timeline("x"), report.ratio("x")) == (None,) * 4
+    assert (report.schedule("x"), report.measurement("x"), report.timeline("x")) == (None,) * 3
+
+
+def test_a_ratio_is_of_runs_that_there_are() -> None:
+    report = sample_report()
+    measured = next(one for one in report.measurements if one.name == "nimble")
+    assert report.ratio("nimble").value == report.measurement("eager").median_ns / measured.median_ns
+    for asked in (("x",), ("nimble", "x")):
+        with pytest.raises(InputError, match=r"no run 'x'\n.*one of eager, single, nimble"):
+            report.ratio(*asked)
+
+
+def test_a_ratio_of_a_run_without_a_time_is_none() -> None:
+    report = replace(sample_report(), measurements=(), peers=(PeerResult("compile", note="failed"),))
+    for name in ("eager", "single", "nimble", "compile", ""):
+        assert report.ratio(name) is report.ratio("nimble", name) is None

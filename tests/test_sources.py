@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_origins import frame_at
 
 from nimble_core import Options
+from nimble_core.origins import place_of
 from nimble_core.program import Call, Origin
 from nimble_viz import compare, load, plan, profile
 from nimble_viz.report import Report, SourceLines
-from nimble_viz.sources import code_around, read_sources
+from nimble_viz.sources import code_around, pass_over_machinery, read_sources
 
 
 def call(file: str, line: int) -> Call:
@@ -35,6 +37,14 @@ def covered(report: Report) -> bool:
             ):
                 return False
     return bool(report.sources)
+
+
+@pytest.mark.parametrize("package", ["IPython", "ipykernel", "traitlets", "ipywidgets", "nimble_viz"])
+def test_what_runs_a_notebook_stands_for_nobody(package: str) -> None:
+    folder = Path(pytest.importorskip(package, reason=f"needs {package}: make test installs it").__file__).parent
+    pass_over_machinery()
+    for file, found in ((folder / "core" / "run.py", "test_origins.py"), (f"{folder}s/mine.py", "mine.py")):
+        assert Path(place_of(frame_at(str(file)), {})[1]).name == found
 
 
 def test_a_comparison_carries_the_functions_that_its_calls_name(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def verdict(report: Report) -> str:
         sentence = f"No comparison with eager ({context(report)}): {why}"
     else:
         sentence = f"{label_run(report, over.name)} is {ratio_words(over)} eager ({context(report)}{_mark(over)})"
-        single = report.ratio(name, one_stream(name)) if name != one_stream(name) else None
+        single = _over_one_stream(report, name)
         if single:
             sentence += f", {ratio_words(single)} {label_run(report, single.baseline)}"
         peer = report.ratio(name, best_peer(report))
@@ -176,8 +176,7 @@ def _reference(check: EqualityCheck) -> str:
 def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
     peer = next((one for one in report.peers if one.name == taken.name), None)
     wrong = peer is not None and peer.check is not None and peer.check.differs
-    base = one_stream(taken.name)
-    single = report.ratio(taken.name, base) if taken.name not in ("eager", base) and not peer else None
+    single = _over_one_stream(report, taken.name) if taken.name != "eager" and not peer else None
     far = distance(report, taken.name)
     return {
         "name": taken.name,
@@ -197,6 +196,11 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
         "peer": peer is not None,
         "wrong": wrong,
     }
+
+
+def _over_one_stream(report: Report, name: str) -> Ratio | None:
+    base = one_stream(name)
+    return report.ratio(name, base) if name != base and report.measurement(base) else None
 
 
 def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
