@@ -49,7 +49,7 @@ from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.signature import Signature
 from nimble_core.static import check_outputs
-from nimble_core.strides import extent, with_strides_of
+from nimble_core.strides import copied, extent, strides_of_copy, with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 from nimble_core.tuning import Tuned, eager_peak, tune
 
@@ -266,7 +266,7 @@ class Backward:
         flags: every parameter, its name, and whether it required a gradient when it was prepared.
         leaves: positions of the inputs that may require gradients.
         leaves_present: those of them that get one.
-        outputs: how many outputs the model has.
+        layouts: of each output of the model the strides that its copies have, as copies of eager's would.
         differentiable: which of them carry gradients.
         templates: tensors like these.
         reached: for each of these the gradients, by position, that it has a part in.
@@ -287,7 +287,7 @@ class Backward:
     flags: tuple[tuple[torch.Tensor, str, bool], ...]
     leaves: frozenset[int]
     leaves_present: tuple[int, ...]
-    outputs: int
+    layouts: tuple[tuple[int, ...], ...]
     differentiable: tuple[int, ...]
     templates: tuple[torch.Tensor, ...]
     reached: tuple[frozenset[int], ...]
@@ -324,6 +324,11 @@ class Backward:
         self._memory = list(map(torch.Tensor.data_ptr, self.parameters))
         self._kinds = list(map(_kind, self.parameters))
         Behind.expect(self, self.parameters)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the model has."""
+        return len(self.layouts)
 
     @property
     def executable(self) -> Executable:
@@ -384,7 +389,10 @@ class Backward:
         outputs = made[: self.outputs]
         if not self.fixed:
             return tuple(one.clone() if at in self.repeated else one for at, one in enumerate(outputs))
-        return tuple(one.detach() if at in self.shown else one.clone() for at, one in enumerate(outputs))
+        # The forward may have made them in other strides than eager's: the copy is where they are put right.
+        return tuple(
+            one.detach() if at in self.shown else copied(one, self.layouts[at]) for at, one in enumerate(outputs)
+        )
 
     def renew(self) -> None:
         """The forward is about to write what it has shown: who kept that for a backward is told so by autograd."""
@@ -702,6 +710,8 @@ def make_trainable(
     ahead = len(halves.forward.program.calls)
     together = replace(cut.recording, outputs=halves.forward.outputs)
     first = _recorded(halves.forward, inputs, _Issued(together, ahead, after=templates))
+    if device.kind == "cuda" and options.outputs == "copy":
+        first = replace(first, copied_out=outputs)
     with state_kept(first):
         forward = tune(device, first, options, step=step)
     try:
@@ -751,7 +761,7 @@ def make_trainable(
         flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
         leaves=frozenset(leaves),
         leaves_present=whole.leaves_present,
-        outputs=outputs,
+        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in halves.forward.program.outputs[:outputs]),
         differentiable=whole.differentiable,
         templates=templates,
         reached=whole.reached,

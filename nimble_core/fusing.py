@@ -123,7 +123,7 @@ def _fused(
             fix='Options(fuse="none")',
         )
     if recorded.trained:
-        _require_layouts(kind, recording.program, recorded.recording.program)
+        _require_layouts(kind, recording.program, recorded.recording.program, recorded.copied_out)
     program = attributed(recording.program, recorded.recording.program)
     program = replace(program, choices=tuple(decisions.made))
     recording = replace(recording, program=program, output_structure=recorded.recording.output_structure)
@@ -149,10 +149,11 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
     if recorded.trained:
         bring_seeds(module)
         split_backward(module)
-        keep_strides(module, exactly=True)
+        free = recorded.copied_out
+        keep_strides(module, exactly=True, free=free)
         module = _in_better_layout(module, device, recorded, decisions)
         if device.kind == "cuda":
-            pad_products(module, where, decisions, compiled=compiled, constant=False)
+            pad_products(module, where, decisions, compiled=compiled, constant=False, free=free)
         return module
     affine_norms(module)
     share_equal(module)
@@ -182,7 +183,7 @@ def _in_better_layout(
     other = lift(recorded.recording)
     bring_seeds(other)
     split_backward(other)
-    if not train_channels_last(other):
+    if not train_channels_last(other, free=recorded.copied_out):
         return module
     wanted = False
     if decisions.timer is not None:
@@ -210,7 +211,7 @@ def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> 
             inputs = draws(*inputs)
     stages = [(compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program))]
     if recorded.trained:
-        stages.append(tracked(results_laid_out(module), program))
+        stages.append(tracked(results_laid_out(module, free=recorded.copied_out), program))
     if draws is not None:
         stages.insert(0, tracked(draws, program))
     if updates is not None:
@@ -257,10 +258,12 @@ def _given_names(recorded: Recorded) -> dict[str, str]:
     }
 
 
-def _require_layouts(kind: str, made: Program, eager: Program) -> None:
-    """Raise CaptureError for a result in other strides than eager's: fused optimizers refuse gradients for that."""
+def _require_layouts(kind: str, made: Program, eager: Program, free: int) -> None:
+    """Raise CaptureError for a result, but for the first ``free``, in other strides than eager's: fused optimizers
+    refuse gradients for that.
+    """
     for at, (mine, theirs) in enumerate(zip(made.outputs, eager.outputs, strict=True)):
-        if mine.strides != theirs.strides:
+        if at >= free and mine.strides != theirs.strides:
             raise CaptureError(
                 f"result {at} of the {kind} kernels has strides {mine.strides}, eager's has {theirs.strides}",
                 fix='Options(fuse="none"), and report this model',

@@ -143,6 +143,7 @@ class Recorded:
         eager: the recording of the model itself, where this is one of what was rewritten from it.
         trained: whether parameters change from run to run: constants made of them would be stale at once.
         lender: memory of an executable that always runs in between, which runs of this may use up.
+        copied_out: results, the first so many, that are copied before anyone sees them: they may have any strides.
     """
 
     model: Callable[..., Any]
@@ -153,6 +154,7 @@ class Recorded:
     eager: Recorded | None = None
     trained: bool = False
     lender: Lender | None = None
+    copied_out: int = 0
 
     @property
     def whole(self) -> bool:

@@ -6,7 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["dense", "elements_once", "extent", "laid_out", "reach", "restrided", "row_by_row", "with_strides_of"]
+__all__ = [
+    "copied",
+    "dense",
+    "elements_once",
+    "extent",
+    "laid_out",
+    "reach",
+    "restrided",
+    "row_by_row",
+    "strides_of_copy",
+    "with_strides_of",
+]
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
@@ -74,6 +85,23 @@ def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     # A window of its own only where there is no other way: compilers pad rows, and a window by strides then shows the
     # padding.
     return found if found.stride() == strides else found.as_strided(tensor.shape, strides)
+
+
+def strides_of_copy(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides that ``clone`` gives a tensor of these.
+
+    >>> strides_of_copy((2, 3), (1, 2)), strides_of_copy((2, 3), (8, 1)), strides_of_copy((2, 3), (1, 0))
+    ((1, 2), (3, 1), (3, 1))
+    """
+    return torch.empty_strided(tuple(sizes), tuple(strides), device="meta").clone().stride()
+
+
+def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of ``tensor`` with these strides, those of a copy."""
+    if tensor.stride() == strides:
+        return tensor.clone()
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 def with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from rewrite_models import (
     Drawn,
     claimed,
@@ -18,13 +18,13 @@ from rewrite_models import (
     effects,
     lifted,
     recorded,
+    results_are_padded,
     strides_that_matter,
     unchanged_by,
 )
 from test_training import both, train_both
 from torch import nn
 
-from nimble_core import fusing
 from nimble_core.costs import uniform_costs
 from nimble_core.devices.host import HostDevice
 from nimble_core.errors import CaptureError
@@ -38,7 +38,6 @@ from nimble_core.program import KernelChoice
 from nimble_core.rewrites.fold import affine_norms
 from nimble_core.rewrites.layout import keep_strides, to_channels_last, train_channels_last
 from nimble_core.rewrites.library import sites_of
-from nimble_core.strides import restrided
 from nimble_core.training import TrainStep
 
 aten = torch.ops.aten
@@ -171,27 +170,6 @@ def test_folds_and_layout_agree() -> None:
         assert to_channels_last(module) == 2
 
     unchanged_by(both, recorded(model, torch.randn(2, 3, 6, 6, dtype=torch.float64)), strides=True)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    order=st.randoms(use_true_random=False),
-    expanded=st.booleans(),
-)
-def test_restrided_holds_the_same_numbers(sizes: list[int], order: Any, expanded: bool) -> None:
-    dims = list(range(len(sizes)))
-    order.shuffle(dims)
-    strides, step = [0] * len(sizes), 1
-    for dim in dims:
-        strides[dim], step = step, step * sizes[dim]
-    tensor = torch.randn(*sizes)
-    if expanded:
-        tensor = tensor.narrow(dims[0], 0, 1).expand(sizes)
-        strides[dims[0]] = 0
-    found = restrided(tensor, tuple(strides))
-    assert torch.equal(found, tensor)
-    assert all(size == 1 or a == b for size, a, b in zip(sizes, found.stride(), strides, strict=True))
-    assert restrided(found, tuple(strides)) is found
 
 
 def test_strides_are_kept_once() -> None:
@@ -388,19 +366,32 @@ def test_single_pixels_train_in_either_layout_on_a_gpu(kind: Any, size: int) -> 
     step.close()
 
 
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_results_that_are_copied_out_may_have_any_strides(free: int) -> None:
+    x = torch.randn(2, 3, 6, 6)
+    one, module = lifted(lambda x: (CONV(x), CONV(x).relu()), x)
+    assert train_channels_last(module, free=free) == 2
+    module.recompile()
+    turned = [result.is_contiguous(memory_format=torch.channels_last) for result in module(x)]
+    assert turned == [at < free for at in range(2)]
+    assert strides_that_matter(module(x)[free:]) == strides_that_matter(one.model(x)[free:])
+
+
+def test_a_result_that_is_returned_twice_is_free_only_where_both_are() -> None:
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = CONV(x)
+        return found, found
+
+    for free in range(3):
+        x = torch.randn(2, 3, 6, 6)
+        _, module = lifted(twice, x)
+        train_channels_last(module, free=free)
+        module.recompile()
+        assert {one.is_contiguous() for one in module(x)} == {free < 2}
+
+
 def test_results_that_a_compiler_padded_are_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor does on GPUs with products of odd widths; here it is done to all results with two dimensions."""
-    compile_graph = fusing.compile_graph
-
-    def padding(module: Any, inputs: Any, **how: Any) -> Any:
-        compiled = compile_graph(module, inputs, **how)
-
-        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return [nn.functional.pad(one, (0, 3))[:, :-3] if one.dim() == 2 else one for one in compiled(*tensors)]
-
-        return run
-
-    monkeypatch.setattr(fusing, "compile_graph", padding)
+    results_are_padded(monkeypatch)
     given, step, eager = both("mlp", options=Options(fuse="inductor", policy="single"))
     assert step.engine is not None
     program = step.engine.recorded.recording.program
@@ -408,6 +399,22 @@ def test_results_that_a_compiler_padded_are_laid_out_again(monkeypatch: pytest.M
     assert any("constant_pad" in call.operator for call in program.calls)
     train_both(given, step, eager, rtol=1e-5)
     step.close()
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_results_that_a_compiler_padded_and_that_are_copied_out_stay(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results_are_padded(monkeypatch)
+    one = replace(recorded(lambda x: (x.exp(), x.sin()), torch.randn(4, 5)), trained=True, copied_out=free)
+    made = fuse(HostDevice(), one, "inductor", step=lambda name: nullcontext())
+    strides = [ref.strides for ref in made.recording.program.outputs]
+    assert strides == [(8, 1) if at < free else (5, 1) for at in range(2)]
+    copies = [call for call in made.recording.program.calls if call.operator == "aten.copy_.default"]
+    assert len(copies) == 2 - free
+    executable = capture(HostDevice(), made, single(made.graph, uniform_costs(made.graph.size)))
+    assert eager_cases(one).judged("inductor", made, executable.run).passed
+    executable.close()
 
 
 def test_gradients_in_another_layout_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

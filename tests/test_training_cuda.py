@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rewrite_models import results_are_padded
 from test_differentiable import (
     CLOSE,
     assert_same_gradients,
@@ -616,6 +617,33 @@ def test_static_outputs_are_the_engines_own_and_stay_until_the_next_forward(fuse
         assert net(x).data_ptr() in places
     assert copies(x).data_ptr() not in places
     copies.close()
+    net.close()
+
+
+@pytest.mark.parametrize("outputs", ["copy", "static"])
+def test_outputs_have_eagers_strides_where_a_compiler_pads_them(outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are where they are put right; what is shown as it lies is laid out before."""
+    results_are_padded(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 61)).to(DEVICE)
+    eager = copy.deepcopy(model)
+    x, y = on(torch.randn(8, 16), torch.randint(0, 61, (8,)))
+    options = Options(fuse="inductor", policy="single", tune="off", outputs=outputs)
+    net = Nimble(model, options).prepare(x, training=True)
+    made = net.engines[0].recorded.recording.program
+    assert made.fuse == "inductor", net.engines[0].notes
+    assert made.outputs[0].strides == ((64, 1) if outputs == "copy" else (61, 1))
+    for _ in range(2):
+        x = torch.randn_like(x)
+        found, expected = net(x), eager(x)
+        assert found.stride() == expected.stride()
+        torch.testing.assert_close(found, expected)
+        for one, logits in ((net, found), (eager, expected)):
+            one.zero_grad()
+            F.cross_entropy(logits, y).backward()
+        assert_same_gradients(net, eager, rtol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(net(x), eager(x), check_stride=True)
     net.close()
 
 

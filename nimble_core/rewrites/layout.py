@@ -9,6 +9,7 @@ layout to be its parameter's.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -64,10 +65,11 @@ def to_channels_last(module: fx.GraphModule) -> int:
     return len(convolutions)
 
 
-def train_channels_last(module: fx.GraphModule) -> int:
+def train_channels_last(module: fx.GraphModule, *, free: int = 0) -> int:
     """Let two-dimensional convolutions of a training step and their backwards run channels last; how many forwards do.
 
-    Steps that take images by their strides, or write them through views, stay as they are.
+    Steps that take images by their strides, or write them through views, stay as they are. Results keep theirs, as
+    ``keep_strides`` says.
     """
     graph = module.graph
     forwards = [node for node in graph.nodes if node.target is _CONVOLUTION and _of_images(node)]
@@ -103,7 +105,7 @@ def train_channels_last(module: fx.GraphModule) -> int:
                 kept = add_call(graph, laid_out, (gradient, recorded.strides), (gradient,))
             kept.meta["pinned"] = pinned(gradient)
             gradient.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-    keep_strides(module, exactly=True)
+    keep_strides(module, exactly=True, free=free)
     return len(forwards)
 
 
@@ -163,18 +165,20 @@ def speaks_of_strides(module: fx.GraphModule) -> bool:
     return any(node.target in _STRIDED for node in module.graph.nodes)
 
 
-def keep_strides(module: fx.GraphModule, *, exactly: bool = False) -> None:
+def keep_strides(module: fx.GraphModule, *, exactly: bool = False, free: int = 0) -> None:
     """Give the tensors that the graph returns the strides that eager gives them.
 
     Args:
         module: changed in place.
         exactly: also where they do not matter, as optimizers ask of gradients, and for results that whoever reads them
             may write.
+        free: results, the first so many, that may have any strides.
     """
     outputs, function = module.graph.output_node(), laid_out if exactly else restrided
+    wanted = set(_results(module)[free:])
     for result in outputs.all_input_nodes:
         recorded = reference_of(result)
-        if recorded is None or result.op != "call_function" or result.target is function:
+        if recorded is None or result.op != "call_function" or result.target is function or result not in wanted:
             continue
         if pinned(result) and not exactly:
             continue
@@ -184,20 +188,25 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False) -> None:
         outputs.replace_input_with(result, kept)
 
 
-def results_laid_out(module: fx.GraphModule) -> fx.GraphModule:
-    """What gives results of ``module`` eager's strides after the fact, where a compiler returned others.
+def results_laid_out(module: fx.GraphModule, *, free: int = 0) -> fx.GraphModule:
+    """What gives results of ``module``, but for the first ``free``, eager's strides where a compiler returned others.
 
     Compilers pad the rows of products, and may hand out the padded memory for what the graph says is contiguous.
     """
     graph = fx.Graph()
-    (results,) = module.graph.output_node().args
     kept: list[fx.Node] = []
-    for position, result in enumerate(results):  # type: ignore[arg-type]  # a tuple, as ``lift`` and ``cut`` make it
+    for position, result in enumerate(_results(module)):
         one = graph.placeholder(f"result_{position}")
-        recorded = reference_of(result) if isinstance(result, fx.Node) else None
+        recorded = reference_of(result) if isinstance(result, fx.Node) and position >= free else None
         kept.append(one if recorded is None else add_call(graph, laid_out, (one, recorded.strides), (result,)))
     graph.output(tuple(kept))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _results(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What the graph returns: a tuple, as ``lift`` and ``cut`` make it."""
+    (results,) = module.graph.output_node().args
+    return tuple(results)  # type: ignore[arg-type]  # fx allows one alone
 
 
 def writes_through_views(module: fx.GraphModule) -> bool:

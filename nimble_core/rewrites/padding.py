@@ -67,7 +67,13 @@ class _Product:
 
 
 def pad_products(
-    module: fx.GraphModule, device: torch.device, decisions: Decisions, *, compiled: bool, constant: bool
+    module: fx.GraphModule,
+    device: torch.device,
+    decisions: Decisions,
+    *,
+    compiled: bool,
+    constant: bool,
+    free: int = 0,
 ) -> int:
     """Pad the odd size of large products where that is faster; how many are.
 
@@ -77,6 +83,7 @@ def pad_products(
         decisions: where nothing is measured, nothing is padded.
         compiled: whether a compiler makes kernels of the rest, and so pads what it computes for nothing.
         constant: whether weights are, so that they are padded once.
+        free: results, the first so many, that may have any strides.
     """
     if speaks_of_strides(module):
         return 0
@@ -99,7 +106,7 @@ def pad_products(
             _pad(module.graph, nodes, size, more)
             count += len(nodes)
     if count:
-        keep_strides(module, exactly=not constant)
+        keep_strides(module, exactly=not constant, free=free)
     drop_unused(module)
     return count
 
