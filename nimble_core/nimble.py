@@ -17,7 +17,7 @@ from nimble_core.casts import Autocast
 from nimble_core.collector import collector_paused
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable
-from nimble_core.differentiable import Backward, make_trainable
+from nimble_core.differentiable import Backward
 from nimble_core.errors import CaptureError, DeviceError, InputError
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce, hooks_of_users
@@ -43,6 +43,7 @@ from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder, flatten
+from nimble_core.trainable import make_trainable
 from nimble_core.transforms import transform_of, transforming
 from nimble_core.tuning import tune
 

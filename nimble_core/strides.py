@@ -15,6 +15,7 @@ __all__ = [
     "reach",
     "restrided",
     "row_by_row",
+    "share_bytes",
     "strides_of_copy",
     "with_strides_of",
 ]
@@ -65,6 +66,11 @@ def reach(tensor: torch.Tensor) -> int:
 def extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last in memory, both included."""
     return reach(tensor) * tensor.itemsize
+
+
+def share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory that two tensors reach over overlaps."""
+    return a.data_ptr() < b.data_ptr() + extent(b) and b.data_ptr() < a.data_ptr() + extent(a)
 
 
 def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -14,8 +14,8 @@ from test_training import PROBLEMS, made, one_thread
 from torch import nn
 
 from nimble_core.check import check_schedule
-from nimble_core.differentiable import ForwardBackward
 from nimble_core.errors import CaptureError
+from nimble_core.forward_backward import ForwardBackward
 from nimble_core.graph import build_graph
 from nimble_core.halves import Halves, halve
 from nimble_core.pipeline import Recorded, device_for, record_static, schedule_by

@@ -12,12 +12,13 @@ import torch
 from memory_models import happens_before
 from torch import nn
 
-from nimble_core import differentiable
+from nimble_core import trainable
 from nimble_core.arena import MemoryPlan, Needs, check_memory, plan_memory
 from nimble_core.devices.host import HostDevice
-from nimble_core.differentiable import ForwardBackward
+from nimble_core.forward_backward import ForwardBackward
 from nimble_core.fusing import fuse
 from nimble_core.halves import halve
+from nimble_core.lent_memory import leading, lent
 from nimble_core.pipeline import Stopwatch, record_static, schedule_by
 from nimble_core.recording import Issuer, issuing
 from nimble_core.signature import Signature
@@ -95,11 +96,11 @@ def test_a_backward_in_lent_memory_finds_what_was_saved_in_any_order(kind: Any, 
         made[at] = one.new_empty(0).set_(
             block.untyped_storage(), start // one.element_size() + one.storage_offset(), one.shape, one.stride()
         )
-    saved, lender = differentiable._lent(block[: offsets[-1]], made)
+    saved, lender = lent(block[: offsets[-1]], made)
     assert lender is not None
     saved += [x for _ in halves.saved_inputs]
     gradients = [torch.randn(4, 5)]
-    recorded = differentiable._recorded(halves.with_saved(saved), gradients, model)  # type: ignore[arg-type]  # not run
+    recorded = trainable._recorded(halves.with_saved(saved), gradients, model)  # type: ignore[arg-type]  # not run
     if kind != "none":
         recorded = fuse(device, recorded, kind, measure=False, thorough=False, step=Stopwatch())
     recording, program = recorded.recording, recorded.recording.program
@@ -110,8 +111,8 @@ def test_a_backward_in_lent_memory_finds_what_was_saved_in_any_order(kind: Any, 
             plain.issue(call)
         expected = [one.clone() for one in plain.outputs()]
     schedule = schedule_by(recorded, policy, None, None)
-    lent = replace(lender.to(recording), least_nbytes=0)
-    plan = check_memory(program, schedule, plan_memory(program, schedule, needs=Needs(lent=lent)))
+    uses_up = replace(lender.to(recording), least_nbytes=0)
+    plan = check_memory(program, schedule, plan_memory(program, schedule, needs=Needs(lent=uses_up)))
     assert any(0 <= offset < plan.start for offset in plan.offsets), "nothing moved in"
     assert plan.start + plan.nbytes <= block.nbytes
     chance = random.Random(0)
@@ -129,3 +130,111 @@ def test_a_backward_in_lent_memory_finds_what_was_saved_in_any_order(kind: Any, 
             found = placing.outputs()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+
+def saved_in(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors in one block, as a forward's outputs lie in its arena."""
+
+    def at(offset: int, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return memory[offset : offset + count].view(dtype).view(sizes)
+
+    floats = at(1024, torch.float32, 4, 8)
+    return {
+        "floats": floats,
+        "across": at(2048, torch.float32, 4, 8).t(),
+        "mask": at(2560, torch.bool, 100),
+        "positions": at(3072, torch.int64, 10),
+        "one": at(3584, torch.float32, 64),
+        "its part": at(3584, torch.float32, 64)[32:],
+        "between": at(4100, torch.float32, 8),
+    }
+
+
+def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
+    memory = torch.zeros(8192 + 512, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 512 :][:8192]
+    named = saved_in(memory)
+    elsewhere = torch.ones(3)
+    saved, lender = lent(memory, [*named.values(), elsewhere])
+    assert lender is not None
+    found = dict(zip(named, saved, strict=False))
+    own = {name for name, one in found.items() if one is not named[name]}
+    assert own == {"floats", "across", "mask", "between"}
+    assert lender.kept == ((3072, 80), (3584, 256), (3712, 128))
+    assert saved[-1] is elsewhere
+    memory.random_(255)
+    for name, one in named.items():
+        assert (found[name].data_ptr(), found[name].stride()) == (one.data_ptr(), one.stride())
+        assert torch.equal(found[name].nan_to_num(), one.nan_to_num())
+
+    def uses(*tensors: torch.Tensor) -> torch.Tensor:
+        floats, across, mask, between = tensors
+        return floats @ across.t().t() + mask[:4].float() + between[:4]
+
+    given = [found[name] for name in ("floats", "across", "mask", "between")]
+
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + uses(*given)
+
+    args = (torch.ones(4, 4),)
+    recorded = record_static(HostDevice(), Reads(), Signature(args, {}), args, {}, strict=True, step=Stopwatch())
+    uses_up = lender.to(recorded.recording)
+    assert sorted(offset for _, offset in uses_up.homes) == [1024, 2048, 2560]
+    assert uses_up.kept == ((3072, 80), (3584, 256), (3712, 128), (4100, 32)), (
+        "what does not begin where blocks do stays"
+    )
+    assert uses_up.nbytes == 8192
+
+
+def test_what_is_shown_to_the_caller_is_not_used_up() -> None:
+    memory = torch.zeros(8192 + 512, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 512 :][:8192]
+    named = saved_in(memory)
+    apart = memory[512:544].view(torch.float32)
+    saved, lender = lent(memory, list(named.values()), (), [named["floats"][1:], apart, torch.ones(3)])
+    assert lender is not None
+    assert saved[0] is named["floats"]
+    assert len(saved) == len(named)
+    assert lender.kept == ((512, 32), (1024, 128), (1056, 96), (3072, 80), (3584, 256), (3712, 128))
+
+
+class Looks(torch.autograd.Function):
+    """Keeps positions as numbers, and its backward goes where they say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.exp(), positions + 0.5)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        scales, positions = ctx.saved_tensors
+        return gradient * scales[(positions * 1).long()], None
+
+
+def test_what_leads_to_positions_stays() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return Looks.apply(torch.relu(self.layer(x)), positions)  # type: ignore[no-untyped-call]  # torch's has no types
+
+    args = (torch.randn(4, 4), torch.tensor([3.0, 1.0, 0.0, 2.0]))
+    whole = ForwardBackward(Model(), ())
+    example = (args, {}, [torch.ones(4, 4)])
+    joint = record_static(HostDevice(), whole, Signature(example, {}), example, {}, strict=True, step=Stopwatch())
+    halves = halve(joint.recording, 2, 1)
+    backward = halves.backward
+    leads = leading(backward, halves.saved_outputs + len(halves.saved_inputs))
+    sizes = [backward.program.storages[backward.storage_of[slot]].nbytes for slot in backward.inputs[1:]]
+    assert [sizes[at] for at in leads] == [16], "the positions alone: what they choose from may be anything"
+    assert len(sizes) > 2
+
+
+def test_nothing_is_lent_where_there_is_no_memory() -> None:
+    saved = [torch.ones(3)]
+    assert lent(None, saved) == (saved, None)

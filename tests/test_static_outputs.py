@@ -13,7 +13,7 @@ from torch import nn
 from nimble_core import InputError, Nimble, Options, nimble
 from nimble_core.devices.base import Executable
 from nimble_core.devices.host import HostDevice
-from nimble_core.differentiable import _of_their_own
+from nimble_core.trainable import _of_their_own
 
 How = Literal["eager", "copy", "static"]
 
