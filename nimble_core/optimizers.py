@@ -8,29 +8,31 @@ form is chosen, none of which reads the device.
 
 from __future__ import annotations
 
-import logging
-import sys
-import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from copy import copy, deepcopy
+from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass
-from inspect import unwrap
 from itertools import chain
 from numbers import Real
 from operator import attrgetter, is_
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.errors import InputError
 from nimble_core.freshness import same_objects
-from nimble_core.operators import has_memory, storage_address, written_tensors
-from nimble_core.origins import line_inside
+from nimble_core.optimizer_twins import (
+    PLAIN,
+    led_to,
+    name_of,
+    names_in_step,
+    plain_attributes,
+    run_step,
+    step_explained,
+    tensors_among,
+    trial_step,
+    twin_of,
+)
 from nimble_core.preserve import random_state_kept
 from nimble_core.strides import dense, with_strides_of
 
@@ -45,18 +47,6 @@ _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfl
 _PREPARE = "prepare again, with a new TrainStep"
 _DENSE = "make it of a copy without gaps, nn.Parameter(view.contiguous())"
 _CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
-
-_READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
-"""Bring a value from the device to the host."""
-_OWN = ("step", "state", "param_groups")
-"""Attributes that a twin has of its own, or does without."""
-_PLAIN = (bool, int, float, complex, str)
-_CONTAINERS = (dict, list, set, deque)
-_COPIED_WHOLE = ("numpy", "random", "array")
-"""Packages of values that change in place, and can be copied and compared like what they pickle to."""
-_SHARED = ("torch", "triton", "logging", "threading", "concurrent")
-"""Packages of objects that stand for more than their attributes: operators, kernels, loggers."""
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -146,9 +136,9 @@ class CapturedOptimizer:
         _require_capturable(optimizer, device)
         self.optimizer = optimizer
         self.device = device
-        self._names = _names_in_step(type(optimizer))
+        self._names = names_in_step(type(optimizer))
         self._groups = tuple(_described(optimizer, device, self._names))
-        self._plain = tuple(_plain_attributes(optimizer, self._names).items())
+        self._plain = tuple(plain_attributes(optimizer, self._names).items())
         trained = [
             (f"{_place(at)}['params'][{member}]", one)
             for at, group in enumerate(optimizer.param_groups)
@@ -162,11 +152,11 @@ class CapturedOptimizer:
         self.rates = tuple(torch.empty((), dtype=kind, device=device) for _ in self._groups)
         self._numbers: list[float | None] = [None] * len(self._groups)
         self._fill(self._changed_rates())
-        with _explained(optimizer):
-            held = _led_to(optimizer)
+        with step_explained(optimizer):
+            held = led_to(optimizer)
         # Trial steps may draw noise; the user's next is as if there had been none.
         with random_state_kept(device, [one for one in held if isinstance(one, torch.Generator)]):
-            self.state = tuple(self._made(_beside(held)))
+            self.state = tuple(self._made(tensors_among(held)))
         self._used = {position for position, kept in enumerate(self.state) if kept}
         self._updated = False
         # What optimizer.state held when it was last in step with ours: itself, its entries, copies of these.
@@ -181,10 +171,10 @@ class CapturedOptimizer:
                 rate = None if layout in twins else self.rates[at]
                 if rate is not None:
                     # One for all alike: attributes to copy may be many, and steps have been seen to leave them alone.
-                    with _explained(self.optimizer):
+                    with step_explained(self.optimizer):
                         only = {at: {**group.options, "lr": 1.0, "params": [parameter]}}
-                        twins[layout] = _twin(self.optimizer, only, {})
-                made = _trial(self.optimizer, twins[layout], at, group, parameter, beside, rate)
+                        twins[layout] = twin_of(self.optimizer, only, {})
+                made = trial_step(self.optimizer, twins[layout], at, group.options, parameter, beside, rate)
                 _take_over(made, _differing(self.optimizer.state.get(parameter), made, self._places[position]))
                 yield made
 
@@ -199,7 +189,7 @@ class CapturedOptimizer:
 
         Both make the same step, by other kernels: a difference in time that no capture or schedule has made.
         """
-        name = _name(self.optimizer)
+        name = name_of(self.optimizer)
         for group, given in zip(self._groups, self.optimizer.param_groups, strict=True):
             if not group.positions or "foreach" not in given:
                 continue
@@ -216,7 +206,7 @@ class CapturedOptimizer:
         """Raises InputError if a step of this optimizer cannot be left out by the device: see ``scales``."""
         if not self.scales:
             raise InputError(
-                f"{_name(self.optimizer)} cannot leave out a step on the device, as a gradient scaler needs",
+                f"{name_of(self.optimizer)} cannot leave out a step on the device, as a gradient scaler needs",
                 fix="train in bfloat16 without a scaler, or use SGD, Adam or AdamW on real floating-point parameters"
                 " without gaps in their memory",
             )
@@ -290,7 +280,7 @@ class CapturedOptimizer:
             members = [self.parameters[position] for position in group.positions if position in part]
             groups[at] = {**group.options, "lr": rate, "params": members}
         state = {self.parameters[position]: dict(self.state[position]) for position in part if self.state[position]}
-        _run(_twin(self.optimizer, groups, state, **scaling), self.device)
+        run_step(twin_of(self.optimizer, groups, state, **scaling), self.device)
 
     def _check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         if len(gradients) != len(self.parameters):
@@ -410,7 +400,7 @@ class CapturedOptimizer:
             if now is not value and (_has_tensor(now) or now != value):
                 raise InputError(
                     f"{name} was {value!r} and is {now!r} now: a replay repeats what its step read",
-                    where=f"{_name(self.optimizer)}.{name}",
+                    where=f"{name_of(self.optimizer)}.{name}",
                     fix=_PREPARE,
                 )
 
@@ -477,7 +467,7 @@ class CapturedOptimizer:
 def _require_capturable(optimizer: Any, device: torch.device) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
-    name = _name(optimizer)
+    name = name_of(optimizer)
     if not {"state", "param_groups", "defaults"} <= vars(optimizer).keys():
         raise InputError(f"{name} stands for another optimizer", fix="pass the one inside")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -539,7 +529,7 @@ def _described(optimizer: torch.optim.Optimizer, device: torch.device, names: Se
             kinds = "a parameter with gaps in its memory" if gaps else ", ".join(sorted(map(str, types)))
             why = f"on {device.type} for {kinds}" if "fused" in group else "neither fused nor capturable"
             raise InputError(
-                f"{_name(optimizer)} has no form that stays on the device: {why}",
+                f"{name_of(optimizer)} has no form that stays on the device: {why}",
                 where=_place(at) + (gaps[0] if gaps else ""),
                 fix="use another optimizer, or step() in eager" + f"; or {_DENSE}" * bool(gaps),
             )
@@ -554,7 +544,7 @@ def _described(optimizer: torch.optim.Optimizer, device: torch.device, names: Se
 
 def _is_setting(optimizer: torch.optim.Optimizer, names: Set[str], key: str, value: object) -> bool:
     """Whether ``step`` may read this entry of a group, and a replay would go on with what it was."""
-    return key not in _FORMS and (key in optimizer.defaults or (key in names and isinstance(value, _PLAIN)))
+    return key not in _FORMS and (key in optimizer.defaults or (key in names and isinstance(value, PLAIN)))
 
 
 def _eager_form(group: Mapping[str, Any], device: torch.device) -> str:
@@ -574,370 +564,6 @@ def _fused_types(optimizer: torch.optim.Optimizer, device: torch.device) -> Set[
     if device.type == "cpu" and isinstance(optimizer, torch.optim.SGD):
         return _FUSED_TYPES - {torch.float16, torch.bfloat16}  # left unchanged: pytorch issue 191763, torch <= 2.13
     return _FUSED_TYPES
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer,
-    twin: torch.optim.Optimizer,
-    at: int,
-    group: _Group,
-    parameter: torch.Tensor,
-    beside: Set[int],
-    rate: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """State as a step of ``twin`` on a copy of ``parameter`` makes it.
-
-    Given ``rate``, a second step shows whether the optimizer reads the device, or changes on the host. ``beside``: as
-    ``_Refusing`` takes it.
-    """
-    stand_in = parameter.detach().clone()
-    stand_in.grad = torch.zeros_like(stand_in)
-    name, where = _name(optimizer), _step_of(optimizer)
-    with _explained(optimizer):
-        twin.param_groups[0]["params"][:] = [stand_in]
-        with _Refusing(name, beside):
-            _run(twin, stand_in.device)
-        made = dict(twin.state.get(stand_in, {}))
-        twin.param_groups[0]["params"].clear()  # memory of the device, which the next does not need
-        twin.state.clear()
-        for key, value in made.items():
-            if not isinstance(value, torch.Tensor):
-                raise InputError(f"{name} keeps {key} on the host, as a {type(value).__name__}", where=where)
-        if rate is None:
-            return made
-        groups = {at: {**group.options, "lr": rate, "params": [stand_in]}}
-        state = {stand_in: made} if made else {}
-        before, twin = (_twin(optimizer, groups, state) for _ in range(2))
-        with _Refusing(name, beside, reads=True):
-            _run(twin, stand_in.device)
-        changed = _changed(before, twin)
-    if changed:
-        raise InputError(
-            f"{name} changes {changed} on the host in each step, which a replay would not",
-            where=where,
-            fix="keep it in optimizer.state[parameter], as a tensor that the step writes in place; if the first step "
-            "alone changes it, take that one in eager before",
-        )
-    return made
-
-
-def _step_of(optimizer: torch.optim.Optimizer) -> str:
-    return f"step() of {type(optimizer).__module__}.{_name(optimizer)}"
-
-
-@contextmanager
-def _explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Errors of a step inside are told as such."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        what = f"{_name(optimizer)} failed in its form for capture: {type(error).__name__}: {error}"
-        raise InputError(what, where=_step_of(optimizer), fix="use SGD, Adam or AdamW, or a newer torch") from error
-
-
-class _Refusing(TorchDispatchMode):
-    """Refuses calls that a replay, or an update of some of the parameters, would not make as the step does.
-
-    Args:
-        name: of the optimizer.
-        beside: where tensors lie that it keeps outside of ``state``; to write them is refused, before it is done.
-        reads: whether to refuse calls that wait for the device and bring a value to the host.
-    """
-
-    def __init__(self, name: str, beside: Set[int], *, reads: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.name, self.beside, self.reads = name, beside, reads
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.reads and func.overloadpacket in _READS:
-            raise InputError(
-                f"{self.name} reads the learning rate or its state back from the device in each step: a replay would"
-                " repeat the value that it read once",
-                where=_line(),
-                fix="use SGD, Adam or AdamW, or a newer torch",
-            )
-        written = written_tensors(func, args, kwargs or {}) if self.beside else ()
-        if any(storage_address(one) in self.beside for one in written if has_memory(one)):
-            raise InputError(
-                f"{self.name} writes a tensor that it keeps beside its state: updates may be of some of the parameters"
-                " alone, several in a step",
-                where=_line(),
-                fix="keep it in optimizer.state[parameter]",
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _line() -> str:
-    file, line = line_inside(sys._getframe(2))
-    return f"{file}:{line}" if file else f"torch {torch.__version__}"
-
-
-# -- a twin that steps -------------------------------------------------------------------------------------------------
-
-
-def _twin(
-    optimizer: torch.optim.Optimizer,
-    groups: Mapping[int, dict[str, Any]],
-    state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
-    **attributes: Any,
-) -> torch.optim.Optimizer:
-    """An optimizer of the same kind for other groups and state; nothing of ``optimizer`` is changed by its steps.
-
-    Tensors are shared, and what holds them in ``groups``, ``state`` and attributes is the twin's own.
-
-    Args:
-        optimizer: the user's.
-        groups: what its groups are in the twin, by their position; those without parameters only where attributes lead
-            to them.
-        state: for parameters of these groups.
-        attributes: of the twin, beside those of ``optimizer``.
-    """
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {}
-    instead = {at: _own(group, memo) for at, group in groups.items()}
-    own: dict[str, Any] = {
-        "param_groups": [group for group in instead.values() if group["params"]],
-        "state": defaultdict(dict, {parameter: dict(kept) for parameter, kept in state.items()}),
-        "_warned_capturable_if_run_uncaptured": True,
-        "_need_device_dtype_check_for_fused": False,  # the form was chosen by devices and types
-    }
-    memo |= {id(optimizer): twin, id(optimizer.param_groups): own["param_groups"], id(optimizer.state): own["state"]}
-    memo |= {id(optimizer.param_groups[at]): group for at, group in instead.items()}
-    vars(twin).update(_inherited(optimizer, memo) | own | attributes)
-    return twin
-
-
-def _run(twin: torch.optim.Optimizer, device: torch.device) -> None:
-    """The twin's ``step``, without hooks."""
-    step: Callable[..., Any] = type(twin).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    with _capturable_on(device, type(twin)):
-        step(twin)
-
-
-_patching = threading.RLock()
-
-
-@contextmanager
-def _capturable_on(device: torch.device, kind: type[torch.optim.Optimizer]) -> Iterator[None]:
-    """Let capturable forms run on the host too: torch asserts that they run on accelerators, their formulas do not."""
-    name = "_get_capturable_supported_devices"
-    modules = [sys.modules[one.__module__] for one in kind.__mro__ if one.__module__.startswith("torch.optim.")]
-    if device.type != "cpu":
-        yield
-        return
-    with _patching:
-        before = [(module, getattr(module, name)) for module in dict.fromkeys(modules) if hasattr(module, name)]
-        try:
-            for module, supported in before:
-                setattr(module, name, lambda *args, _of=supported, **kwargs: [*_of(*args, **kwargs), "cpu"])
-            yield
-        finally:
-            for module, supported in before:
-                setattr(module, name, supported)
-
-
-# -- what an optimizer keeps on the host -------------------------------------------------------------------------------
-
-
-def _of_classes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's classes, but for torch's, give it."""
-    kinds = [kind for kind in type(optimizer).__mro__ if _package(kind) != "torch"]
-    return {key: value for kind in reversed(kinds) for key, value in vars(kind).items() if not key.startswith("__")}
-
-
-def _plain_attributes(optimizer: torch.optim.Optimizer, names: Set[str]) -> dict[str, Any]:
-    """Numbers and strings in attributes, also of its classes, which ``step`` may read."""
-    shown = _of_classes(optimizer) | vars(optimizer)
-    return {key: value for key, value in shown.items() if isinstance(value, _PLAIN) and key in names}
-
-
-def _names_in_step(kind: type[torch.optim.Optimizer]) -> frozenset[str]:
-    """Names and strings in the code of ``step``, and of all that it calls by name: what it may read.
-
-    Followed are methods of all classes, and functions of the packages that these are from. What torch's own code names
-    are its defaults: it is only followed into methods that others override.
-    """
-    packages = {_package(one) for one in kind.__mro__} - {"torch", "builtins"}
-    names: set[str] = set()
-    seen: set[FunctionType] = set()
-    pending: list[Any] = [vars(one).get("step") for one in kind.__mro__]
-    while pending:
-        found = pending.pop()
-        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        function = unwrap(found) if callable(found) else None
-        if not isinstance(function, FunctionType) or function in seen or _package(function) not in packages | {"torch"}:
-            continue
-        seen.add(function)
-        words = _words(function.__code__)
-        pending += (vars(one).get(word) for one in kind.__mro__ for word in words)
-        if _package(function) in packages:
-            names |= words
-            pending += map(function.__globals__.get, words)
-    return frozenset(names)
-
-
-def _words(code: CodeType) -> set[str]:
-    """Names and strings in code, and in the functions and comprehensions inside of it."""
-    inside = [_words(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return {*code.co_names, *(one for one in code.co_consts if isinstance(one, str)), *chain.from_iterable(inside)}
-
-
-def _inherited(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
-    """Attributes for a twin, with containers of its classes among them.
-
-    Hooks are left alone: they may lead anywhere, and no step calls those of checkpoints.
-    """
-    held = {key: value for key, value in _of_classes(optimizer).items() if isinstance(value, _CONTAINERS)}
-    return {
-        key: value if key.startswith("_optimizer_") else _own(value, memo)
-        for key, value in (held | vars(optimizer)).items()
-        if key not in _OWN
-    }
-
-
-def _led_to(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What its attributes lead to, copies where a twin has its own."""
-    memo: dict[int, Any] = {id(one): one for one in (optimizer, optimizer.param_groups, optimizer.state)}
-    _inherited(optimizer, memo)
-    return list(memo.values())
-
-
-def _beside(held: Iterable[Any]) -> Set[int]:
-    """Where the tensors lie among these."""
-    modules = [one for one in held if isinstance(one, torch.nn.Module)]
-    inside = chain.from_iterable((*one.parameters(), *one.buffers()) for one in modules)
-    tensors = chain((one for one in held if isinstance(one, torch.Tensor)), inside)
-    return {storage_address(one) for one in tensors if has_memory(one)}
-
-
-def _own(value: Any, memo: dict[int, Any]) -> Any:
-    """``value`` with copies of the containers and plain objects that it leads to; tensors and all else are shared.
-
-    Args:
-        value: what an optimizer keeps.
-        memo: copies by the ids of what they are of; filled.
-
-    Raises:
-        InputError: it leads to another optimizer, whose steps would be real ones.
-    """
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, torch.optim.Optimizer):
-        raise InputError(
-            f"the optimizer keeps another one, a {_name(value)}, which its step may run", fix="pass that one alone"
-        )
-    made: Any = value
-    memo[id(value)] = made
-    if isinstance(value, _CONTAINERS):
-        memo[id(value)] = made = copy(value)  # with all that its class keeps: a factory, a length
-        entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, one in () if isinstance(value, set) else entries:
-            made[key] = _own(one, memo)
-    elif isinstance(value, tuple):
-        items = [_own(one, memo) for one in value]
-        if not all(map(is_, items, value)):
-            made = tuple.__new__(type(value), items)
-    elif isinstance(value, MethodType):
-        made = MethodType(value.__func__, _own(value.__self__, memo))
-    elif _is_plain(value):
-        memo[id(value)] = made = object.__new__(type(value))
-        table = getattr(made, "__dict__", {})
-        for name, one in _attributes(value).items():
-            if name in getattr(value, "__dict__", ()):
-                table[name] = _own(one, memo)  # past properties of the same name, whose setters may do more
-            else:
-                object.__setattr__(made, name, _own(one, memo))
-    elif _package(type(value)) in _COPIED_WHOLE:
-        made = deepcopy(value)
-    memo[id(value)] = made
-    return made
-
-
-def _changed(before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> str:
-    """The first of what these twins keep that differs: a key of attributes, groups or state; empty if there is none."""
-    seen: dict[tuple[int, int], Any] = {(id(before), id(after)): (before, after)}
-    for was, now in zip(_tables(before), _tables(after), strict=True):
-        for key in dict.fromkeys([*was, *now]):
-            if not (key in was and key in now and _same(was[key], now[key], seen)):
-                return str(key)
-    return "" if _same(before.state, after.state, seen) else "state"
-
-
-def _tables(twin: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    attributes = {key: value for key, value in vars(twin).items() if key not in _OWN}
-    members = chain.from_iterable(group["params"] for group in twin.param_groups)
-    return [attributes, *twin.param_groups, *(twin.state.get(one, {}) for one in members)]
-
-
-def _same(one: Any, other: Any, seen: dict[tuple[int, int], Any]) -> bool:
-    """Whether the values are equal; tensors are compared by identity, like all that says nothing of its value.
-
-    Args:
-        one: what a twin keeps.
-        other: what another twin keeps in this place.
-        seen: pairs that count as the same, by their ids, which are kept alive; filled.
-    """
-    if one is other or (id(one), id(other)) in seen:
-        return True
-    if type(one) is not type(other) or isinstance(one, torch.Tensor):
-        return False
-    seen[id(one), id(other)] = one, other
-    if isinstance(one, MethodType):
-        return one.__func__ is other.__func__ and _same(one.__self__, other.__self__, seen)
-    if isinstance(one, dict):
-        one, other = _entries(one), _entries(other)
-        return one.keys() == other.keys() and all(_same(value, other[key], seen) for key, value in one.items())
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(_same(*pair, seen) for pair in zip(one, other, strict=True))
-    if _is_plain(one):
-        return _same(_attributes(one), _attributes(other), seen)
-    if _package(type(one)) in _COPIED_WHOLE:
-        return _same(one.__reduce_ex__(4), other.__reduce_ex__(4), seen)
-    try:
-        return bool(one == other or (one != one and other != other))
-    except Exception:  # an object whose comparison fails is the same as itself alone
-        return False
-
-
-def _entries(held: dict[Any, Any]) -> dict[Any, Any]:
-    """Without those that a defaultdict makes when they are read."""
-    made = getattr(held, "default_factory", None)
-    return {key: value for key, value in held.items() if made is None or type(value) is not made or value}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether attributes are all that there is to an object, and nobody else works with it meanwhile."""
-    kind = type(value)
-    if _package(type(value)) in _SHARED and not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return False
-    new: object = kind.__new__
-    if kind is object or new is not object.__new__ or hasattr(kind, "__del__"):
-        return False
-    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, logging.Filterer, threading.Thread)):
-        return False  # also of classes elsewhere
-    try:
-        object.__new__(kind)
-    except TypeError:  # of a class in C
-        return False
-    return not any(isinstance(one, _LOCKS) for one in _attributes(value).values())
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Those of a plain object, in slots or not."""
-    found = object.__getstate__(value)
-    parts = found if isinstance(found, tuple) else (found,)
-    return {name: one for part in parts for name, one in (part or {}).items()}
-
-
-def _package(one: type[Any] | FunctionType) -> str:
-    """That a class or a function is from."""
-    return one.__module__.partition(".")[0]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -1004,10 +630,6 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _has_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
-
-
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__
 
 
 def _place(group: int) -> str:
