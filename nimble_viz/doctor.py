@@ -437,10 +437,10 @@ def _memory(on: _Machine) -> Answer:
     torch = on.torch
     if not torch.cuda.is_available():
         return _works("results lie in one arena, planned ahead")
-    from nimble_core.devices.cuda import _places_memory
+    from nimble_core.devices.cuda_arena import places_memory
 
     backend = torch.cuda.get_allocator_backend()
-    if not _places_memory():
+    if not places_memory():
         why = f"torch's allocator is {backend!r}, whose blocks cannot be placed: each stream reuses its own memory"
         return "fallback", why, "unset PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) backend"
     if torch._C._cuda_isHistoryEnabled():

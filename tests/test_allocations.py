@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.allocations import Ask, Event, Window, asks_of
-from nimble_core.devices import cuda
+from nimble_core.devices.cuda_tracing import CaptureCounter, allocations_traced
 
 
 def test_what_a_call_frees_and_keeps() -> None:
@@ -91,8 +91,8 @@ def test_the_users_label_counts_for_no_call_and_is_put_back(
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [events]})
     stream: Any = SimpleNamespace(cuda_stream=1, device=torch.device("cuda", 0))
     probe: Any = SimpleNamespace(nodes=lambda: 0)
-    with pytest.raises(error) if error else nullcontext(), cuda._allocations_traced(stream) as trace:
-        counter = cuda._Counter(probe, stream.device, trace)
+    with pytest.raises(error) if error else nullcontext(), allocations_traced(stream) as trace:
+        counter = CaptureCounter(probe, stream.device, trace)
         allocated(64)  # before the first call
         counter.begin("0")
         allocated(128)

@@ -327,7 +327,7 @@ def _tensors() -> int:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("settled")
 def test_a_thousand_rounds_on_a_gpu_leave_nothing_behind() -> None:
-    from nimble_core.devices import cuda
+    from nimble_core.devices import cuda_streams
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -337,7 +337,7 @@ def test_a_thousand_rounds_on_a_gpu_leave_nothing_behind() -> None:
         return {
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
-            "streams": sum(len(pool) for pool in cuda._STREAMS.values()),
+            "streams": sum(len(pool) for pool in cuda_streams._STREAMS.values()),
             "tensors": _tensors(),
             "threads": _workers(),
             "descriptors": _descriptors(),

@@ -6,13 +6,11 @@ Program, each call on its stream, with exactly the schedule's waits between stre
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -21,23 +19,22 @@ import torch
 
 from nimble_core import cupti, kineto
 from nimble_core.accumulators import kept_graphs_apart
-from nimble_core.allocations import Ask, Event, Window, asks_of
 from nimble_core.arena import MemoryPlan
 from nimble_core.around import Around
 from nimble_core.collector import collector_paused
 from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
-from nimble_core.devices.placement import Placer
-from nimble_core.emitted import RawGraph, emitted_counts, launched_ahead
+from nimble_core.devices.cuda_arena import CudaArena, places_memory
+from nimble_core.devices.cuda_executable import CudaExecutable, free_ended
+from nimble_core.devices.cuda_streams import Lanes, fork, join, own_streams
+from nimble_core.devices.cuda_tracing import CaptureCounter, allocations_traced
+from nimble_core.emitted import RawGraph, launched_ahead
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
-from nimble_core.inductor import first_line
 from nimble_core.launchers import Relaunch
 from nimble_core.layout import Layout, lay_out
 from nimble_core.locks import capturing, launching
-from nimble_core.memory import release_plan
 from nimble_core.observation import TIMED, Launch, observation, tell_by_id, tell_by_order
 from nimble_core.occupancy import Multiprocessors
 from nimble_core.preserve import random_state_kept, run_until_settled
-from nimble_core.program import Program
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
 from nimble_core.rawgraph import CaptureProbe, linked, links_change, read_graph, read_launches, zeroed_at_once
 from nimble_core.record import record
@@ -50,41 +47,9 @@ from nimble_core.structure import builder, flatten
 
 __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 
-_ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, _Arena | None, object, object]] = []
-"""Of executables that were closed: device, graph, arena, and what they used."""
-_PATIENCE_S = 1.0
-"""How long an engine that is closed waits for a capture of another thread to end."""
-_STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 _TIMED_CALLS = 10
 _CUDNN_TRIALS = 4
 """Routines that cuDNN times for a convolution that it meets: each takes milliseconds, and it names the likely first."""
-_GUARD_BYTES = 512
-"""Between the start of an arena's own block and the first address in it: no two blocks may start at one address."""
-
-
-def _streams(device: torch.device, count: int, priority: int = 0) -> list[torch.cuda.Stream]:
-    """``count`` streams of our own, the same ones each time.
-
-    ``torch.cuda.Stream()`` hands out 32 round robin: above that two of them are silently one.
-
-    Args:
-        device: whose streams.
-        count: how many.
-        priority: 0 normal, higher sooner; capped at what the GPU offers.
-    """
-    pool = _STREAMS.setdefault((device.index or 0, priority), [])
-    if len(pool) < count:
-        from cuda.bindings import runtime
-
-        with torch.cuda.device(device):
-            _, _, greatest = runtime.cudaDeviceGetStreamPriorityRange()
-            level = max(-priority, int(greatest))  # CUDA counts downwards: -5 is the most urgent
-            while len(pool) < count:
-                code, handle = runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, level)
-                if int(code) != 0:
-                    raise DeviceError(f"cudaStreamCreateWithPriority failed: {code.name}")
-                pool.append(torch.cuda.ExternalStream(int(handle), device=device))
-    return pool[:count]
 
 
 class CudaDevice:
@@ -140,15 +105,15 @@ class CudaDevice:
         with (
             kept_graphs_apart(_leaves(model)),
             self._capturing(torch.cuda.CUDAGraph(keep_graph=True), 1) as (streams, probe),
-            _allocations_traced(streams[0]) if traced else nullcontext() as trace,
+            allocations_traced(streams[0]) if traced else nullcontext() as trace,
         ):
-            counter = _Counter(probe, self.device, trace)
+            counter = CaptureCounter(probe, self.device, trace)
             return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
 
     def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
         """Everything that calls allocate, but for calls that were seen to allocate in another way."""
         program = recording.program
-        if not _places_memory() or len(recording.asks) < len(program.calls):
+        if not places_memory() or len(recording.asks) < len(program.calls):
             return None
         layout = lay_out(program, schedule, recording.asks, skip=self._unplaced)
         return replace(layout, beside_nbytes=sum(ref.nbytes for ref in program.inputs))
@@ -163,7 +128,7 @@ class CudaDevice:
     ) -> CudaExecutable:
         """Capture a multi-stream graph with the schedule's waits, and instantiate it."""
         with _errors_explained():
-            arena = _Arena(self.device, recording.program, schedule, layout, memory)
+            arena = CudaArena(self.device, recording.program, schedule, layout, memory)
             buffers = [
                 arena.input(ref.storage, tensor) if ref.storage in arena.inputs else _like(tensor)
                 for ref, tensor in zip(recording.program.inputs, inputs, strict=True)
@@ -198,7 +163,7 @@ class CudaDevice:
         recording: Recording,
         schedule: Schedule,
         issuer: Issuer,
-        arena: _Arena,
+        arena: CudaArena,
         streams: Sequence[torch.cuda.Stream],
         probe: CaptureProbe,
     ) -> list[tuple[int, int]]:
@@ -215,7 +180,7 @@ class CudaDevice:
             waits.setdefault(consumer, []).append(producer)
         events: dict[int, torch.cuda.Event] = {}
         bounds: list[tuple[int, int]] = [(0, 0)] * len(recording.program.calls)
-        lanes = _Lanes(self.device, schedule)
+        lanes = Lanes(self.device, schedule)
         nodes = probe.nodes()
         with lanes.joined(streams):
             for position, call in enumerate(schedule.order):
@@ -314,11 +279,11 @@ class CudaDevice:
                 self.synchronize()
             with self._capturing(graph, len(calls)) as (streams, _):
                 for _ in range(_TIMED_CALLS):
-                    _fork(streams)
+                    fork(streams)
                     for stream, call in zip(streams, calls, strict=True):
                         torch.cuda.set_stream(stream)
                         call()
-                    _join(streams)
+                    join(streams)
                 torch.cuda.set_stream(streams[0])
             graph.instantiate()
         except (RuntimeError, CaptureError, DeviceError):
@@ -408,8 +373,8 @@ class CudaDevice:
             random_state_kept(self.device),
             _errors_explained(),
         ):
-            _free_ended()
-            streams = _streams(self.device, count)
+            free_ended()
+            streams = own_streams(self.device, count)
             caller = torch.cuda.current_stream(self.device)
             self.synchronize()
             # A workspace left on these streams by an earlier engine is not ours to bake into this graph.
@@ -419,14 +384,14 @@ class CudaDevice:
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    _fork(streams)
+                    fork(streams)
                     yield streams, CaptureProbe(streams[0].cuda_stream)
-                    _join(streams)
+                    join(streams)
                     _end(graph)
                 except BaseException:
                     torch.cuda.set_stream(streams[0])  # a capture ends on the stream that it began on
                     with suppress(Exception):
-                        _join(streams)
+                        join(streams)
                     with suppress(Exception):
                         _end(graph)
                     # Where CUDA invalidated the capture, torch's allocator was not told that it is over.
@@ -437,420 +402,6 @@ class CudaDevice:
             finally:
                 torch.cuda.set_stream(caller)
                 torch._C._cuda_clearCublasWorkspaces()
-
-
-class CudaExecutable:
-    """An instantiated CUDA graph with its input and output buffers."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        graph: torch.cuda.CUDAGraph,
-        schedule: Schedule,
-        buffers: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        raw: RawGraph,
-        written_inputs: tuple[int, ...],
-        pool_nbytes: int,
-        arena: _Arena | None,
-        kept: tuple[torch.Tensor, ...],
-    ) -> None:
-        self.device = device
-        self._kept = kept  # what the graph reads by address
-        self.schedule = schedule
-        self.raw = raw
-        self.memory = arena.memory if arena and arena.nbytes else None
-        placed = arena.inputs.values() if arena else ()
-        own = sum(buffer.nbytes for buffer in buffers if buffer.data_ptr() not in placed)
-        self.nbytes = pool_nbytes + own + (arena.nbytes if arena else 0)
-        self.counts = emitted_counts(schedule, raw)
-        self.graph: torch.cuda.CUDAGraph | None = graph
-        self.buffers = buffers
-        self.outputs = outputs
-        self._written = written_inputs
-        self._arena = arena
-        self._lock = threading.Lock()
-        self._linking = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
-        self._stream_id = 0
-
-    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
-        """Copy ``inputs`` in, replay on the caller's stream, return copies of the outputs (or the buffers)."""
-        grad = torch.is_grad_enabled()
-        with self._lock:
-            graph = self.graph
-            if graph is None:
-                raise _closed()
-            if grad:
-                torch._C._set_grad_enabled(False)
-            try:
-                self._follow_last_run()
-                buffers = self.buffers
-                if len(buffers) == 1:
-                    buffers[0].copy_(inputs[0], non_blocking=True)
-                else:
-                    torch._foreach_copy_(buffers, list(inputs), non_blocking=True)
-                with launching:
-                    graph.replay()
-                for position in self._written:
-                    inputs[position].copy_(buffers[position])
-                return list(self.outputs) if static else [output.clone() for output in self.outputs]
-            finally:
-                if grad:
-                    torch._C._set_grad_enabled(True)
-
-    def replay(self) -> None:
-        """Replay on the caller's stream."""
-        with self._lock:
-            if self.graph is None:
-                raise _closed()
-            self._follow_last_run()
-            with launching:
-                self.graph.replay()
-
-    @contextmanager
-    def none_ahead(self) -> Iterator[None]:
-        """Inside, a replay launches no kernel before what it waits for has ended; one thread at a time."""
-        with self._linking:
-            ahead = self.raw.ahead
-            if not self._link(()):
-                raise _closed()
-            try:
-                yield
-            finally:
-                self._link(ahead)
-
-    def _link(self, ahead: Sequence[tuple[int, int]]) -> bool:
-        """Launch the heads of these edges ahead, and no others; False if there is no graph any more."""
-        with capturing, self._lock:
-            graph = self.graph
-            if graph is None:
-                return False
-            torch.cuda.synchronize(self.device)
-            self.raw = linked(graph.raw_cuda_graph(), self.raw, ahead)
-            try:
-                graph.instantiate()
-            except BaseException as error:
-                # Its instance is gone, and torch would end that once more: nobody may launch or free this graph again.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
-                self.graph = None
-                raise DeviceError(
-                    f"a graph could not be instantiated again: {first_line(error)}",
-                    fix="free memory, and prepare the model again",
-                ) from error
-            return True
-
-    @property
-    def arena(self) -> torch.Tensor | None:
-        """The memory of its calls, bytes; results that the next run overwrites lie in it."""
-        return self._arena.all if self._arena else None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Between two runs: what is issued inside on the current stream follows the one and precedes the other."""
-        with self._lock:
-            if self.graph is None:
-                raise _closed()
-            self._follow_last_run()
-            yield
-
-    def _follow_last_run(self) -> None:
-        # The buffers are shared by all runs: a run on another stream waits for the previous one.
-        current = torch._C._cuda_getCurrentStream(self.device.index)[0]
-        if current != self._stream_id:
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            self._stream, self._stream_id = stream, current
-
-    def close(self) -> None:
-        """Wait for the last run and free graph and buffers."""
-        with self._lock:
-            graph, arena = self.graph, self._arena
-            held = self.buffers, self.outputs
-            self.graph, self._arena, self.buffers, self.outputs = None, None, [], []
-            kept, self._kept = self._kept, ()
-        if graph is not None:
-            # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.
-            _ENDED.append((self.device, graph, arena, held, kept))  # the last two because a run may be using them
-            # Nor in the midst of a launch: who holds ``capturing`` may be waiting for it. The next to end frees both,
-            # or the next capture, where another thread holds it for long: it may wait for the run around this.
-            launches = launching._is_owned()  # type: ignore[attr-defined]  # not in what types know of it
-            if not launches and capturing.acquire(timeout=_PATIENCE_S):
-                try:
-                    _free_ended()
-                finally:
-                    capturing.release()
-
-
-def _free_ended() -> None:
-    """Free what was closed meanwhile; who calls this holds ``capturing``, and captures nothing."""
-    while _ENDED:
-        ended = _ENDED.pop()
-        _free(*ended[:3])
-        del ended
-
-
-def _free(device: torch.device, graph: torch.cuda.CUDAGraph, arena: _Arena | None) -> None:
-    torch.cuda.synchronize(device)
-    graph.reset()
-    if arena is not None:
-        arena.close()
-
-
-class _Arena:
-    """The memory of one captured schedule: a single block, and the allocator told where in it each call's results go.
-
-    Args:
-        device: which GPU.
-        program: the calls.
-        schedule: the schedule to be captured.
-        layout: what each call allocates; None: all is left to torch's allocator, which reuses memory on each stream.
-        memory: where it goes.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        program: Program,
-        schedule: Schedule,
-        layout: Layout | None,
-        memory: MemoryPlan | None,
-    ) -> None:
-        self.memory = memory
-        self._device = device.index
-        self._asked = {} if layout is None else dict(enumerate(layout.asked))
-        self._as_asked = True
-        self._allocated: tuple[int, int] | None = None  # up to the last placed call: to ask takes long
-        self._surprises = 0
-        self.nbytes = 0
-        self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
-        self._planned: list[list[tuple[int, int]]] = []
-        self._address: dict[int, int] = {}
-        self._placer: Placer | None = None
-        self._block: torch.Tensor | None = None
-        self.inputs: dict[int, int] = {}
-        self.cells = range(0)
-        if layout is None or memory is None:
-            return
-        placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
-        self._releases = _last_uses(program, schedule, placed, self._releases)
-        shared = layout.front_nbytes
-        kept = shared + memory.nbytes
-        cells = kept + layout.kept_nbytes
-        scratch = cells + layout.cells_nbytes
-        self.nbytes = scratch + memory.scratch_nbytes
-        if not any(layout.blocks):
-            return
-        self._placer = Placer(device.index)
-        self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
-        start = self._block.data_ptr() + _GUARD_BYTES
-        self.cells = range(start + cells, start + scratch)
-
-        def located(offset: int) -> int:
-            in_arena = start + shared + offset - memory.start
-            return in_arena if offset >= memory.start else layout.lent_address + offset
-
-        self.inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
-        for call, blocks in enumerate(layout.blocks):
-            running = {
-                "scratch": start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0),
-                "workspace": located(memory.workspace_offsets[call] if memory.workspace_offsets else 0),
-            }
-            planned = []
-            for block in blocks:
-                if block.home == "arena" and block.storage is not None:
-                    address = located(memory.offsets[block.storage])
-                elif block.home == "front":
-                    address = start + block.offset
-                elif block.home == "kept":
-                    address = start + kept + block.offset
-                elif block.home == "cell":
-                    address = start + cells + block.offset
-                else:
-                    address = running[block.home]
-                    running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
-                if block.storage is not None:
-                    self._address[block.storage] = address
-                planned.append((address, block.nbytes))
-            self._planned.append(planned)
-        self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]
-
-    def input(self, storage: int, example: torch.Tensor) -> torch.Tensor:
-        """The buffer of an input at its place; what it holds is whatever is there."""
-        strides = torch.empty_like(example, device="meta").stride()
-        memory = torch._C._construct_storage_from_data_pointer(self.inputs[storage], example.device, example.nbytes)
-        return torch.empty(0, dtype=example.dtype, device=example.device).set_(memory, 0, example.shape, strides)
-
-    def dead_before(self, position: int) -> Sequence[int]:
-        """Storages to let go of before the call at this place of the issue order."""
-        return self._releases[position]
-
-    @contextmanager
-    def placing(self, call: int) -> Iterator[None]:
-        """Inside, what ``call`` allocates goes where it was planned."""
-        if self._placer is None or not self._planned[call]:
-            yield
-            self._allocated = None
-            return
-        # A library's workspace that an earlier call got is not this call's: it asks for its own.
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            before = self._allocated or _allocations(self._device)
-            with self._placer.placing(self._planned[call]) as made:
-                yield
-                after = self._allocated = _allocations(self._device)
-            asked = (after[0] - before[0] - made[0], after[1] - before[1] - made[1])
-            self._as_asked = self._asked[call] == asked
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
-
-    def placed(self, call: int, issuer: Issuer) -> bool:
-        """Whether all results of ``call`` are where they should be, and it asked for what was planned."""
-        if self._placer is None:
-            return True
-        surprised = len(self._placer.surprises) > self._surprises
-        self._surprises = len(self._placer.surprises)
-        # Also what is freed again counts: a workspace larger than in the recording may have run over its block.
-        return (
-            not surprised
-            and (self._as_asked or not self._planned[call])
-            and all(
-                (tensor := issuer.tensor_on(storage)) is None
-                or tensor.untyped_storage().data_ptr() == self._address[storage]
-                for storage in self._made[call]
-            )
-        )
-
-    def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs as views of the block itself, so that the allocator's pools can go."""
-        if self._block is None:
-            return outputs
-        block = self._block
-        start, end = block.data_ptr(), block.data_ptr() + block.nbytes
-        settled = []
-        for tensor in outputs:
-            address = tensor.untyped_storage().data_ptr()
-            if start < address < end:
-                view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                offset = (address - start) // tensor.element_size() + tensor.storage_offset()
-                view.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())
-                view = torch._conj(view) if tensor.is_conj() else view
-                tensor = torch._neg_view(view) if tensor.is_neg() else view
-            settled.append(tensor)
-        return settled
-
-    @property
-    def all(self) -> torch.Tensor | None:
-        """Every byte that calls use; None if there is none."""
-        return None if self._block is None or not self.nbytes else self._block[_GUARD_BYTES:]
-
-    def capture_ended(self) -> None:
-        """Let the pools go; nothing may be alive in them."""
-        if self._placer is not None:
-            self._placer.release()
-
-    def close(self) -> None:
-        """Free the block."""
-        self._block = None
-        if self._placer is not None:
-            self._placer.release()
-            self._placer.close()
-            self._placer = None
-
-
-def _last_uses(
-    program: Program, schedule: Schedule, placed: set[int], releases: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """Placed storages go right after their last use was issued: their bytes are the plan's; the others as before."""
-    last: dict[int, int] = {}
-    for position, call in enumerate(schedule.order):
-        for access in program.calls[call].accesses:
-            if access.ref.storage in placed:
-                last[access.ref.storage] = position
-    for ref in program.outputs:
-        last.pop(ref.storage, None)
-    before = [[storage for storage in storages if storage not in placed] for storages in releases]
-    for storage, position in last.items():
-        if position + 1 < len(before):
-            before[position + 1].append(storage)
-    return before
-
-
-class _Lanes:
-    """The streams of a schedule during its capture: one a lane, or one for each priority that its calls have."""
-
-    def __init__(self, device: torch.device, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._urgent = {
-            level: _streams(device, schedule.streams, level) for level in sorted(set(schedule.priority) - {0})
-        }
-        self._current: dict[int, torch.cuda.Stream] = {}
-
-    def enter(self, call: int, streams: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:
-        """Make the stream of ``call`` current, behind what its lane has issued so far."""
-        lane = self._schedule.stream[call]
-        level = self._schedule.priority[call] if self._schedule.priority else 0
-        stream = self._urgent[level][lane] if level else streams[lane]
-        before = self._current.setdefault(lane, streams[lane])
-        if before is not stream:
-            stream.wait_stream(before)
-            self._current[lane] = stream
-        torch.cuda.set_stream(stream)
-        return stream
-
-    @contextmanager
-    def joined(self, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-        """Bring every lane back to its own stream at the end, and the first one to be current; errors go first."""
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # CUDA may have ended the capture
-                self._leave(streams)
-            raise
-        self._leave(streams)
-
-    def _leave(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        for lane, stream in self._current.items():
-            if stream is not streams[lane]:
-                streams[lane].wait_stream(stream)
-        torch.cuda.set_stream(streams[0])
-
-
-class _Counter:
-    """Nodes of the throwaway capture, and a way out of it for host constants."""
-
-    def __init__(self, probe: CaptureProbe, device: torch.device, trace: _Trace | None) -> None:
-        self.nodes = probe.nodes
-        self._device = device
-        self._trace = trace
-
-    def begin(self, label: str) -> None:
-        if self._trace is not None:
-            # A workspace that a library kept from the call before would not show.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch._C._cuda_setMemoryMetadata(label)
-
-    def end(self) -> None:
-        if self._trace is not None:
-            torch._C._cuda_setMemoryMetadata("")
-
-    def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
-        return asks_of(self._trace.events(), windows) if self._trace else ()
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        from cuda.bindings import runtime
-
-        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
-        _, mode = runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
-        side = torch.cuda.Stream(self._device)
-        try:
-            with torch.cuda.stream(side):
-                yield
-                side.synchronize()
-        finally:
-            runtime.cudaThreadExchangeStreamCaptureMode(mode)
 
 
 def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
@@ -883,24 +434,6 @@ def _settle_generator(stream: torch.cuda.Stream) -> None:
         _end(graph)
 
 
-def _fork(streams: Sequence[torch.cuda.Stream]) -> None:
-    event = torch.cuda.Event()
-    event.record(streams[0])
-    for stream in streams[1:]:
-        stream.wait_event(event)
-
-
-def _join(streams: Sequence[torch.cuda.Stream]) -> None:
-    for stream in streams[1:]:
-        event = torch.cuda.Event()
-        event.record(stream)
-        streams[0].wait_event(event)
-
-
-def _closed() -> DeviceError:
-    return DeviceError("this engine was closed", fix="prepare the model again")
-
-
 @contextmanager
 def _errors_explained() -> Iterator[None]:
     try:
@@ -916,51 +449,6 @@ def _errors_explained() -> Iterator[None]:
             "CUDA refused the capture: " + str(error).splitlines()[0],
             fix="run the model once in eager mode first; keep synchronising operators out of the prepared module",
         ) from error
-
-
-def _allocations(device: int) -> tuple[int, int]:
-    """``(allocations, bytes asked for)`` so far."""
-    stats = torch._C._cuda_memoryStats(device)
-    return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """The allocator's history of one stream. Labels are of the thread that allocates: others' are told apart."""
-
-    stream: torch.cuda.Stream
-
-    def events(self) -> list[Event]:
-        """What was allocated and freed since, in order."""
-        own = self.stream.cuda_stream
-        return [
-            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["user_metadata"])
-            for one in torch.cuda.memory._snapshot()["device_traces"][self.stream.device.index]
-            if one["action"] in ("alloc", "free_requested") and one["stream"] == own
-        ]
-
-
-@contextmanager
-def _allocations_traced(stream: torch.cuda.Stream) -> Iterator[_Trace | None]:
-    """Yields what tells the allocations inside; None where someone else traces them."""
-    if torch._C._cuda_isHistoryEnabled():
-        yield None
-        return
-    label = torch._C._cuda_getMemoryMetadata()
-    try:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None)
-        torch._C._cuda_setMemoryMetadata("")  # the user's could be that of a call
-        yield _Trace(stream)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-        torch._C._cuda_setMemoryMetadata(label)
-
-
-@cache
-def _places_memory() -> bool:
-    """Whether this torch has what placing memory takes."""
-    names = ("_cuda_customAllocator", "_cuda_beginAllocateCurrentThreadToPool", "_cuda_releasePool")
-    return torch.cuda.get_allocator_backend() == "native" and all(hasattr(torch._C, name) for name in names)
 
 
 @cache
