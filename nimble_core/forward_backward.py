@@ -101,18 +101,22 @@ class ForwardBackward(Around):
 def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, options: Options, step: Step) -> Recorded:
     """Forward and backward as they are, or with all their images channels last, whichever takes less time.
 
-    What the forward saves is the backward's input: the layout is one for both, chosen before they are cut. Outputs keep
-    the layout that they have in eager: where one of them is an image, nothing is turned.
+    What the forward saves is the backward's input: the layout is one for both, chosen before they are cut. Outputs that
+    are shown as they lie keep the layout that they have in eager: where they would have another, nothing is turned.
     """
-    program = joint.recording.program
-    weights, fixed = turnable(program), any(len(ref.sizes) == 4 for ref in program.outputs[: whole.outputs])
-    if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights or fixed:
+    weights = turnable(joint.recording.program)
+    if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights:
         return joint
     turned = ForwardBackward(whole.model, whole.leaves, weights)
     args, kwargs = builder(joint.signature.structure)(joint.signature.tensors)
     try:
         with step("record channels last"):
             other = record_static(device, turned, joint.signature, args, kwargs, strict=True, step=step)
+        made, eagers = (
+            [ref.strides for ref in one.recording.program.outputs[: whole.outputs]] for one in (other, joint)
+        )
+        if options.outputs == "static" and made != eagers:
+            return joint
         with step("choose layout"), state_kept(joint):
             modules = [lift(one.recording) for one in (joint, other)]
             runs = [partial(module, *joint.signature.tensors) for module in modules]

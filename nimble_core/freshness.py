@@ -32,6 +32,7 @@ from nimble_core.preserve import installed_by_runs
 __all__ = ["Watch", "announce", "hooks_of_users", "modules_behind", "same_objects"]
 
 _version = attrgetter("_version")
+_forward_of = attrgetter("forward")
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
@@ -114,6 +115,11 @@ class Watch:
         self._slots: list[tuple[Any, str]] = [*((module, attribute) for module, attribute, _ in slots), *hooked]
         self._owners = [vars(module) for module, _ in self._slots]
         self._attributes = [attribute for _, attribute in self._slots]
+        # Equal, not the same: it is bound anew each time. A property may make one that is equal to no other.
+        root = modules.get("") if whole else None
+        self._roots = (
+            [root] if root is not None and getattr(root, "forward", None) == getattr(root, "forward", self) else []
+        )
         self._remembered = self._now()
         modes = {id(module): slot for slot, (module, attribute) in enumerate(self._slots) if attribute == "training"}
         entries = [
@@ -136,10 +142,6 @@ class Watch:
             if isinstance(entry[2], torch.nn.Module) and id(entry[2]) in modes
         ]
         self._moods = whole or not _sets_modes(model)
-        root = modules.get("") if whole else None
-        self._forward = getattr(root, "forward", None)
-        # Equal, not the same: it is bound anew each time. A property may make one that is equal to no other.
-        self._root = root if getattr(root, "forward", None) == self._forward else None
         self._watched = [tensor for _, _, tensor, _ in self._tensors]
         self._memory = list(map(torch.Tensor.data_ptr, self._watched))
         plain: tuple[object, ...] = (object.__eq__, torch.Tensor.__eq__)
@@ -165,8 +167,7 @@ class Watch:
         anywhere; some ten times all that once after an entry was added, and always where a module keeps its mode or
         tables elsewhere than modules do (``training`` as a property, TorchScript).
         """
-        same_forward = self._root is None or self._root.forward == self._forward
-        if same_forward and self._comparable and self._as_remembered() and self._hooked_as_remembered():
+        if self._comparable and self._as_remembered() and self._hooked_as_remembered():
             # Last, just before ``stale`` looks at the same tensors, which are in the processor's caches then.
             with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
                 if list(map(torch.Tensor.data_ptr, self._watched)) == self._memory:
@@ -190,8 +191,9 @@ class Watch:
     def _as_remembered(self) -> bool:
         """Whether tables have the same keys and the same objects, and modules their modes. False is not certain."""
         try:
-            now = list(map(getitem, self._owners, self._attributes))
-        except KeyError:  # a module without one of its tables
+            # Compared below, in C: to Dynamo, two methods are never equal.
+            now = [*map(getitem, self._owners, self._attributes), *map(_forward_of, self._roots)]
+        except (AttributeError, KeyError):  # a module without one of its tables, or its forward
             return False
         return same_objects(now, self._remembered)
 
@@ -210,12 +212,13 @@ class Watch:
         return True
 
     def _now(self) -> list[Any]:
-        """Modes, and copies of the tables, as they are."""
-        return [_held(module, attribute) for module, attribute in self._slots]
+        """Modes, and copies of the tables, and the model's forward, as they are."""
+        held: list[Any] = [_held(module, attribute) for module, attribute in self._slots]
+        return [*held, *(getattr(one, "forward", None) for one in self._roots)]
 
     def _difference(self, now: list[Any]) -> str:
         """The first difference of ``now`` and of memory to what is remembered, in words."""
-        if self._root is not None and self._root.forward != self._forward:
+        if self._roots and not same_objects(now[-1:], self._remembered[-1:]):
             return "forward is another function than it was"
         for (slot, key, tensor, name), pointer, layout in zip(self._tensors, self._memory, self._layouts, strict=True):
             if now[slot].get(key) is not tensor:

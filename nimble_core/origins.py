@@ -28,10 +28,10 @@ def module_paths(model: Callable[..., Any]) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
 
-def pass_over(directory: str) -> None:
-    """Code in this directory stands for nobody, like torch's and this package's: lines are those of its callers."""
+def pass_over(place: str) -> None:
+    """Code in this directory, or file, stands for nobody, like torch's and this package's: lines are its callers'."""
     global _passed
-    _passed = (*dict.fromkeys((*_passed, f"{directory.rstrip('/')}/")),)
+    _passed = (*dict.fromkeys((*_passed, place if place.endswith(".py") else f"{place.rstrip('/')}/")),)
 
 
 def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:

@@ -171,7 +171,7 @@ def make_trainable(
         flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
         leaves=frozenset(leaves),
         leaves_present=whole.leaves_present,
-        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in halves.forward.program.outputs[:outputs]),
+        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in joint.recording.program.outputs[:outputs]),
         differentiable=whole.differentiable,
         templates=templates,
         reached=whole.reached,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import html
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import ipywidgets as widgets
@@ -87,9 +88,10 @@ _STYLE = (
 class _Ground(AnyWidget):
     """What the page has to know and to tell once for a dashboard; nothing is seen of it.
 
-    It asks the page whether its background is dark, and has figures follow the dashboard's size. plotly's figures look
-    at their size when the window's changes, not when their pane comes into view, and those that were drawn out of view
-    keep the width that was guessed then.
+    It brings plotly's code, packed (1.5 MB of 5), asks the page whether its background is dark, and has figures follow
+    the dashboard's size. plotly's figures look at their size when the window's changes, not when their pane comes into
+    view, and those that were drawn out of view keep the width that was guessed then. Each dashboard has its own: a page
+    that was opened late knows nothing of what others were sent.
     """
 
     _esm = """
@@ -123,21 +125,16 @@ class _Ground(AnyWidget):
     export default { render };
     """
     dark = traitlets.Bool(False).tag(sync=True)
+    plotly = traitlets.Bytes().tag(sync=True)
+
+    @traitlets.default("plotly")
+    def _packed(self) -> bytes:
+        return _plotly_packed()
 
 
-class _Plotly(AnyWidget):
-    """plotly's code, packed: 1.5 MB of 5. All dashboards of a kernel share it, and so does a notebook that is saved."""
-
-    _esm = "export default {};"
-    packed = traitlets.Bytes().tag(sync=True)
-    _made: _Plotly | None = None
-
-    @classmethod
-    def of_kernel(cls) -> _Plotly:
-        """The one of this process, made anew if it was closed, as by ``Widget.close_all()``."""
-        if cls._made is None or cls._made.comm is None:
-            cls._made = cls(packed=gzip.compress(str(FigureWidget._esm).encode(), mtime=0))
-        return cls._made
+@cache
+def _plotly_packed() -> bytes:
+    return gzip.compress(str(FigureWidget._esm).encode(), mtime=0)
 
 
 class _Figure(FigureWidget):
@@ -148,24 +145,24 @@ class _Figure(FigureWidget):
       let own;
       return {
         async initialize(props) {
-          const code = await props.model.widget_manager.get_model(props.model.get("_code").split("IPY_MODEL_")[1]);
+          const ground = await props.model.widget_manager.get_model(props.model.get("_ground").split("IPY_MODEL_")[1]);
           const load = async () => {
-            const text = new Blob([code.get("packed")]).stream().pipeThrough(new DecompressionStream("gzip"));
+            const text = new Blob([ground.get("plotly")]).stream().pipeThrough(new DecompressionStream("gzip"));
             const url = URL.createObjectURL(new Blob([await new Response(text).text()], { type: "text/javascript" }));
             try { return await import(url); } finally { URL.revokeObjectURL(url); }
           };
-          code.nimblePlotly ??= load();
-          own = (await code.nimblePlotly).default();
+          ground.nimblePlotly ??= load();
+          own = (await ground.nimblePlotly).default();
           return own.initialize(props);
         },
         render: (props) => own.render(props),
       };
     };
     """
-    _code = traitlets.Instance(_Plotly).tag(sync=True, **widgets.widget_serialization)
+    _ground = traitlets.Instance(_Ground).tag(sync=True, **widgets.widget_serialization)
 
-    def __init__(self) -> None:
-        self._code = _Plotly.of_kernel()  # ahead of all else: the page is told once, when the widget is made
+    def __init__(self, ground: _Ground) -> None:
+        self._ground = ground  # ahead of all else: the page is told once, when the widget is made
         super().__init__()
 
 
@@ -308,7 +305,7 @@ class Dashboard(widgets.VBox):
     def _build(self) -> None:
         views, report = self.views, self.report
         self._ground = _Ground()
-        self._figures = {name: _figure_widget() for name in ("Overhead", "DAG", "Timeline", "Memory")}
+        self._figures = {name: _figure_widget(self._ground) for name in ("Overhead", "DAG", "Timeline", "Memory")}
         self._drawn: set[str] = set()
         for name, figure in self._figures.items():
             figure.observe(lambda _, name=name: self._drawn.add(name), "_js2py_layoutDelta")
@@ -732,8 +729,8 @@ class Dashboard(widgets.VBox):
         self.what_if(self._policy.value, self._streams.value)
 
 
-def _figure_widget() -> FigureWidget:
-    widget = _Figure()
+def _figure_widget(ground: _Ground) -> FigureWidget:
+    widget = _Figure(ground)
     widget._config = {
         "scrollZoom": True,
         "responsive": True,

@@ -49,8 +49,10 @@ class Pane:
         from nimble_viz.views.live import live_text
         from nimble_viz.views.source import source_text
 
-        own: Mapping[str, Callable[[Report], str]] = {"source": source_text, "memory": live_text}
-        return own[self.name](self.report) if self.name in own else pane_text(self.report, self.name, width)
+        made: Mapping[str, Callable[[Report], str]] = {"source": source_text, "memory": live_text}
+        own = made.get(self.name)
+        text = pane_text(self.report, self.name, width)
+        return f"{text}\n{own(self.report)}" if own else text
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""

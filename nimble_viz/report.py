@@ -449,7 +449,9 @@ class Report:
         known = dict.fromkeys(("eager", "single", *(one.name for one in named), *plans))
         for one in (name, baseline):
             if one and one not in known:
-                raise InputError(f"this report has no run {one!r}", fix=f"one of {', '.join(known)}")
+                measured = ", ".join(run.name for run in self.measurements)
+                fix = f"one of {measured}" if measured else "nothing was measured"
+                raise InputError(f"this report has no run {one!r}", fix=fix)
         faster, base = self.measurement(name), self.measurement(baseline)
         return ratio(faster, base) if faster and base else None
 

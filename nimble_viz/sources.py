@@ -26,16 +26,20 @@ _LONGEST_LINE = 400
 _MOST_LINES = 1_000
 _AROUND = 3
 _CELL_MAGIC = "get_ipython().run_cell_magic("
-_MACHINERY = ("nimble_viz", "IPython", "ipykernel", "ipywidgets", "traitlets", "tornado", "asyncio")
+_MACHINERY = (
+    "nimble_viz", "IPython", "ipykernel", "ipykernel_launcher", "ipywidgets", "traitlets", "tornado", "asyncio",
+    "concurrent.futures", "threading",
+)  # fmt: skip
 
 
 def pass_over_machinery() -> None:
     """Calls made from now on come from the user's lines: neither from this package's nor from those that run cells."""
     from nimble_core.origins import pass_over
 
-    for name in _MACHINERY:
-        for directory in getattr(sys.modules.get(name), "__path__", ()):
-            pass_over(directory)
+    for module in filter(None, map(sys.modules.get, _MACHINERY)):
+        for place in getattr(module, "__path__", (module.__file__,)):
+            if place:
+                pass_over(place)
 
 
 def read_sources(calls: Iterable[Call], most: int = MAX_CHARACTERS) -> tuple[SourceLines, ...]:

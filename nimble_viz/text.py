@@ -60,14 +60,15 @@ def pane_text(report: Report, pane: str, width: int | None = None) -> str:
 
     Args:
         report: what is shown.
-        pane: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"`` or ``"syncs"``; others have texts of their own.
+        pane: which; ``"source"`` and ``"memory"`` have texts of their own that follow this.
         width: as for ``plain``.
     """
     from rich.console import Group
 
     tables = summary(report)
     sections = [(title, body) for panes, title, body in _sections(report, tables) if pane in panes.split()]
-    said = tables["verdict"] if pane == "summary" else "" if sections else f"{_NOTHING[pane]}."
+    nothing = f"{_NOTHING[pane]}." if pane in _NOTHING and not sections else ""
+    said = tables["verdict"] if pane == "summary" else nothing
     head = [_text(f"nimble_viz: {report.model}"), *([_text(said)] if said else [])]
     return plain(Group(*head, *_drawn(sections)), width)
 
@@ -206,7 +207,7 @@ def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, str
         title = f"Preparation ({tables['preparation_total']})"
         yield "summary", title, [_pairs((row["name"], row["text"]) for row in tables["preparation"])]
     if tables["memory"]:
-        yield "summary", "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
+        yield "summary memory", "Memory" if tables["host"] else "Device memory", _memory(tables["memory"])
     if tables["profiled"]:
         body = [_bullet(f"{row['what']}: {row['why']}") for row in tables["profiled"]["absent"]]
         yield "summary", "Not in this report", [*body]
@@ -524,10 +525,10 @@ def _overhead(report: Report, profile: dict[str, Any]) -> list[RenderableType]:
     for fill, colour, part in zip(_FILLS, _COLOURS, PARTS, strict=True):
         share = profile["totals"][part] / (sum(profile["totals"][one] for one in PARTS) or 1)
         legend.append(f"{fill} {part} {format_percent(share)}  ", colour)
-    for name, groups in (("operators", operators), ("modules", modules)):
+    for name, groups in (("operator", operators), ("module", modules)):
         rest = sum(row["overhead"] for row in groups[_TOP:])
-        if len(groups) > _TOP and len(modules) > (name == "modules"):
-            legend.append(f"\nand {len(groups) - _TOP} {name} more, {format_ns(rest)} together", "dim")
+        if len(groups) > _TOP and len(modules) > (name == "module"):
+            legend.append(f"\nand {plural(len(groups) - _TOP, name)} more, {format_ns(rest)} together", "dim")
     return [*body, legend]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nimble_core.measurement import Ratio
@@ -113,7 +114,7 @@ def _sections(found: Difference) -> Iterator[tuple[str, list[RenderableType]]]:
         yield f"Calls of another cost ({format_count(len(found.recosted))})", _costs(found)
     for key, changes in found.changes.items():
         if changes:
-            words = _bytes_changed if key == "memory" else _change
+            words = partial(_bytes_changed, found) if key == "memory" else _change
             yield _SECTIONS[key], [_pairs((one.name, words(one)) for one in changes)]
     if found.notes:
         yield "Not compared", [_bullet(note) for note in found.notes]
@@ -189,6 +190,12 @@ def _change(one: Change) -> str:
     return " -> ".join(values)
 
 
-def _bytes_changed(one: Change) -> str:
-    missing = "none" if one.name.endswith(_PLANNED) else "not measured"
-    return " -> ".join(format_bytes(value) if isinstance(value, int) else missing for value in (one.old, one.new))
+def _bytes_changed(found: Difference, one: Change) -> str:
+    """Bytes, or why there are none: of a run that was not there, or not measured."""
+    run = "eager" if one.name == "eager's peak" else one.name.rpartition(": ")[0]
+    ran = next(((speed.old_ns, speed.new_ns) for speed in found.speeds if speed.name == run), (None, None))
+    planned = one.name.endswith(_PLANNED)
+    return " -> ".join(
+        format_bytes(value) if isinstance(value, int) else "none" if planned or took is None else "not measured"
+        for value, took in zip((one.old, one.new), ran, strict=True)
+    )

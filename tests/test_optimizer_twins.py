@@ -295,9 +295,7 @@ def test_tensors_that_are_written_beside_the_state_are_refused_and_stay(make: An
     these = parameters()
     mine = Keeping(these, make(these), change)
     before, values = everything(mine), copy.deepcopy(mine._kept)
-    with pytest.raises(
-        InputError, match=r"a tensor that it keeps beside its state.*\n.*test_optimizer_twins.py"
-    ):
+    with pytest.raises(InputError, match=r"a tensor that it keeps beside its state.*\n.*test_optimizer_twins.py"):
         CapturedOptimizer(mine, "cpu")
     assert everything(mine) == before
     if isinstance(values, torch.nn.Module):

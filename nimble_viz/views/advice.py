@@ -375,7 +375,8 @@ def _other_kernels(
     compiled = "inductor" if report.program.device == "cpu" else "auto"  # which tries no compiler on the host
     if report.program.fuse == "none" and not any(one.fuse != "none" and one.measurement for one in report.candidates):
         yield bound(
-            f"compute {plural(len(light), 'light call')} inside their neighbours' kernels (fuse={compiled!r})",
+            f"compute {plural(len(light), 'light call')} inside {'its' if len(light) == 1 else 'their'} neighbours' "
+            f"kernels (fuse={compiled!r})",
             sum(ns[call] for call in light),
             f"calls of the chain that ran longest with less than {_MEMORY_BOUND:g} operations for each byte",
         )
