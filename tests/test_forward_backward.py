@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_differentiable import Place, assert_same_gradients, on, prepared
+from test_differentiable import Place, assert_same_gradients, on, pair, prepared
 from test_training import Residual, images, one_thread
 from torch import nn
 
@@ -81,6 +81,28 @@ def test_convolutions_train_in_the_layout_that_was_measured_to_be_faster() -> No
     program = (chosen.eager or chosen).recording.program
     made = [ref for call in program.calls if "convolution" in call.operator for ref in call.writes]
     assert {ref.strides[1] for ref in made} == {1}, "half precision on tensor cores is read channels last"
+    net.close()
+
+
+@pytest.mark.parametrize("shape", ["image", "view of an image"])
+def test_copies_of_outputs_have_eagers_strides_whatever_was_turned(
+    shape: str, on: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host, where outputs are no copies, nothing is turned: there it is only seen what copies would have."""
+    monkeypatch.setattr(trainable, "in_better_layout", turn)
+    ways = {"image": (), "view of an image": (nn.Flatten(2),)}
+    x = on(images()[0])
+    net, eager = pair(on(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *ways[shape])), x)
+    backward = net.engines[0].backward
+    assert backward is not None
+    found, expected = net(x), eager(x)
+    assert backward.layouts == (expected.stride(),)
+    if on.cuda:
+        assert found.stride() == expected.stride()
+        torch.testing.assert_close(found, expected, rtol=on.near, atol=on.near)
+    for output in (found, expected):
+        output.flatten(1).square().sum().backward()
+    assert_same_gradients(net, eager, rtol=1e-3)
     net.close()
 
 

@@ -719,6 +719,15 @@ def test_a_forward_that_a_compiler_made_is_watched_too(make: Callable[[nn.Module
     assert watch.change() == watch.looked_through() == "forward is another function than it was"
 
 
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiled_code_finds_the_same_forward() -> None:
+    """To Dynamo no two methods are equal."""
+    watch = Watch(nn.Linear(2, 2))
+    asked = torch.compile(lambda watch, x: (x + 1, watch.change(), watch.looked_through()), backend="eager")
+    assert asked(watch, torch.ones(1))[1:] == ("", "")
+
+
 # -- values of what was folded -------------------------------------------------------------------------------------
 
 

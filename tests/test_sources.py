@@ -6,7 +6,10 @@ import ast
 import linecache
 import subprocess
 import sys
+import threading
+from concurrent.futures import thread
 from pathlib import Path
+from types import ModuleType
 
 import models
 import pytest
@@ -45,6 +48,12 @@ def test_what_runs_a_notebook_stands_for_nobody(package: str) -> None:
     pass_over_machinery()
     for file, found in ((folder / "core" / "run.py", "test_origins.py"), (f"{folder}s/mine.py", "mine.py")):
         assert Path(place_of(frame_at(str(file)), {})[1]).name == found
+
+
+@pytest.mark.parametrize("module", [threading, thread])
+def test_what_runs_threads_stands_for_nobody(module: ModuleType) -> None:
+    pass_over_machinery()
+    assert Path(place_of(frame_at(str(module.__file__)), {})[1]).name == "test_origins.py"
 
 
 def test_a_comparison_carries_the_functions_that_its_calls_name(tmp_path: Path) -> None:
