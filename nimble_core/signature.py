@@ -131,7 +131,7 @@ class Signature:
                 return f"{path}: expected a dense tensor, {_describe(shape, dtype, device)}, given {kind} one"
             if type(tensor) not in _PLAIN:
                 kind = type(tensor).__qualname__
-                return f"{path}: expected a torch.Tensor, given a {kind}: pass .as_subclass(torch.Tensor) of it"
+                return f"{path}: expected a torch.Tensor, given a {kind}: pass {_plain_instead(tensor)}"
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
                 return (
                     f"{path}: expected {_describe(shape, dtype, device)}, "
@@ -188,8 +188,14 @@ def require_plain(tensor: torch.Tensor, path: str) -> None:
     if type(tensor) not in _PLAIN:
         raise InputError(
             f"{path} is a {type(tensor).__qualname__}, a class of its own, whose code a replay would pass by",
-            fix="pass a torch.Tensor: .as_subclass(torch.Tensor) of it, or the tensors that it is made of",
+            fix=f"pass {_plain_instead(tensor)}",
         )
+
+
+def _plain_instead(tensor: torch.Tensor) -> str:
+    """What to pass in place of a tensor of another class; one that only stands for others has no numbers of its own."""
+    stands_for_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return "the tensors that it is made of" if stands_for_others else ".as_subclass(torch.Tensor) of it"
 
 
 def _require_dense(tensor: torch.Tensor, path: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -158,12 +158,16 @@ def _remembered(value: Any, path: str, of_run: bool) -> Any:
         where, found = f"{path}{hidden.path}", hidden.value
     kind = type(value).__qualname__
     if isinstance(found, torch.Tensor):
+        instead = ""
+        if kind.endswith("Cache"):
+            instead = "call the model with use_cache=False, or "
+        elif isinstance(value, Mapping) and not of_run:  # a tokenizer's BatchEncoding
+            instead = "unpack it as keyword inputs, or pass dict() of it; else "
         raise InputError(
             f"{path} is a {kind}, which holds tensors that cannot be seen from outside",
             where=where,
-            fix=("call the model with use_cache=False, or " if type(value).__name__.endswith("Cache") else "")
-            + f"{'return' if of_run else 'pass'} the tensors themselves, a dict or a dataclass, or register the type "
-            "with torch.utils._pytree.register_pytree_node",
+            fix=f"{instead}{'return' if of_run else 'pass'} the tensors themselves, a dict or a dataclass, or register "
+            "the type with torch.utils._pytree.register_pytree_node",
         )
     what = f"{path} is a {kind}" + ("" if found is value else f" with a {type(found).__qualname__}")
     raise InputError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from nimble_core import cupti
 from nimble_core.algorithms.critical_path import critical_path
@@ -24,6 +24,7 @@ from nimble_core.options import Options, require_options
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns
+from nimble_viz.keywords import refuse_unknown
 from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Report, Work
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def compare(
     training: bool = False,
     progress: Progress | None = None,
     device: Device | None = None,
+    **unknown: Never,
 ) -> Report:
     """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay, and the peers asked for.
 
@@ -91,6 +93,7 @@ def compare(
         training: compare training steps; what else says how to train is for this alone.
         progress: told what is going on; by default a progress line where someone can see it.
         device: what runs it; by default where the inputs are.
+        unknown: refused, with a word on what to write instead.
 
     Raises:
         InputError: no model, no tensor among the inputs, mixed devices, an option that is not available, no such peer.
@@ -103,6 +106,7 @@ def compare(
     from nimble_viz.progress import default_progress
     from nimble_viz.sources import pass_over_machinery
 
+    refuse_unknown(compare, unknown)
     pass_over_machinery()  # of a model without code of its own, the line is that which compares
     how = {
         "target": target,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.check import check_schedule
@@ -19,6 +19,7 @@ from nimble_core.errors import InputError
 from nimble_core.graph import build_graph, predecessors
 from nimble_core.options import Options, require_options
 from nimble_core.program import Program
+from nimble_viz.keywords import refuse_unknown
 from nimble_viz.report import PrepareStep, Report
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     target: str | torch.device = "cuda",
     options: Options | None = None,
+    **unknown: Never,
 ) -> Report:
     """Plan ``model`` for ``target`` without running it: operator graph, streams, synchronisation counts.
 
@@ -47,6 +49,7 @@ def plan(
         kwargs: keyword inputs, likewise.
         target: kind of device to plan for, ``"cuda"`` or ``"cpu"``; need not be there.
         options: ``policy`` (``"auto"`` means ``"nimble"``) and ``max_streams``; the rest is about running.
+        unknown: refused, with a word on what to write instead.
 
     Returns:
         A Report whose ``schedules`` are one stream and the policy's plan, without measurements.
@@ -65,6 +68,7 @@ def plan(
     from nimble_viz.measure.work import count_work
     from nimble_viz.sources import pass_over_machinery, read_sources
 
+    refuse_unknown(plan, unknown)
     pass_over_machinery()
     options = Options() if options is None else options
     require_options(options)

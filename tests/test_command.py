@@ -232,7 +232,7 @@ def test_a_factory_that_does_not_say_how_to_train(
 def test_every_keyword_of_training_may_be_in_the_dict() -> None:
     known = set(inspect.signature(compare).parameters)
     assert known - set(_TRAINING) == {
-        "model", "args", "kwargs", "against", "options", "training", "progress", "device"
+        "model", "args", "kwargs", "against", "options", "training", "progress", "device", "unknown"
     }  # fmt: skip
     assert set(_TRAINING) <= known
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import re
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -335,3 +336,14 @@ def test_lists_are_made_anew_on_every_call() -> None:
     first, second = build([1]), build([2])
     first["b"].append(3)
     assert second == {"a": [2], "b": []}
+
+
+@pytest.mark.parametrize(
+    ("what", "fix"),
+    [("value", r"unpack it as keyword inputs, or pass dict\(\) of it; else pass"), ("output", "^return the tensors")],
+)
+def test_a_mapping_of_a_class_of_its_own_is_said_to_be_one(what: str, fix: str) -> None:
+    """As tokenizers give it."""
+    with pytest.raises(InputError, match="is a UserDict, which holds tensors") as refused:
+        flatten(UserDict(ids=torch.ones(2)), what=what)
+    assert re.search(fix, refused.value.fix)
