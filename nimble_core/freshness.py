@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.around import Around
@@ -41,17 +40,7 @@ _LIBRARIES = frozenset({"torch", "transformers", "accelerate", "nimble_core", "n
 _BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
 
 
-class _TensorsDiffer(TorchFunctionMode):
-    """While entered, no two tensors are equal, and none is computed with to find out: only identity counts.
-
-    (``==`` of dicts and lists asks for identity first, in C, and for equality only of what is not identical.)
-    """
-
-    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> bool:
-        return False
-
-
-_tensors_differ = _TensorsDiffer()
+_NOTHING_RUNS = torch._C._dispatch_keyset_full()
 
 
 def same_objects(now: object, before: object) -> bool:
@@ -60,10 +49,12 @@ def same_objects(now: object, before: object) -> bool:
     Compared in C, about 0.01 µs for each entry. What is neither a tensor nor such a container counts as the same if it
     is equal.
     """
+    # ``==`` of containers asks for identity first, and for equality only of what is not identical: for tensors that
+    # fails here. Both guards are C's, which no interrupt can enter without leaving.
     try:
-        with torch._C._EnableTorchFunction(), _tensors_differ:  # also where the caller has disabled modes
+        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_NOTHING_RUNS):
             return bool(now == before)
-    except Exception:  # an object whose comparison fails is the same as itself alone
+    except Exception:  # so is an object whose comparison fails the same as itself alone
         return False
 
 

@@ -240,7 +240,18 @@ class Guard:
             self._drawn[generator] = generator.get_state()
 
     def restore(self) -> None:
-        """Undo the writes and the draws, last first."""
+        """Undo the writes and the draws, last first. An interrupt that comes meanwhile is raised when all is undone."""
+        late: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._undo()
+                break
+            except KeyboardInterrupt as error:
+                late = error
+        if late is not None:
+            raise late
+
+    def _undo(self) -> None:
         with torch.no_grad():
             for one in reversed(self._saved):
                 one.restore()

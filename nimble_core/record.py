@@ -168,6 +168,7 @@ def record(
             raise
         finally:
             moved = recorder.put_memory_back()
+            recorder.addresses.let_go()
         changed = guard.changed_attributes() + moved
     if not changed:
         return recording
@@ -283,9 +284,13 @@ class _Addresses:
         """From now on."""
         self._held.append(storage._weak_ref())
 
+    def let_go(self) -> None:
+        """Of all: takes milliseconds for thousands. An interrupt that came in ``__del__`` would be lost."""
+        while self._held:
+            self._let_go(self._held.pop())
+
     def __del__(self) -> None:
-        for one in self._held:
-            self._let_go(one)
+        self.let_go()
 
 
 class _Recorder(TorchDispatchMode):
@@ -311,7 +316,7 @@ class _Recorder(TorchDispatchMode):
         self._modules = module_paths(model)
         self._storages: list[Storage] = []
         self._storage_ids: dict[int, int] = {}
-        self._keep = _Addresses()
+        self.addresses = _Addresses()
         # By the id of the tensor, which is only that tensor's while the reference is alive.
         self._slots: dict[int, tuple[weakref.ref[torch.Tensor], int, Shown]] = {}
         self._storage_of: list[int] = []
@@ -708,7 +713,7 @@ class _Recorder(TorchDispatchMode):
             role, name = self._names.get(address, ("intermediate", ""))
             index = self._add_storage(Storage(storage.nbytes(), role, name))
             self._storage_ids[address] = index
-            self._keep.hold(storage)
+            self.addresses.hold(storage)
         return index
 
     def _add_storage(self, storage: Storage) -> int:

@@ -114,7 +114,7 @@ class Signature:
         assert isinstance(self.structure, Node)
         count = len(self.structure.children[0].children)  # type: ignore[union-attr]
         if len(args) != count:
-            return f"expected {count} positional inputs, given {len(args)}"
+            return f"expected {count} positional input{'s' * (count != 1)}, given {len(args)}"
         missing = [name for name in self.names if name not in kwargs]
         extra = [name for name in kwargs if name not in self.names]
         if missing or extra:

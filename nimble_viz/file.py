@@ -5,6 +5,7 @@ The format is described in ``docs/report-format.md``.
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -116,6 +117,8 @@ def save(report: Report, path: str | os.PathLike[str]) -> Path:
     except ReportFileError as error:
         raise ReportFileError(f"this report cannot be saved: {error.what}", where=error.where, fix=error.fix) from error
     packed = compress(data, _COMPRESSION, mtime=0)
+    if not target.parent.is_dir():  # else the error would name a file that nobody asked for
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(target.parent))
     beside = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with beside.open("xb") as file:
@@ -139,7 +142,7 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:
         ReportFileError: damaged, hostile, not a report, or written by a newer version; says which, and where.
         OSError: the file cannot be read; ``FileNotFoundError`` if there is none.
     """
-    with open(path, "rb") as file:
+    with open(os.fspath(path), "rb") as file:  # no number, which open() takes for a descriptor
         packed = file.read(len(_GZIP))
         packed += file.read(max_bytes) if packed == _GZIP else b""
     try:

@@ -538,9 +538,16 @@ class Report:
         return to_dataframe(self, kind)
 
     def diff(self, other: Report) -> Difference:
-        """What changed from this report to ``other``, a later one: calls, costs, speed, counts, environment, …."""
+        """What changed from this report to ``other``, a later one: calls, costs, speed, counts, environment, ….
+
+        Raises:
+            InputError: ``other`` is no report.
+        """
+        from nimble_core.errors import InputError
         from nimble_viz.diff import diff
 
+        if not isinstance(other, Report):
+            raise InputError(f"expected a Report, given {type(other).__name__}", fix="nimble_viz.load(path) reads one")
         return diff(self, other)
 
     def to_text(self, width: int | None = None) -> str:
@@ -556,7 +563,8 @@ class Report:
         return statistics_figure(self)
 
     def pane(self, name: str) -> Pane:
-        """One view by itself: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"``, ``"syncs"``, … .
+        """One view by itself: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"``, ``"syncs"``, ``"source"``,
+        ``"memory"``.
 
         In a notebook the page, opened at it; ``print`` gives text, ``data`` plain values, ``to_html(path)`` a file.
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interrupts import interrupted
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim import optimizer as optimizers
@@ -726,6 +727,20 @@ def test_compiled_code_finds_the_same_forward() -> None:
     watch = Watch(nn.Linear(2, 2))
     asked = torch.compile(lambda watch, x: (x + 1, watch.change(), watch.looked_through()), backend="eager")
     assert asked(watch, torch.ones(1))[1:] == ("", "")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_interrupts_leave_no_guard_in_force(same: bool) -> None:
+    net = model()
+    watch, moments = Watch(net), 0
+    if not same:
+        net[0].weight = nn.Parameter(torch.ones_like(net[0].weight))
+    for _ in interrupted(watch.change):
+        moments += 1
+        assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
+        assert torch.ones(()) == torch.ones(())
+    assert moments > 1
+    assert bool(watch.change()) is not same
 
 
 # -- values of what was folded -------------------------------------------------------------------------------------

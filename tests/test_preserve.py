@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import interrupted
 from torch import nn
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, Options, TrainStep
-from nimble_core.preserve import installed_by_runs, preserved, run_preserved
+from nimble_core.preserve import Guard, installed_by_runs, preserved, run_preserved
 
 # -- dispatch modes ------------------------------------------------------------------------------------------------
 
@@ -412,3 +413,30 @@ def test_generators_are_put_back_after_an_error() -> None:
     with pytest.raises(ValueError, match="after the draw"):
         Nimble(fails, Options(tune="off")).prepare(torch.randn(3))
     assert torch.equal(before, generator.get_state())
+
+
+def test_what_is_put_back_is_put_back_to_the_end() -> None:
+    """An interrupt in between is raised after it; one as it begins is all that can leave everything to be done."""
+    written, generator = [torch.zeros(3) for _ in range(4)], torch.Generator()
+    state, begun, before, after = generator.get_state(), False, 0, 0
+
+    def undo() -> None:
+        nonlocal begun
+        guard = Guard(live=True, changed=list)
+        for one in written:
+            guard.before_write(one)
+            one.fill_(1)
+        guard.before_draw(generator)
+        torch.rand(1, generator=generator)
+        begun = True
+        guard.restore()
+
+    for _ in interrupted(undo):
+        left = [bool(one.any()) for one in written] + [not torch.equal(generator.get_state(), state)]
+        before, after = before + (begun and any(left)), after + (begun and not any(left))
+        assert not begun or all(left) or not any(left)
+        begun = False
+        for one in written:
+            one.zero_()
+        generator.set_state(state)
+    assert (before, after > 20) == (1, True)

@@ -199,8 +199,10 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
 
 
 def _over_one_stream(report: Report, name: str) -> Ratio | None:
-    base = one_stream(name)
-    return report.ratio(name, base) if name != base and report.measurement(base) else None
+    """None where that would compare a plan with itself: another one on one stream differs from it by noise alone."""
+    base, plan = one_stream(name), report.schedule(name)
+    itself = name == base or (plan is not None and plan.streams == 1)
+    return report.ratio(name, base) if not itself and report.measurement(base) else None
 
 
 def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
