@@ -241,10 +241,14 @@ class Guard:
 
     def restore(self) -> None:
         """Undo the writes and the draws, last first. An interrupt that comes meanwhile is raised when all is undone."""
-        late: KeyboardInterrupt | None = None
+        late, grad = None, torch.is_grad_enabled()
         while True:
             try:
-                self._undo()
+                try:
+                    torch._C._set_grad_enabled(False)  # torch.no_grad() is Python: interrupted, it would stay
+                    self._undo()
+                finally:
+                    torch._C._set_grad_enabled(grad)
                 break
             except KeyboardInterrupt as error:
                 late = error
@@ -252,11 +256,10 @@ class Guard:
             raise late
 
     def _undo(self) -> None:
-        with torch.no_grad():
-            for one in reversed(self._saved):
-                one.restore()
-            for generator, state in reversed(self._drawn.items()):  # one may go by as several objects
-                generator.set_state(state)
+        for one in reversed(self._saved):
+            one.restore()
+        for generator, state in reversed(self._drawn.items()):  # one may go by as several objects
+            generator.set_state(state)
 
 
 @contextmanager

@@ -435,8 +435,9 @@ def test_what_is_put_back_is_put_back_to_the_end() -> None:
         left = [bool(one.any()) for one in written] + [not torch.equal(generator.get_state(), state)]
         before, after = before + (begun and any(left)), after + (begun and not any(left))
         assert not begun or all(left) or not any(left)
+        assert torch.is_grad_enabled()
         begun = False
         for one in written:
             one.zero_()
         generator.set_state(state)
-    assert (before, after > 20) == (1, True)
+    assert before <= 2 < after
