@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -18,13 +19,13 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.errors import InputError, NimbleError, ReportFileError
 from nimble_core.options import Options
 from nimble_viz.flags import add_options
+from nimble_viz.keywords import nearest
 
 if TYPE_CHECKING:
     from nimble_viz.diff import Difference
@@ -84,7 +85,7 @@ def load_factory(spec: str) -> Callable[[], Any]:
     try:
         factory = getattr(module, name)
     except AttributeError:
-        known = _like(name, module)
+        known = nearest(name, _factories(module), most=10, least=0.0)
         fix = f"it has {', '.join(known)}" if known else _FACTORY_FIX
         raise InputError(f"{place} has no {name!r}", fix=fix) from None
     if not callable(factory):
@@ -92,11 +93,11 @@ def load_factory(spec: str) -> Callable[[], Any]:
     return typing.cast(Callable[[], Any], factory)
 
 
-def _like(name: str, module: types.ModuleType, most: int = 10) -> list[str]:
-    """Names that the module defines, those most like ``name`` first; private ones only where there are no others."""
-    own = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    shown = [one for one in own if not one.startswith("_")] or own
-    return sorted(shown, key=lambda one: (-SequenceMatcher(None, name, one).ratio(), one))[:most]
+def _factories(module: types.ModuleType) -> list[str]:
+    """Functions that the module defines, classes are none; private ones only where there are no others."""
+    functions = ((name, value) for name, value in vars(module).items() if inspect.isroutine(value))
+    own = [name for name, value in functions if getattr(value, "__module__", "") == module.__name__]
+    return [name for name in own if not name.startswith("_")] or own
 
 
 def _from_file(path: Path) -> types.ModuleType:

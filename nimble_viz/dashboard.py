@@ -43,6 +43,7 @@ from nimble_viz.dashboard_views import (
     host_syncs_html,
     memory_html,
     no_simulation,
+    require_plan,
     search,
     simulate_plan,
     summary_html,
@@ -275,11 +276,15 @@ class Dashboard(widgets.VBox):
     # ---------------------------------------------------------------- selection
 
     def select(self, *calls: int) -> None:
-        """Select calls of the program; those that are not there are left out, none of them clears the selection."""
+        """Select calls of the program; those that are not there are left out, none of them clears the selection.
+
+        Raises:
+            InputError: something else than numbers of calls.
+        """
         self.marked = self.views.of_calls(calls)
 
     def select_eager(self, *calls: int) -> None:
-        """Select eager calls, and with them the calls that stand for them."""
+        """Select eager calls, and with them the calls that stand for them. Raises InputError as ``select`` does."""
         self.marked = self.views.of_eager(calls)
 
     def clear(self) -> None:
@@ -295,10 +300,13 @@ class Dashboard(widgets.VBox):
         """Simulate ``policy`` on at most ``streams`` streams and show it; ``self.simulated`` holds it then.
 
         Does nothing where there is nothing to simulate with; the pane says why.
+
+        Raises:
+            InputError: no such policy, or no such number of streams.
         """
-        if no_simulation(self.report):
-            return
-        self.simulated = simulate_plan(self.views, policy, streams)
+        require_plan(policy, streams)
+        if not no_simulation(self.report):
+            self.simulated = simulate_plan(self.views, policy, streams)
 
     # ---------------------------------------------------------------- widgets
 

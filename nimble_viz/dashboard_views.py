@@ -8,8 +8,9 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
+from nimble_core.errors import InputError
 from nimble_core.policies import POLICIES
 from nimble_core.simulate import H200, simulate
 from nimble_core.units import format_count, format_ns, format_ratio
@@ -30,6 +31,7 @@ __all__ = [
     "host_syncs_html",
     "memory_html",
     "no_simulation",
+    "require_plan",
     "search",
     "simulate_plan",
     "summary_html",
@@ -100,16 +102,16 @@ class Views:
                     self.on_line[self.row_of_line[place]].append(call)
 
     def of_calls(self, calls: Iterable[int]) -> Selection:
-        """These calls of the program, with the eager calls that they stand for."""
-        found = tuple(dict.fromkeys(call for call in calls if 0 <= call < self.size))
+        """These calls of the program, with the eager calls that they stand for. Raises InputError: no numbers."""
+        found = _among(calls, self.size)
         if not self.fused:
             return Selection(found, found)
         stands = (index for call in found for index in self.report.program.calls[call].eager)
         return Selection(found, tuple(dict.fromkeys(stands)))
 
     def of_eager(self, calls: Iterable[int]) -> Selection:
-        """These eager calls, with the calls of the program that stand for them."""
-        found = tuple(dict.fromkeys(call for call in calls if 0 <= call < len(self.became)))
+        """These eager calls, with the calls of the program that stand for them. Raises InputError: no numbers."""
+        found = _among(calls, len(self.became))
         return Selection(tuple(dict.fromkeys(call for index in found for call in self.became[index])), found)
 
     def name(self, call: int, eager: bool = False) -> str:
@@ -134,6 +136,16 @@ class Views:
         one = self.code["functions"][self.code["lines"]["function"][row]] if self.code else {}
         at = self.code["lines"]["line"][row] - one["first"] if self.code else 0
         return str(one["text"][at]) if 0 <= at < len(one.get("text", ())) else ""
+
+
+def _among(calls: Iterable[int], size: int) -> tuple[int, ...]:
+    """Those of ``calls`` that there are, once each."""
+    given = tuple(calls)
+    for call in given:
+        if not isinstance(call, SupportsIndex):
+            there = f"numbers from 0 to {size - 1}" if size else "there are none"
+            raise InputError(f"{call!r} is no number of a call", fix=f"{there}, one by one: select(2, 5)")
+    return tuple(dict.fromkeys(call for call in given if 0 <= call < size))
 
 
 def search(views: Views, text: str) -> list[int]:
@@ -181,15 +193,21 @@ def no_simulation(report: Report) -> str:
     return ""
 
 
+def require_plan(policy: str, streams: int) -> None:
+    """Raise InputError unless ``policy`` is the name of one, and ``streams`` a number of streams."""
+    if policy not in POLICIES:
+        raise InputError(f"there is no policy {policy!r} to simulate", fix=f"one of {', '.join(POLICIES)}")
+    if not isinstance(streams, SupportsIndex) or int(streams) < 1:
+        raise InputError(f"streams={streams!r} is no number of streams", fix="a whole number, 1 or more")
+
+
 def simulate_plan(views: Views, policy: str, streams: int) -> Simulated:
     """What ``policy`` would plan on at most ``streams`` streams, and when each call would run, by the simulation.
 
     Its figures are about one another: the simulation of one stream is there to compare with, and the measured runs for
     those who want to know how far it is off.
 
-    Raises:
-        InputError: no such number of streams.
-        KeyError: no such policy.
+    What ``require_plan`` refuses is the caller's to refuse.
     """
     report = views.report
     plan = POLICIES[policy](report.graph, report.costs, max_streams=streams)
@@ -257,10 +275,7 @@ def summary_html(views: Views) -> str:
         parts.append(_card("Warnings", f"<ul>{listed}</ul>"))
     heads = ("Run", "Median", "Spread", "Over eager", "Over one stream", "Over the limit")
     parts.append(_card("Speed", _table(heads, speed) if speed else "<p>Nothing was measured.</p>"))
-    checks = [
-        ("✓ equal" if row["passed"] else "✗ not shown", row["run"], row["error"], row["tolerance"], row["reason"])
-        for row in facts["checks"]
-    ]
+    checks = [(_verdict(row), row["run"], row["error"], row["tolerance"], row["reason"]) for row in facts["checks"]]
     shown = (
         _table(("Outputs", "Run", "Error", "Tolerance", ""), checks) if checks else "<p>Outputs were not compared.</p>"
     )
@@ -273,6 +288,10 @@ def summary_html(views: Views) -> str:
         parts.append(_card(f"Preparation, {facts['preparation_total']}", facts_html(steps)))
     parts.append(_card("Environment", facts_html(facts["environment"])))
     return "".join(parts)
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    return "✓ equal" if row["passed"] else "✗ differs" if row["differs"] else "✗ not shown"
 
 
 def syncs_html(views: Views) -> str:

@@ -44,15 +44,17 @@ class Pane:
         return _views()[self.name](self.report)
 
     def to_text(self, width: int | None = None) -> str:
-        """The view as plain text; what is laid out in columns is ``width`` wide, as ``Report.to_text`` is."""
-        from nimble_viz.text import pane_text
+        """The view as plain text, ``width`` wide as ``Report.to_text`` is; lines of code stay as long as they are."""
+        from nimble_viz.text import columns, pane_text
         from nimble_viz.views.live import live_text
         from nimble_viz.views.source import source_text
 
-        made: Mapping[str, Callable[[Report], str]] = {"source": source_text, "memory": live_text}
-        own = made.get(self.name)
         text = pane_text(self.report, self.name, width)
-        return f"{text}\n{own(self.report)}" if own else text
+        if self.name == "source":
+            return f"{text}\n{source_text(self.report)}"
+        if self.name == "memory":
+            return f"{text}\n{live_text(self.report, columns(width))}"
+        return text
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""

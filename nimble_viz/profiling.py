@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Profiling", "Sampler", "profile"]
 
 Kind = Literal["step", "loader", "optimizer", "module"]
-Do = Literal["", "watch no more", "profile", "tick", "stop", "forget"]
+Do = Literal["", "watch no more", "tick first", "stop first", "profile", "tick", "stop", "forget"]
 
 _WORDS: dict[Kind, str] = {
     "step": "what lies between two calls of step()",
@@ -58,6 +58,9 @@ _Batch = TypeVar("_Batch")
 _TELLING, _PATIENCE = 3, 30
 _ACCUMULATED = 66  # twice 32 batches, and then some
 _WARM_PROFILED = 1
+_FIRST = 2
+"""So many are profiled as soon as it is known what one is, to be shown if the loop ends early: the very first makes
+what is made once, as an optimizer's state."""
 _ELSEWHERE = "what calls modules, loaders or optimizers ran in other threads"
 _THERE = "enter profile() in the thread that runs the loop"
 
@@ -110,6 +113,8 @@ class Sampler:
             self.times_ns.append(float(now_ns - self._last_ns))
             self.waits_ns.append(float(self._waited_ns))
         self._last_ns, self._waited_ns = now_ns, 0
+        if at <= self.first:
+            return "tick first" if at < self.first else "stop first"
         profiling = at - self._before
         if profiling == 0:
             return "profile"
@@ -122,6 +127,11 @@ class Sampler:
     def waited(self, ns: int) -> None:
         """The data loader took so long."""
         self._waited_ns += ns
+
+    @property
+    def first(self) -> int:
+        """Iterations profiled at once: before the last to warm up, so that what is timed comes after one without it."""
+        return max(0, min(_FIRST, self.warmup - 1))
 
     @property
     def enough(self) -> int:
@@ -249,6 +259,12 @@ class Profiling:
             assert self.sampler.chosen is not None
             self._listening.only(self.sampler.chosen[0])
             if self._whole is not None:
+                self._whole.tick()
+                if not self.sampler.first:
+                    self._whole.end()
+        elif do in ("tick first", "stop first") and self._whole is not None:
+            self._whole.tick()
+            if do == "stop first":
                 self._whole.end()
         elif do == "profile":
             self._session = _Session.begin()
@@ -286,8 +302,8 @@ class Profiling:
             times = sampler.times_ns
             without = f"; {len(times)} later ones took {format_ns(median(times))} each without it" if times else ""
             doubts.append(
-                f"the loop ended after {sampler.seen} iterations, before it was warm: shown are its first, under the "
-                f"profiler{without}. {sampler.enough} are enough, fewer with a lower warmup and timed"
+                f"the loop ended after {sampler.seen} iterations, before it was warm: shown is one of its first, under "
+                f"the profiler{without}. {sampler.enough} are enough, fewer with a lower warmup and timed"
             )
         elif sampled is None:
             why = "gradients were made, but no optimizer stepped twice" if sampler.trains else "no loop was found"

@@ -37,7 +37,8 @@ def pass_over_machinery() -> None:
     from nimble_core.origins import pass_over
 
     for module in filter(None, map(sys.modules.get, _MACHINERY)):
-        for place in getattr(module, "__path__", (module.__file__,)):
+        # A module that is frozen into a program has neither a path nor a file.
+        for place in getattr(module, "__path__", (getattr(module, "__file__", None),)):
             if place:
                 pass_over(place)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["MAX_WIDTH", "MIN_WIDTH", "pane_text", "paste_lines", "plain", "plain_text", "report_text"]
+__all__ = ["MAX_WIDTH", "MIN_WIDTH", "columns", "pane_text", "paste_lines", "plain", "plain_text", "report_text"]
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
 """Columns that the text is laid out for."""
@@ -73,21 +73,20 @@ def pane_text(report: Report, pane: str, width: int | None = None) -> str:
     return plain(Group(*head, *_drawn(sections)), width)
 
 
-def plain(content: RenderableType, width: int | None = None) -> str:
-    """``content`` as a string without colour codes.
-
-    Args:
-        content: what to show.
-        width: columns, kept within 60 and 200; None takes the terminal's, or 80 where there is none.
-    """
+def columns(width: int | None = None) -> int:
+    """``width`` within 60 and 200; None takes the terminal's, or 80 where there is none."""
     from shutil import get_terminal_size
 
+    return max(MIN_WIDTH, min(get_terminal_size().columns if width is None else width, MAX_WIDTH))
+
+
+def plain(content: RenderableType, width: int | None = None) -> str:
+    """``content`` as a string without colour codes, laid out for ``columns(width)``."""
     from rich.console import Console
 
-    columns = get_terminal_size().columns if width is None else width
     console = Console(
         file=StringIO(),
-        width=max(MIN_WIDTH, min(columns, MAX_WIDTH)),
+        width=columns(width),
         color_system=None,
         force_terminal=False,
         force_jupyter=False,
@@ -238,7 +237,9 @@ def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
         peer = ("peer, outputs differ, " if row["wrong"] else "peer, ") if row["peer"] else ""
         label = _text(f"{_clean(name)}{doubt}\n{peer}spread {row['spread']}", colour, lines=True)
         table.add_row(label, _text(row["median"]), _ratio(row["eager"]), _ratio(row["single"]))
-    notes = ["ratios of medians, above 1x is faster; in brackets the quartiles of neighbouring samples"]
+    notes = []
+    if any(row["eager"] for row in rows):
+        notes.append("ratios of medians, above 1x is faster; in brackets the quartiles of neighbouring samples")
     if any(row["single"] for row in rows):
         notes.append("over one stream: over a replay of the same kernels on one stream")
     if any(row["chosen"] for row in rows):
@@ -328,7 +329,8 @@ def _checks(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
         ("replay", ""), ("result", ""), ("relative error", "r"), ("tolerance", "r"), ("inputs move it by", "r")
     )
     for row in rows:
-        result = _text("equal", "green") if row["passed"] else _text("NOT SHOWN", "bold red")
+        bad = _text("DIFFERS" if row["differs"] else "NOT SHOWN", "bold red")
+        result = _text("equal", "green") if row["passed"] else bad
         table.add_row(_text(row["run"]), result, _text(row["error"]), _text(row["tolerance"]), _text(row["effect"]))
     return [table, *(_text(f"{row['run']}: {row['reference']}", "dim") for row in rows if row["reference"])]
 

@@ -20,6 +20,7 @@ from sample_reports import HOSTILE, RENDERED, fused_report, plan_report, profile
 
 from nimble_core.check import check_schedule
 from nimble_core.costs import uniform_costs
+from nimble_core.errors import InputError
 from nimble_core.policies import POLICIES
 from nimble_core.simulate import H200, simulate
 from nimble_core.units import format_bytes
@@ -333,6 +334,32 @@ def test_what_cannot_be_simulated_is_said(report, why: str) -> None:
     assert board.simulated is None
     assert why in words(board._why.value)
     assert board._simulate.disabled
+
+
+@pytest.mark.parametrize(
+    ("policy", "streams", "said"),
+    [
+        ("nimbel", 2, r"no policy 'nimbel' to simulate\n.*one of single, nimble, "),
+        (None, 2, "no policy None"),
+        ("nimble", 0, "streams=0 is no number of streams"),
+        ("nimble", "2", r"streams='2' is no number of streams\n.*a whole number, 1 or more"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_if_says_what_there_is(device: str, policy: str, streams: int, said: str) -> None:
+    board = Dashboard(sample_report(20, device=device))
+    with pytest.raises(InputError, match=said):
+        board.what_if(policy, streams)
+    assert board.simulated is None
+
+
+@pytest.mark.parametrize("wrong", ["conv", 2.0, [1, 2]])
+def test_what_is_no_call_cannot_be_selected(wrong: object) -> None:
+    board = Dashboard(sample_report(20))
+    for select in (board.select, board.select_eager):
+        with pytest.raises(InputError, match=r"is no number of a call\n.*from 0 to 19"):
+            select(1, wrong)
+    assert not board.marked
 
 
 def test_what_if_is_shown_below_the_measured_runs_and_removed(board: Dashboard) -> None:

@@ -163,7 +163,8 @@ def test_a_loop_that_ends_early_does_not_mix_cold_and_warm(iterations: int) -> N
         ends_early()
     report, taken = run.report, run.report.sampling
     assert taken is not None
-    assert (taken.iteration, taken.seen, taken.timed, taken.loader_ns) == ("the whole recording", iterations, 0, -1.0)
+    assert (taken.iteration, taken.seen) == ("one call of the outermost module", iterations)
+    assert (taken.timed, taken.profiled, taken.loader_ns) == (0, min(iterations - 3, 2), -1.0)
     assert report.measurements == ()
     assert "18 are enough" in report.warnings[0]
     assert ("later ones took" in report.warnings[0]) == (iterations > 7)
@@ -183,7 +184,23 @@ def test_as_many_iterations_as_are_said_to_be_enough_are() -> None:
             for _ in range(enough - 1):
                 model(x)
         assert run.report.sampling is not None
-        assert run.report.sampling.iteration == "the whole recording"
+        assert run.report.sampling.timed == 0
+        assert "before it was warm" in run.report.warnings[0]
+
+
+@pytest.mark.parametrize(("counts", "first"), [({}, False), ({"warmup": 0}, True)])
+def test_an_early_end_shows_no_step_that_makes_the_optimizers_state(counts: dict[str, int], first: bool) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with profile(**counts) as run:  # type: ignore[call-overload]
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert run.report.sampling is not None
+    assert run.report.sampling.iteration == "one step of the optimizer"
+    assert "before it was warm" in run.report.warnings[0]
+    assert ("zeros_like" in labels(run.report)) is first
 
 
 @pytest.mark.parametrize("batches", [1, 2, 4, 32])
@@ -698,7 +715,7 @@ def ticks(sampler: Sampler, *kinds: str, every: int = 100) -> list[str]:
 def test_the_sampler_warms_up_times_profiles_and_forgets() -> None:
     sampler = Sampler(2, 3, 2)
     assert ticks(sampler, *["loader"] * 14) == [
-        "", "", "watch no more", "", "", "", "", "profile", "tick", "tick", "stop", "forget", "", ""
+        "", "", "watch no more", "stop first", "", "", "", "profile", "tick", "tick", "stop", "forget", "", ""
     ]  # fmt: skip
     assert sampler.times_ns == [100.0] * 3
     assert sampler.done
@@ -760,7 +777,8 @@ def test_each_order_comes_once_and_in_turn(
     sampler = Sampler(warmup, timed, profiled)
     said = [sampler.tick(kind, who, 10 * at) for at, (kind, who) in enumerate(given_)]  # type: ignore[arg-type]
     orders = [order for order in said if order]
-    whole = ["watch no more", "profile", *["tick"] * profiled, "stop", "forget"]
+    first = [[], [], ["stop first"], ["tick first", "stop first"]][min(warmup, 3)]
+    whole = ["watch no more", *first, "profile", *["tick"] * profiled, "stop", "forget"]
     assert orders == whole[: len(orders)]
     assert len(sampler.times_ns) <= timed
     assert sampler.done == (orders == whole)

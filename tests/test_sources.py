@@ -56,6 +56,12 @@ def test_what_runs_threads_stands_for_nobody(module: ModuleType) -> None:
     assert Path(place_of(frame_at(str(module.__file__)), {})[1]).name == "test_origins.py"
 
 
+def test_machinery_that_is_frozen_into_a_program_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tornado", ModuleType("tornado"))
+    pass_over_machinery()
+    assert Path(place_of(frame_at(str(threading.__file__)), {})[1]).name == "test_origins.py"
+
+
 def test_a_comparison_carries_the_functions_that_its_calls_name(tmp_path: Path) -> None:
     report = compare(models.Wide(), torch.randn(2, 16), options=Options(budget_s=0.2))
     assert covered(report)

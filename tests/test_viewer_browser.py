@@ -783,6 +783,23 @@ def test_the_tools_of_the_graph_lie_in_one_row(opened):
     assert stage["y"] < fit["y"] < stage["y"] + stage["height"] - fit["height"]
 
 
+@pytest.mark.parametrize("width", [500, 800, 1100, 1440])
+def test_a_long_name_of_a_plan_gives_way_in_the_tools(opened, width):
+    report = CASES["two streams"]()
+    name = "a_policy_that_balances_streams_by_memory_and_by_time_and_by_more, 4 streams"
+    plans = tuple(replace(one, policy=name) if one.policy == report.chosen else one for one in report.schedules)
+    shown = opened(page(replace(report, schedules=plans, chosen=name)), width=width)
+    shown.page.click("#nv-tab-dag")
+    tools = shown.page.locator("#nv-pane-dag .nv-tools")
+    assert tools.bounding_box()["height"] < (50 if width in (500, 1440) else 80)
+    picker = tools.locator("select[aria-label=Schedule]")
+    picker.select_option(str([one.policy for one in plans].index(name)))
+    assert picker.bounding_box()["width"] > 120
+    assert name.partition(",")[0] in picker.get_attribute("title")
+    (tops,) = {tuple(box.bounding_box()["y"] for box in tools.locator("label:has(input)").all())}
+    assert len(set(tops)) == 1
+
+
 @pytest.mark.parametrize("name", ["two streams", "fused"])
 @pytest.mark.parametrize("width", [400, 2560])
 def test_no_sideways_scrolling_of_the_page(opened, width, name):

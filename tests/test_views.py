@@ -28,7 +28,7 @@ from nimble_core.costs import Costs, uniform_costs
 from nimble_core.graph import CallGraph, graph_from_edges
 from nimble_core.measurement import Ratio, summarize
 from nimble_core.policies import POLICIES
-from nimble_core.program import Access, Call, Origin, TensorRef
+from nimble_core.program import Access, Call, Origin, Storage, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import H200, simulate
 from nimble_core.timeline import Lane, Span, Timeline
@@ -155,6 +155,28 @@ def test_verdict_says_slower_unstable_interrupted_unequal_and_empty():
     void = replace(base, checks=(EqualityCheck("nimble", 0.0, 0.01, 0.0, False, "void: no effect"),))
     assert "equality with eager NOT shown for nimble replay" in verdict(void)
     assert "No comparison with eager" in verdict(CASES["empty"]())
+
+
+def test_an_empty_batch_is_not_compared_with_anything():
+    base = sample_report(0, stable=False)
+    ref = TensorRef(0, 0, (0, 3), (3, 1), "float32", 4)
+    void = EqualityCheck("single", 0.0, 0.01, 0.0, False, "void: there are no outputs to compare")
+    program = replace(base.program, storages=(Storage(0, "input"),), inputs=(ref,))
+    warned = (f"{void.name}: {void.reason}",)
+    report = replace(base, batch=0, program=program, checks=(void,), warnings=warned)
+    said = verdict(report)
+    assert said.startswith("No comparison with eager (float16, empty batch, ")
+    assert said.endswith("the model made no call that reaches the device.")
+    tables = summary(report)
+    assert [row["eager"] for row in tables["speed"]] == [None] * len(report.measurements)
+    assert sum("no outputs to compare" in warning for warning in tables["warnings"]) == 1
+
+
+@pytest.mark.parametrize("error", [1e300, float("nan"), float("inf")])
+def test_errors_that_are_no_numbers_are_said_to_be_none(error: float):
+    check = EqualityCheck("nimble", error, 0.01, 0.5, False, "void: eager's own outputs are not finite")
+    (row,) = summary(replace(sample_report(20), checks=(check,)))["checks"]
+    assert (row["error"], row["tolerance"], row["differs"]) == ("not finite", "1.0e-02", False)
 
 
 def test_distance_is_replay_over_critical_path():

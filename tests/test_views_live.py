@@ -164,10 +164,17 @@ def test_nothing_is_known_of_a_profile_and_little_of_a_plan() -> None:
     assert [run["marks"] for run in found["runs"]] == [[], []]
 
 
+@pytest.mark.parametrize("width", [60, 100])
+@pytest.mark.parametrize("case", ["hostile", "training", "wide"])
+def test_text_is_as_wide_as_asked_for(case: str, width: int) -> None:
+    text = live_text(RENDERED[case](), width)
+    assert 0.8 * width < max(map(len, text.splitlines())) <= width
+
+
 @pytest.mark.parametrize("case", RENDERED)
 def test_text_names_the_peak_and_what_holds_it(case: str) -> None:
     report = RENDERED[case]()
-    found, text = live_memory(report), live_text(report)
+    found, text = live_memory(report), " ".join(live_text(report).split())
     if found is not None:
         assert found["runs"][0]["peak_text"] in text
         holders = found["runs"][0]["holders"]

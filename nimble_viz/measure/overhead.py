@@ -804,7 +804,8 @@ def _homeless(
         share = format_percent(lost / trace.length_ns)
         place = _last_place(program, matches[-1][0]) if matches else ""
         one = f": {format_ns(longest)} in one stretch of Python, {place}" if place and 2 * longest > lost else ""
-        yield f"{format_ns(lost)} of the profiled iteration ({share}) come after its last call and belong to none{one}"
+        where = "come after its last call and belong to none" if program.calls else "belong to no call: there is none"
+        yield f"{format_ns(lost)} of the profiled iteration ({share}) {where}{one}"
 
 
 def _source(trace: Trace) -> str:

@@ -392,16 +392,16 @@ const NimbleViewer = (() => {
     }
     const planPicker = () => {
       const picker = el("select", { "aria-label": "Schedule", onchange: () => setPlan(Number(picker.value)) }, plans.map((entry, index) => el("option", { value: index }, planLabel(entry))));
-      const sync = () => { picker.value = state.plan; };
+      const sync = () => { picker.value = state.plan; picker.title = planLabel(plan()); }; // a long name is cut
       sync(); onPlan.push(sync);
-      return el("label", null, "Schedule", picker);
+      return el("label", { class: "nv-schedule" }, "Schedule", picker);
     };
     const table = (heads, rows) => el("div", { class: "nv-scroll" }, el("table", null, el("thead", null, el("tr", null, heads.map(([text, numeric]) => el("th", { scope: "col", class: numeric && "nv-num" }, text)))), el("tbody", null, rows)));
     const kept = (entry) => entry.promise && (entry.streams > 1 || !entry.promise.kept) && el("span", { class: entry.promise.kept ? "nv-small nv-kept" : "nv-cross", style: "white-space:normal;display:block" }, `${entry.promise.kept ? "✓" : "✗"} ${entry.promise.text}`);
     const definitions = (rows) => el("dl", { class: "nv-facts" }, rows.map(([name, value]) => [el("dt", null, name), el("dd", null, value)]));
     const card = (title, wide, ...children) => el("section", { class: `nv-card${wide ? " nv-wide" : ""}` }, el("h2", null, title), children);
 
-    const engineTable = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", null, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => el("td", { class: "nv-num" }, row[key] || "–"))))),
+    const engineTable = (rows) => [table([["Engine"], ["Arena", 1], ["Without reuse", 1], ["Saved by reuse", 1], ["Workspaces", 1], ["Held", 1], ...(rows.some((row) => row.against) ? [["Of eager's peak", 1]] : [])], rows.map((row) => el("tr", null, el("td", { class: "nv-run" }, row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")), ...["arena", "unshared", "saved", "workspaces", "held", ...(rows.some((one) => one.against) ? ["against"] : [])].map((key) => el("td", { class: "nv-num" }, row[key] || "–"))))),
       el("p", { class: "nv-under" }, "Arena: results of all calls and large workspaces of libraries, on all streams. Held: arena, input buffers, and what was not planned.")];
 
     // ---------------------------------------------------------------- Summary
@@ -483,7 +483,7 @@ const NimbleViewer = (() => {
           ? plansTable()
           : el("p", null, "No plan was made.")),
         !facts.planned && !facts.profiled && card("Same outputs as eager?", false, facts.checks.length
-          ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : "✗ not shown"), check.reason && el("span", { class: "nv-small", style: "white-space:normal" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect)))), facts.checks.map((check) => check.reference && el("p", { class: "nv-under" }, `${check.run}: ${check.reference}.`))]
+          ? [el("p", null, "Fresh inputs; worst relative error over the outputs. Input effect: how far eager itself moves between two inputs."), table([["Replay"], ["Verdict"], ["Error", 1], ["Tolerance", 1], ["Input effect", 1]], facts.checks.map((check) => el("tr", null, el("td", null, check.run), el("td", null, el("span", { class: check.passed ? "nv-tick" : "nv-cross" }, check.passed ? "✓ equal" : check.differs ? "✗ differs" : "✗ not shown"), check.reason && el("span", { class: "nv-small", style: "white-space:normal" }, check.reason)), el("td", { class: "nv-num" }, check.error), el("td", { class: "nv-num" }, check.tolerance), el("td", { class: "nv-num" }, check.effect)))), facts.checks.map((check) => check.reference && el("p", { class: "nv-under" }, `${check.run}: ${check.reference}.`))]
           : el("p", null, "Outputs were not compared.")),
         facts.what_if && card("How many streams are worth it?", false, el("p", { class: "nv-answer" }, facts.what_if.answer),
           table([["Streams", 1], [""], ["Simulated", 1], ["Over one stream", 1]], facts.what_if.rows.map((row) => el("tr", { class: row.enough ? "nv-on" : null }, el("td", { class: "nv-num" }, count(row.streams)), el("td", { style: "width:40%" }, el("div", { class: "nv-bar nv-simulated", style: `width:${(100 * row.ns) / facts.what_if.rows.reduce((most, other) => Math.max(most, other.ns), 1)}%` })), el("td", { class: "nv-num" }, row.text), el("td", { class: "nv-num" }, row.over)))),
@@ -1163,8 +1163,8 @@ const NimbleViewer = (() => {
       const picker = el("select", { class: "nv-colour", "aria-label": "Colour", onchange: () => { state.colour = picker.value; recolour(); } }, data.colours.map((one) => el("option", { value: one.key, disabled: one.why !== "", title: one.meaning }, one.why ? `${one.name} (${one.why})` : one.name)));
       picker.value = state.colour;
       node.append(el("div", { class: "nv-tools" }, plans.length > 0 && planPicker(), el("label", null, "Colour", picker), search("Search the graph", (call) => { select(call, "search"); reveal(call); }, "Search calls"),
-        check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); }),
-        groups > 0 && [tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); })]), legend, stage);
+        el("span", { class: "nv-group" }, check("syncs", "Synchronisations", reconnect), check("transitive", "Transitive edges", reconnect), check("critical", "Critical path", () => { fillLegend(); board.request(); })),
+        groups > 0 && el("span", { class: "nv-group" }, tool("Open all", "Open all modules", () => { for (let box = size; box < size + groups; box++) open.add(box); relayout(); fit(); }), tool("Fold all", "Fold all modules", () => { open.clear(); relayout(); fit(); }))), legend, stage);
       stage.append(el("div", { class: "nv-zoom" }, tool("−", "Zoom out", () => zoom(1 / 1.4, ...middle())), tool("+", "Zoom in", () => zoom(1.4, ...middle())), tool("Fit", "Fit everything", () => fit(true))));
       relayout(); fit();
       if (state.call >= 0) reveal(state.call);

@@ -9,7 +9,7 @@ from nimble_core.candidates import Candidate
 from nimble_core.measurement import TIE, Measurement, quantile, ratio
 from nimble_core.units import format_bytes, format_ns, format_percent
 from nimble_viz.report import Report
-from nimble_viz.views.labels import label_plan, plural, ratio_cell
+from nimble_viz.views.labels import error_text, label_plan, plural, ratio_cell
 
 __all__ = ["FOLDED_ABOVE", "candidates", "pays_back"]
 
@@ -90,7 +90,7 @@ def _row(report: Report, one: Candidate, single: Candidate | None) -> dict[str, 
         "pays": "" if wrong else _pays(taken, cost_s, report.measurement("eager")),
         "pays_single": _pays(taken, cost_s - single.fuse_s - single.capture_s, base) if single and base else "",
         "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
-        "error": f"{check.error:.1e}" if check else "",
+        "error": error_text(check.error) if check else "",
         "wrong": wrong,
         "equal": check is not None and check.passed,
         "chosen": one.chosen,

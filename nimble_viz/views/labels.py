@@ -16,6 +16,7 @@ __all__ = [
     "SAME_BAND",
     "common_module",
     "context",
+    "error_text",
     "label_call",
     "label_operators",
     "label_plan",
@@ -64,7 +65,8 @@ def context(report: Report) -> str:
     if report.sampling is not None:
         where = report.environment
         return f"profile of code as it is, {where.device_name or _UNNAMED[where.device == 'cuda']}"
-    batch = f"batch {report.batch}" if report.batch else "no batch dimension"
+    empty = any(one.sizes[:1] == (0,) for one in report.program.inputs[:1])
+    batch = f"batch {report.batch}" if report.batch else "empty batch" if empty else "no batch dimension"
     return f"{report.dtype}, {batch}, {'training, ' if trains(report) else ''}{_place(report)}"
 
 
@@ -202,6 +204,15 @@ def visible(text: str) -> str:
 def plural(count: int, noun: str) -> str:
     """``"1 stream"``, ``"1,024 streams"``."""
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def error_text(error: float) -> str:
+    """A relative error; files hold those that are no number as 1e300.
+
+    >>> error_text(3.14e-7), error_text(1e300)
+    ('3.1e-07', 'not finite')
+    """
+    return f"{error:.1e}" if error < 1e300 else "not finite"
 
 
 def ratio_words(ratio: Ratio) -> str:

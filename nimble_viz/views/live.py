@@ -8,6 +8,7 @@ several streams shares bytes only where calls are ordered. What was measured sta
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -22,7 +23,7 @@ __all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text"]
 HOLDERS = 24
 """Results that are listed by name among those that hold a peak."""
 
-_BAR = 40
+_BAR = 10
 _FIXED = {
     "parameter": "Parameters",
     "buffer": "Buffers",
@@ -109,27 +110,37 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
     return live, spans
 
 
-def live_text(report: Report) -> str:
-    """The curve's peak and what holds it, as plain text."""
+def live_text(report: Report, width: int = 80) -> str:
+    """The curve's peak and what holds it, as plain text in lines of at most ``width`` characters."""
     found = live_memory(report)
     if found is None:
         return "the memory of this report's calls is not known\n"
-    lines = []
+    lines: list[str] = []
+
+    def add(text: str, under: int = 2) -> None:
+        """A line, and what does not fit into it below, ``under`` columns from the left."""
+        below = " " * under
+        lines.extend(textwrap.wrap(visible(text), width, subsequent_indent=below, break_on_hyphens=False) or [""])
+
     for run in found["runs"]:
-        lines += [f"{run['label']}: {format_bytes(run['peak'])} live at most, at {run['where']}"]
-        lines += [f"  {name}: {format_bytes(value)}" for name, value in run["marks"]]
-        lines += [f"  {name}: {value}" for name, value in run["facts"]]
+        add(f"{run['label']}: {format_bytes(run['peak'])} live at most, at {run['where']}")
+        facts = [*((name, format_bytes(value)) for name, value in run["marks"]), *run["facts"]]
+        for name, value in facts:
+            add(f"  {name}: {value}", 4)
         for row in run["holders"]:
-            bar = "#" * max(1, round(_BAR * row["bytes"] / run["peak"]))
-            lines.append(f"  {row['size']:>10} {row['share']:>6}  {row['text']}  {bar}")
+            bar = "#" * max(1, round(_BAR * row["bytes"] / run["holders"][0]["bytes"]))
+            beside = f"  {row['size']:>10} {row['share']:>6}  {bar:<{_BAR}}  "
+            add(beside + row["text"], len(beside))
         if run["more"]:
-            lines.append(f"  {format_bytes(run['more_bytes']):>10}         in {plural(run['more'], 'more result')}")
-        lines.append("")
+            add(f"  {format_bytes(run['more_bytes']):>10}  in {plural(run['more'], 'more result')}")
+        add("")
         if found["alike"]:
-            lines.append("The replay issues its calls in the same order, so its curve is the same.")
+            add("The replay issues its calls in the same order, so its curve is the same.")
             break
-    lines += [f"{name}: {value}" for name, value in found["fixed"]]
-    return "".join(f"{visible(line)}\n" for line in [*lines, found["note"]])
+    for name, value in found["fixed"]:
+        add(f"{name}: {value}")
+    add(found["note"], 0)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _run(

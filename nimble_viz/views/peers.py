@@ -7,7 +7,7 @@ from typing import Any
 from nimble_core.measurement import Ratio
 from nimble_core.units import format_ns, format_ratio
 from nimble_viz.report import PeerResult, Report
-from nimble_viz.views.labels import SAME_BAND, ratio_cell, ratio_words
+from nimble_viz.views.labels import SAME_BAND, error_text, ratio_cell, ratio_words
 
 __all__ = ["against", "best_peer", "peers", "unshown"]
 
@@ -69,7 +69,7 @@ def _row(report: Report, peer: PeerResult, ours: str) -> dict[str, Any]:
 def _outputs(peer: PeerResult) -> str:
     if peer.check is None:
         return "not compared"
-    error = f"{peer.check.error:.1e}"
+    error = error_text(peer.check.error)
     return f"equal ({error})" if peer.check.passed else f"DIFFER ({error})" if peer.check.differs else "not shown"
 
 

@@ -17,6 +17,7 @@ from nimble_viz.views.concurrency import graph_width, observed
 from nimble_viz.views.labels import (
     SAME_BAND,
     context,
+    error_text,
     label_run,
     one_stream,
     planned,
@@ -103,10 +104,11 @@ def summary(report: Report) -> dict[str, Any]:
         "checks": [
             {
                 "run": label_run(report, check.name),
-                "error": f"{check.error:.1e}",
-                "tolerance": f"{check.tolerance:.1e}",
-                "effect": f"{check.input_effect:.1e}",
+                "error": error_text(check.error),
+                "tolerance": error_text(check.tolerance),
+                "effect": error_text(check.input_effect),
                 "passed": check.passed,
+                "differs": check.differs,
                 "reason": check.reason,
                 "reference": _reference(check),
             }
@@ -149,13 +151,15 @@ def _doubts(report: Report) -> list[str]:
     doubts = []
     if not report.complete:
         doubts.append("interrupted: this is what was measured until then")
+    if not report.program.calls:  # nothing was compared that could be doubted
+        return doubts
     void = [label_run(report, check.name) for check in report.checks if check.void]
     if void:
         doubts.append(f"equality with eager NOT shown for {', '.join(void)}")
-    elif report.checks and report.program.calls and not any(check.differs for check in report.checks):
+    elif report.checks and not any(check.differs for check in report.checks):
         what = "loss, outputs and gradients" if trains(report) else "outputs"
         doubts.append(f"{what} equal eager's within tolerance")
-    elif report.program.calls and not report.checks:
+    elif not report.checks:
         doubts.append("outputs were not compared")
     unstable = [label_run(report, taken.name) for taken in report.measurements if not taken.stable]
     if unstable:
@@ -168,15 +172,16 @@ def _reference(check: EqualityCheck) -> str:
     if check.reference == "eager":
         return ""
     return (
-        f"error against the model in {check.reference}, where eager's own is {check.eager_error:.1e}; "
-        f"against eager {check.relative_error:.1e}"
+        f"error against the model in {check.reference}, where eager's own is {error_text(check.eager_error)}; "
+        f"against eager {error_text(check.relative_error)}"
     )
 
 
 def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
     peer = next((one for one in report.peers if one.name == taken.name), None)
     wrong = peer is not None and peer.check is not None and peer.check.differs
-    single = _over_one_stream(report, taken.name) if taken.name != "eager" and not peer else None
+    compared = taken.name != "eager" and bool(report.program.calls)
+    single = _over_one_stream(report, taken.name) if compared and not peer else None
     far = distance(report, taken.name)
     return {
         "name": taken.name,
@@ -190,7 +195,7 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
         "warmup": taken.warmup,
         "stable": taken.stable,
         "warnings": list(taken.warnings),
-        "eager": ratio_cell(report, report.ratio(taken.name)) if taken.name != "eager" and not wrong else None,
+        "eager": ratio_cell(report, report.ratio(taken.name)) if compared and not wrong else None,
         "single": ratio_cell(report, single),
         "distance": "" if far is None else format_ratio(far),
         "peer": peer is not None,
@@ -294,7 +299,10 @@ def _beaten(report: Report, run: str, bound_ns: float) -> bool:
 
 
 def _warnings(report: Report) -> list[str]:
-    found = list(report.warnings)
+    # Said below, with the run's label.
+    known = {f"{check.name}: {check.reason}" for check in report.checks}
+    known |= {f"timeline of {line.run} is unreliable: {line.note}" for line in report.timelines}
+    found = [warning for warning in report.warnings if warning not in known]
     found += [f"{label_run(report, taken.name)}: {text}" for taken in report.measurements for text in taken.warnings]
     found += [f"{label_run(report, check.name)}: {check.reason}" for check in report.checks if check.reason]
     if report.overhead:

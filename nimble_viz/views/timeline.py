@@ -162,7 +162,7 @@ def _idle(length: float, spans: Iterable[Span]) -> float:
     for span in spans:
         busy += max(0.0, span.end_ns - max(span.start_ns, reached))
         reached = max(reached, span.end_ns)
-    return round(max(0.0, 1 - busy / length), 4) if length else 0.0
+    return round(max(0.0, 1 - busy / length), 4) if length else 1.0
 
 
 def _lengths(line: Timeline) -> str:
