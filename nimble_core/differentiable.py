@@ -11,8 +11,10 @@ only those with hooks, which get copies; searches (``torch.autograd.grad``) for 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,9 +22,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nimble_core.branches import issued_without, left_out
 from nimble_core.devices.base import Executable
 from nimble_core.errors import InputError
+from nimble_core.origins import warn
 from nimble_core.pipeline import Recorded
+from nimble_core.recording import Recording
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.strides import copied
 from nimble_core.tuning import Tuned
@@ -31,6 +36,9 @@ __all__ = ["KNOWN_WHETHER_KEPT", "Backward", "Fixed"]
 
 KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 """Whether this torch tells if another backward may follow the one that runs."""
+
+_ACCUMULATING = threading.RLock()
+"""Held while gradients go into ``.grad``, as autograd's accumulation holds a lock: backwards may run on any threads."""
 
 _version = attrgetter("_version")
 _gradient = attrgetter("grad")
@@ -95,6 +103,7 @@ class Backward:
 
     Args:
         tuned: what was found for it.
+        plain: the same in eager's kernels.
         parameters: that get gradients, in the order of the backward's outputs; inputs follow.
         flags: every parameter, its name, and whether it required a gradient when it was prepared.
         leaves: positions of the inputs that may require gradients.
@@ -116,6 +125,7 @@ class Backward:
     """
 
     tuned: Tuned
+    plain: Recording
     parameters: tuple[torch.Tensor, ...]
     flags: tuple[tuple[torch.Tensor, str, bool], ...]
     leaves: frozenset[int]
@@ -138,6 +148,7 @@ class Backward:
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
     _node: Any = None
+    _without: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
     _hooked: frozenset[int] = frozenset()
     _registered: int = -1
     _flagged: list[torch.Tensor] = field(init=False)
@@ -190,8 +201,8 @@ class Backward:
         latest = self._latest() if self._latest is not None else None
         return latest is not None and not latest.done
 
-    def attach(self, run: Run, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the forward on ``tensors``; its outputs carry the backward."""
+    def attach(self, run: Run, tensors: Sequence[torch.Tensor], owner: object) -> list[torch.Tensor]:
+        """Run the forward on ``tensors``; its outputs carry the backward, and keep ``owner``, which would close it."""
         self.renew()
         # torch's own ``apply`` looks through all arguments for those of a transform that is over.
         apply = super(torch.autograd.Function, _Replay).apply
@@ -199,7 +210,7 @@ class Backward:
         alone = not _distributed() and searches_are_answered()
         linked = sorted(self.hooked()) if alone else range(len(self.parameters))
         reached = [self.parameters[at] for at in linked]
-        return list(apply(self, run, self._anchor, linked, len(tensors), *tensors, *reached))  # type: ignore[no-untyped-call]  # torch's has no types
+        return list(apply(self, run, owner, self._anchor, linked, len(tensors), *tensors, *reached))  # type: ignore[no-untyped-call]  # torch's has no types
 
     def hooked(self) -> frozenset[int]:
         """Parameters, by position, with a hook that waits for their gradient."""
@@ -256,27 +267,54 @@ class Backward:
         With ``accumulate``, those of parameters without hooks go into ``.grad``. With ``keep``, another backward of the
         same forward may follow.
         """
-        executable = self._replaying(keep)
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
-        with torch.no_grad():
-            # On CUDA gradients always are the same memory: what is in use there would be overwritten.
-            mine = cast(Fixed, executable).outputs if self.fixed else ()
-            held = list(map(_gradient, self.parameters))
-            used = [at for at, one in enumerate(held) if one is not None and one is mine[at]] if mine else []
+        without = self._left_out(given)
+        executable = None if without else self._replaying(keep)
+        # On CUDA gradients always are the same memory: what is in use there would be overwritten.
+        mine = cast(Fixed, executable).outputs if self.fixed and executable is not None else ()
+        with torch.no_grad(), _ACCUMULATING if mine else nullcontext():
+            used = (
+                [at for at, one in enumerate(map(_gradient, self.parameters)) if _same(one, mine[at])] if mine else []
+            )
             before = [mine[at].clone() for at in used]
-            if executable is not self._spare and self.sparing is not None:
-                self._round += 1  # what was saved is gone: no other try of this backward may follow
-            found = list(executable.run([*inputs, *saved], static=True))
+            if executable is None:
+                found = issued_without(self.plain, [*inputs, *saved], without, self.templates[0].device.type)
+            else:
+                if executable is not self._spare and self.sparing is not None:
+                    self._round += 1  # what was saved is gone: no other try of this backward may follow
+                found = list(executable.run([*inputs, *saved], static=True))
             # What follows is the host's, while the device is busy.
             for at in self.borrowed:
                 found[at] = found[at].clone()
             wanted = self.wanted(given)
             taken = self._taken(wanted) if accumulate else frozenset[int]()
-            self._keep(dict(zip(used, before, strict=True)), found, taken)
-            self._accumulate(held, found, taken.difference(used))
+            with _ACCUMULATING:
+                self._keep(dict(zip(used, before, strict=True)), found, taken)
+                self._accumulate(found, taken.difference(used))
         return [
             None if at in taken or at not in wanted else self._handed(gradient) for at, gradient in enumerate(found)
         ]
+
+    def _left_out(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
+        """Calls that must not run on zeros for the gradients that there are not: see ``branches``."""
+        absent = frozenset(at for at, one in enumerate(given) if one is None)
+        if not absent:
+            return absent
+        if absent not in self._without:
+            program = self.plain.program
+            found = left_out(program, len(self.templates), absent)
+            if self.fixed and any("attention" in call.operator for call in program.calls):
+                # It reads the seed of its dropout on the host unless it is captured: a replay keeps it on the device.
+                found = frozenset()
+            self._without[absent] = found
+            if found:
+                names = ", ".join(str(self.differentiable[at]) for at in sorted(absent))
+                warn(
+                    f"no gradient came for output {names}, and zeros in its place might be multiplied by infinity: "
+                    "this backward runs call by call, without what leads there alone. To replay it: detach outputs "
+                    "that are not trained on in the forward, or do not return them"
+                )
+        return self._without[absent]
 
     def wanted(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
         """Gradients, by position, that these gradients of the outputs reach."""
@@ -298,12 +336,10 @@ class Backward:
         for at in before.keys() - taken:
             self.parameters[at].grad = before[at]
 
-    def _accumulate(
-        self, held: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor], taken: Iterable[int]
-    ) -> None:
+    def _accumulate(self, found: Sequence[torch.Tensor], taken: Iterable[int]) -> None:
         sums, new = [], []
         for at in taken:
-            gradient = held[at]
+            gradient = self.parameters[at].grad
             if gradient is None:
                 self.parameters[at].grad = found[at]
             elif gradient.layout is not torch.strided:  # takes no dense one in place
@@ -372,6 +408,13 @@ class Backward:
         return bool(torch._C._will_engine_execute_node(self._node))
 
 
+def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether ``one`` is ``other``, or another view of it."""
+    if one is None or one is other:
+        return one is other
+    return one.layout is torch.strided and one.data_ptr() == other.data_ptr()
+
+
 def _graph_is_kept() -> bool:
     """Whether another backward may follow the one that runs on this thread (``retain_graph=True``)."""
     return KNOWN_WHETHER_KEPT and torch._C._autograd._get_current_graph_task_keep_graph()
@@ -396,11 +439,18 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, half: Backward, run: Run, anchor: torch.Tensor, linked: Sequence[int], count: int, *rest: torch.Tensor
+        ctx: Any,
+        half: Backward,
+        run: Run,
+        owner: object,
+        anchor: torch.Tensor,
+        linked: Sequence[int],
+        count: int,
+        *rest: torch.Tensor,
     ) -> Any:
         tensors = rest[:count]
         made = run(tensors)
-        ctx.half, ctx.count, ctx.linked = half, count, linked
+        ctx.half, ctx.owner, ctx.count, ctx.linked = half, owner, count, linked
         ctx.behind = half.behind(linked)
         ctx.pending, ctx.round = half.begin()
         ctx.versions = half.versions()
@@ -465,5 +515,5 @@ class _Replay(torch.autograd.Function):
             wanted = half.wanted(given)
             _spare_hooks(one for at, one in enumerate(half.parameters) if at not in wanted)
         leaves = dict(zip(half.leaves_present, found[len(half.parameters) :], strict=True))
-        ahead = (None,) * 5
+        ahead = (None,) * 6
         return *ahead, *(leaves.get(at) for at in range(ctx.count)), *(found[at] for at in ctx.linked)

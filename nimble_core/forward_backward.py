@@ -18,6 +18,7 @@ from nimble_core.options import Options
 from nimble_core.phases import phase
 from nimble_core.pipeline import Recorded, record_static, state_kept
 from nimble_core.program import Program, TensorRef
+from nimble_core.searches import Behind
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import Structure, builder, flatten
 
@@ -205,6 +206,7 @@ def _reached(output: torch.Tensor, sources: Sequence[torch.Tensor]) -> frozenset
     """Positions of the ``sources``, leaves, that a gradient of ``output`` reaches."""
     nodes = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
     pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
+    positions = {id(one): at for at, one in enumerate(sources)}
     seen: set[Any] = set()
     found: set[int] = set()
     while pending:
@@ -214,5 +216,8 @@ def _reached(output: torch.Tensor, sources: Sequence[torch.Tensor]) -> frozenset
         seen.add(node)
         if node in nodes:
             found.add(nodes[node])
+        behind = getattr(node, "behind", None)  # of a prepared module inside of this one
+        if isinstance(behind, Behind):
+            found.update(positions[id(one)] for one in behind.tensors.values() if id(one) in positions)
         pending += [following for following, _ in node.next_functions]
     return frozenset(found)

@@ -339,7 +339,7 @@ class Nimble(torch.nn.Module):
         if not torch.is_grad_enabled():
             backward.overwrite()
             return engine.build(backward.own(run(tensors)))
-        return engine.build(backward.attach(run, tensors))
+        return engine.build(backward.attach(run, tensors, self))
 
     def refresh(self) -> None:
         """Compute folded weights again from the parameters and buffers as they are now.
@@ -487,8 +487,9 @@ def _unlike(recorded: Recorded, executable: Executable) -> str:
     return f"the plan's kernels are not right here: {check.reason}" if check.differs else ""
 
 
-def _warn_of_python(model: Callable[..., Any], recording: Recording) -> None:
-    """Of what the forward does in Python for others to see, once at preparation."""
+def _warn_of_python(model: Callable[..., Any], recorded: Recorded) -> None:
+    """Of what the forward does in Python, which replays do not, once at preparation."""
+    recording = recorded.recording
     trained = any(call.phase == "backward" for call in recording.program.calls)
     hooks = hooks_of_users(model, backward=trained, given=recording.given.values())
     if hooks:
@@ -497,8 +498,8 @@ def _warn_of_python(model: Callable[..., Any], recording: Recording) -> None:
             f"{hooks[0]}{more}: what hooks compute is replayed, what they keep or print in Python is not; "
             "remove the hook, or return what it keeps as an output"
         )
-    if recording.changed:
-        warn(f"the forward changes attributes, which a replay does not repeat: {', '.join(recording.changed)}")
+    for one in recorded.said:
+        warn(one)
 
 
 def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
@@ -526,7 +527,7 @@ def _prepare(
         device.warm_up(model, args, kwargs)
     recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
-    _warn_of_python(model, recorded.recording)
+    _warn_of_python(model, recorded)
     program, graph = recorded.recording.program, recorded.graph
     build = builder(recorded.recording.output_structure)
     candidates: tuple[Candidate, ...] = ()
@@ -618,7 +619,7 @@ def _prepare_training(
         made = make(replace(options, fuse="none"))
         made = replace(made, notes=(note, *made.notes))
     forward = made.forward
-    _warn_of_python(model, made.joint.recording)
+    _warn_of_python(model, made.joint)
     if made.wrong:
         if options.strict:
             raise CaptureError(made.wrong, fix="report this model")

@@ -157,7 +157,9 @@ class CapturedOptimizer:
         # Trial steps may draw noise; the user's next is as if there had been none.
         with random_state_kept(device, [one for one in held if isinstance(one, torch.Generator)]):
             self.state = tuple(self._made(tensors_among(held)))
-        self._used = {position for position, kept in enumerate(self.state) if kept}
+        self._stateful = frozenset(position for position, kept in enumerate(self.state) if kept)
+        self._used = self._stateful
+        self._held = frozenset[int]()  # positions whose state the user's had when it was last in step with ours
         self._updated = False
         # What optimizer.state held when it was last in step with ours: itself, its entries, copies of these.
         self._synced: tuple[Any, list[dict[str, Any]], list[dict[str, Any]]] | None = None
@@ -217,12 +219,16 @@ class CapturedOptimizer:
 
         Asked of the parameters that have been updated, or of all before the first ``update``. O(parameters).
         """
-        held = self.optimizer.state
+        return self.fresh_for(self._used)
+
+    def fresh_for(self, positions: Set[int]) -> bool:
+        """The same of an update of these of ``parameters`` alone."""
+        held, needed = self.optimizer.state, positions & self._stateful
         if self._synced is not None and held is self._synced[0]:
             kept = self._synced[1]
             if len(held) == len(kept) and all(map(is_, held.values(), kept)) and all(kept):
-                return False
-        return not all(_present(held.get(self.parameters[position])) for position in self._used)
+                return not needed <= self._held
+        return not all(_present(held.get(self.parameters[position])) for position in needed)
 
     def named_state(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """All of ``state``: position of the parameter, name, tensor."""
@@ -270,7 +276,7 @@ class CapturedOptimizer:
         finally:
             for parameter, kept in zip(self.parameters, before, strict=True):
                 parameter.grad = kept
-        needed = {position for position in given if self.state[position]}
+        needed = self._stateful & given
         self._used = self._used | needed if self._updated else needed
         self._updated, self._synced = True, None
 
@@ -359,8 +365,13 @@ class CapturedOptimizer:
         if not self._in_step():
             self._install()
         self._fill(rates)
-        if "step" in vars(optimizer) and not getattr(optimizer, "_opt_called", False) and not self.fresh:
+        if "step" in vars(optimizer) and not getattr(optimizer, "_opt_called", False) and not self._untrained():
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks: was a step taken?
+
+    def _untrained(self) -> bool:
+        """Whether no step has made state yet."""
+        held = self.optimizer.state
+        return bool(self._used) and not any(_present(held.get(self.parameters[position])) for position in self._used)
 
     def _check_groups(self) -> None:
         groups = self.optimizer.param_groups
@@ -454,11 +465,11 @@ class CapturedOptimizer:
         for entry, key, ours, _ in pending:
             entry[key] = ours
         entries = list(held.values())
-        complete = all(_present(held.get(self.parameters[position])) for position in self._used)
-        if complete and all(type(entry) is dict for entry in entries):
+        self._synced = None
+        if all(type(entry) is dict for entry in entries):
             self._synced = held, entries, list(map(dict, entries))
-        else:
-            self._synced = None
+            parameters = enumerate(self.parameters)
+            self._held = frozenset(position for position, one in parameters if _present(held.get(one)))
 
 
 # -- what can be captured ----------------------------------------------------------------------------------------------

@@ -145,10 +145,27 @@ class Issuer:
     def issue(self, call: int) -> None:
         """Run one call, after the host steps it needs."""
         step = self._calls[call]
+        self._ready(step)
+        self._run(step)
+
+    def skip(self, call: int) -> None:
+        """Zeros for what one call would make or write."""
+        step, refs = self._calls[call], self.recording.refs
+        self._ready(step)
+        written = self.recording.program.calls[call].writes
+        for slot in step.reads:
+            tensor = self.tensors[slot]
+            if tensor is not None and refs[slot] in written:
+                tensor.zero_()
+        device = next(tensor.device for slot in step.reads if (tensor := self.tensors[slot]) is not None)
+        for slot in step.outputs:
+            if slot >= 0:
+                self.tensors[slot] = _zeros(refs[slot], device)
+
+    def _ready(self, step: Step) -> None:
         for slot in sorted(step.reads):  # in the order in which they were made: memory is planned in it
             if self.tensors[slot] is None:
                 self._make(slot)
-        self._run(step)
 
     def outputs(self) -> list[torch.Tensor]:
         """The output tensors; valid once all calls were issued."""
@@ -188,6 +205,13 @@ class Issuer:
         for slot, tensor in zip(step.outputs, returned, strict=True):
             if slot >= 0:
                 tensors[slot] = tensor
+
+
+def _zeros(ref: TensorRef, device: torch.device) -> torch.Tensor:
+    """Zeros that lie as ``ref`` does, in memory of their own."""
+    reach = sum((size - 1) * stride for size, stride in zip(ref.sizes, ref.strides, strict=True))
+    length = 0 if 0 in ref.sizes else 1 + reach
+    return torch.zeros(length, dtype=getattr(torch, ref.dtype), device=device).as_strided(ref.sizes, ref.strides)
 
 
 def fill(arg: Any, tensors: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]) -> Any:

@@ -144,11 +144,13 @@ def make_trainable(
             # With the forward before it: eager and captures keep seeds in different places.
             whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
             eager = _Issued(whole_run, len(cut.recording.program.calls), inputs, joint=cut, random=random)
-            second = _recorded(halves.with_saved(saved), list(templates), eager)
+            plain = halves.with_saved(saved)
+            second = _recorded(plain, list(templates), eager)
         else:
             saved += [inputs[at] for at in halves.saved_inputs]
-            eager = _Issued(halves.backward, len(halves.backward.program.calls))
-            second = _recorded(halves.backward, [*templates, *saved], eager)
+            plain = halves.backward
+            eager = _Issued(plain, len(plain.program.calls))
+            second = _recorded(plain, [*templates, *saved], eager)
         whole_nbytes = eager_peak(device, cut)
         with state_kept(second):
             behind = tune(
@@ -167,6 +169,7 @@ def make_trainable(
     named = dict(model.named_parameters())
     backward = Backward(
         tuned=behind,
+        plain=plain,
         parameters=tuple(named[name] for name in whole.present),
         flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
         leaves=frozenset(leaves),

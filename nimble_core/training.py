@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from numbers import Real
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -280,6 +281,16 @@ class WholeStep(Around):
         return super()._apply(*args, **kwargs)
 
 
+class _Present(NamedTuple):
+    """Parameters that a step makes gradients of: their names, and positions among the optimizer's."""
+
+    names: frozenset[str]
+    positions: frozenset[int]
+
+
+_NONE = _Present(frozenset(), frozenset())
+
+
 class TrainStep:
     """One training step, prepared ahead of time: zeroed gradients, forward, loss, backward, optimizer.
 
@@ -334,7 +345,8 @@ class TrainStep:
             raise InputError(f"loss_fn is a {type(loss_fn).__name__}", fix="pass a function or module")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
             raise InputError(f"accumulate={accumulate!r} is not a number of steps", fix="1 or more")
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
+        number: object = clip_grad_norm
+        if number is not None and not (isinstance(number, Real) and float(number) > 0):
             raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not positive", fix="a norm, or None")
         device = next((one.device for one in model.parameters()), None)
         if device is None:
@@ -355,8 +367,8 @@ class TrainStep:
         self._autocast, self._device = autocast, device.type
         self._casts: torch.dtype | None = None
         self._last: Result | partial[Result] | None = None
-        # Names of the parameters that each engine, by its id, makes gradients of, and that the update at hand is of.
-        self._present: dict[int, frozenset[str]] = {}
+        # Parameters that each engine, by its id, makes gradients of; names of those that the update at hand is of.
+        self._present: dict[int, _Present] = {}
         self._waiting: frozenset[str] = frozenset()
 
         kept = {}
@@ -455,7 +467,9 @@ class TrainStep:
 
     def _make(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> Engine:
         engine = self._nets[turn].make_engine((inputs, targets), {}, plan=plan)
-        self._present[id(engine)] = self._steps[turn].present
+        step = self._steps[turn]
+        positions = frozenset(at for at, name in enumerate(step.trained()) if name in step.present)
+        self._present[id(engine)] = _Present(step.present, positions)
         return engine
 
     def __call__(self, inputs: Any, targets: Any = None) -> torch.Tensor:
@@ -488,20 +502,23 @@ class TrainStep:
         engine, tensors = net.bind((inputs, targets), {})
         if engine is not None:
             _require_no_hooks(tensors, engine.signature.paths)
-        answered = engine is not None or self.options.on_new_shape != "error"
-        eagerly = answered and step.updates and self._captured.fresh
-        if engine is None and self.options.on_new_shape == "prepare" and not eagerly:
-            self._nets[turn].adopt_engine(self._make(turn, inputs, targets), (inputs, targets), {})
+        elif self.options.on_new_shape == "prepare":
+            net.adopt_engine(self._make(turn, inputs, targets), (inputs, targets), {})
             engine, tensors = net.bind((inputs, targets), {})
         waiting = frozenset[str]() if turn in ("only", "first") else self._waiting
-        present = frozenset[str]() if engine is None else self._present[id(engine)]
-        if answered and step.updates and not waiting <= present:
-            if engine is not None and not eagerly:
+        present, positions = _NONE if engine is None else self._present[id(engine)]
+        eagerly = False
+        if engine is None:
+            # The optimizer's own step, not a captured one: these data may be the first to train a parameter.
+            eagerly = step.updates and self.options.on_new_shape == "eager"
+        elif step.updates:
+            eagerly = self._captured.fresh_for(positions)
+            if not eagerly and not waiting <= present:
                 warn(
                     f"{min(waiting - present)} has a gradient of an earlier step, and none of the last one that the "
                     "update is of: it is made in eager"
                 )
-            eagerly = True
+                eagerly = True
         result: Result
         if eagerly:
             if engine is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -227,6 +228,107 @@ def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
     net(torch.randn(6, 8)).logits.sum().backward()
     assert net.a.weight.grad is not None
     assert net.b.weight.grad is None
+
+
+class Poles(nn.Module):
+    """Outputs whose derivatives are infinite where the forward is not, and where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        return h, (h * h).sum(-1).sqrt(), (h * 1000).exp(), F.gelu(h[:2]) @ self.linear.weight
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.errors.NimbleWarning")
+@pytest.mark.parametrize("kept", [False, True], ids=["once", "retained"])
+@pytest.mark.parametrize("used", [(0,), (3,), (0, 3), (1,), (0, 1), (2, 3), (0, 1, 2, 3)])
+def test_branches_without_a_gradient_add_nothing(used: tuple[int, ...], kept: bool, on: Place) -> None:
+    """A row of zeros: its square root has an infinite derivative, which zeros make NaN of where they are run."""
+    model = on(Poles())
+    x = on(torch.randn(6, 8))
+    net, eager = pair(model, x, options=on.options)
+    x = x.clone()
+    x[-1] = 0
+    for one in (net, eager):
+        loss = sum(part.sum() for at, part in enumerate(one(x)) if at in used)
+        loss.backward(retain_graph=kept)
+        if kept:
+            loss.backward()
+    mine, theirs = model.linear.weight.grad, eager.linear.weight.grad
+    assert theirs.isnan().any() == (not {1, 2}.isdisjoint(used))
+    torch.testing.assert_close(mine, theirs, rtol=on.near, atol=on.near, equal_nan=True)
+    net.close()
+
+
+def test_branches_that_run_call_by_call_are_told_of_once() -> None:
+    net, _ = pair(Poles(), torch.randn(6, 8))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            net(torch.randn(6, 8))[0].sum().backward()
+        net(torch.randn(6, 8))[0].sum().backward()
+    assert ["output 1, 2, 3" in str(one.message) for one in told] == [True]
+    net.close()
+
+
+def test_a_prepared_module_inside_of_another(on: Place) -> None:
+    inner = on(nn.Linear(8, 8))
+    x = on(torch.randn(6, 8))
+    outer = on(nn.Linear(8, 8))
+    eager = nn.Sequential(copy.deepcopy(inner), copy.deepcopy(outer))
+    net = Nimble(nn.Sequential(Nimble(inner, on.options).prepare(x, training=True), outer), on.options)
+    net.prepare(x, training=True)
+    for one in (net, eager):
+        one(x).sin().sum().backward()
+    for mine, theirs in zip(net.parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=on.near, atol=on.near)
+    net.close()
+
+
+@pytest.mark.parametrize("forwards", ["before", "on the threads"])
+def test_backwards_on_several_threads_add_up(forwards: str) -> None:
+    model = perceptron()
+    x = torch.randn(6, 8)
+    net, eager = pair(model, x)
+    eager(x).sum().backward()
+    for _ in range(25):
+        net.zero_grad()
+        losses = [net(x).sum() for _ in range(4)] if forwards == "before" else None
+        work = [partial(loss.backward) for loss in losses] if losses else [lambda: net(x).sum().backward()] * 4
+        threads = [threading.Thread(target=one) for one in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, 4 * theirs.grad)
+    net.close()
+
+
+def test_an_alias_of_a_gradient_is_the_gradient(on: Place) -> None:
+    model = on(perceptron())
+    x = on(torch.randn(6, 8))
+    net, eager = pair(model, x, options=on.options)
+    for one in (net, eager):
+        one(x).sum().backward()
+        for parameter in one.parameters():
+            parameter.grad = parameter.grad.detach()
+        one(2 * x).sum().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=on.near, atol=on.near)
+    net.close()
+
+
+def test_a_loss_keeps_what_its_backward_replays() -> None:
+    model = perceptron()
+    x = torch.randn(6, 8)
+    loss = Nimble(model, QUICK).prepare(x, training=True)(x).sum()
+    loss.backward()
+    assert model[0].weight.grad is not None
 
 
 def test_between_other_trainable_modules(on: Place) -> None:

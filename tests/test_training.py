@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -1043,6 +1044,79 @@ def test_the_very_first_step_may_have_another_shape(answer: str) -> None:
         assert_values(step(inputs[:size], targets[:size]), eager(inputs[:size], targets[:size]))
         assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
     step.close()
+
+
+class Heads(nn.Module):
+    """One of several heads is used, and trained, at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*has a gradient of an earlier step:nimble_core.errors.NimbleWarning")
+@settings(max_examples=25)
+@given(
+    used=st.text("ab", min_size=2, max_size=10),
+    answer=st.sampled_from(["eager", "prepare"]),
+    accumulate=st.sampled_from([1, 2]),
+    kind=st.sampled_from(["adam", "momentum", "sgd"]),
+)
+def test_parameters_that_other_data_are_the_first_to_train(used: str, answer: Any, accumulate: int, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    eager = copy.deepcopy(model)
+    make: Any = {
+        "adam": partial(torch.optim.Adam, lr=0.01),
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.2),
+        "sgd": partial(torch.optim.SGD, lr=0.1),
+    }[kind]
+    mine, theirs = make(model.parameters()), make(eager.parameters())
+    options = Options(tune="off", policy="single", on_new_shape=answer)
+    step = TrainStep(model, F.mse_loss, mine, options=options, accumulate=accumulate)
+    step.prepare({"x": torch.randn(8, 4), "head": "a"}, torch.randn(8, 2))
+    for at, head in enumerate(used):
+        x, y = torch.randn(8, 4), torch.randn(8, 2)
+        step({"x": x, "head": head}, y)
+        if at % accumulate == 0:
+            theirs.zero_grad()
+        (F.mse_loss(eager(x, head), y) / accumulate).backward()
+        if at % accumulate == accumulate - 1:
+            theirs.step()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert mine.state[one].keys() == theirs.state[other].keys()
+    step.close()
+
+
+def test_a_step_is_replayed_though_another_one_trains_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Heads()
+    eagerly, eager = WholeStep.eagerly, []
+    monkeypatch.setattr(WholeStep, "eagerly", lambda *args, **kwargs: eager.append(1) or eagerly(*args, **kwargs))
+    mine = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = TrainStep(model, F.mse_loss, mine, options=QUICK)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    step.prepare({"x": x, "head": "b"}, y).prepare({"x": x, "head": "a"}, y)
+    step({"x": x, "head": "a"}, y)  # makes the state of what it trains
+    for _ in range(3):
+        step({"x": x, "head": "a"}, y)
+    assert len(eager) == 1
+    step({"x": x, "head": "b"}, y)
+    assert len(eager) == 2
+    assert len(mine.state) == 6
+    step.close()
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, "1", [1.0], 1j, float("nan")])
+def test_what_is_no_norm_to_clip_to_is_refused(norm: Any) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"clip_grad_norm=.* is not positive"):
+        TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=norm)
 
 
 def test_two_shapes_may_be_prepared() -> None:
