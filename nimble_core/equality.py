@@ -201,12 +201,13 @@ def check_equality(
     With float64 references each output may be ``3 (1 + 4 / n)`` times as far from them as eager's own is (``n``
     elements: the rounding of few numbers may happen to be small), or two roundings of the lowest precision. An output
     in which eager has no digit right is compared with eager instead: being as far from the truth as eager proves
-    nothing, and only fails to refute. Without references every output is compared with eager, by ``TOLERANCE``.
+    nothing, and only fails to refute. Without references every output is compared with eager, by ``TOLERANCE``. Single
+    elements are held to four times these bounds, relative to the greatest: a few stale ones among millions are nothing
+    to a norm.
 
     With ``perturbed`` outputs (a training step's) what the perturbation did to a tensor counts like eager's own error,
     if it is more. All is measured against the greater of the truth's and eager's norm, so that tensors of pure rounding
-    count as such. Single elements are held to four times these bounds, relative to the greatest: a few stale ones among
-    millions are nothing to a norm.
+    count as such.
 
     Where eager is infinite, a replay has to be as infinite; what is compared is the rest. NaN makes the check void.
 
@@ -292,12 +293,22 @@ def _verdicts(
     truth: Sequence[Sequence[torch.Tensor]] | None,
     precision: str,
 ) -> list[_Verdict]:
-    """One for each output; ``errors`` are its worst against eager."""
+    """One for each output, of its norm, or of its single elements where only they are wrong; ``errors`` are its worst
+    against eager.
+    """
     tolerance, floor = TOLERANCE.get(precision, 0.0), _FLOOR.get(precision, 0.0)
     effects = _errors(eager[1], eager[0])
+    peaks = _peaks(kept, eager if truth is None else truth)
     beside_eager = [_Verdict(error, tolerance, effect) for error, effect in zip(errors, effects, strict=True)]
     if truth is None:
-        return beside_eager
+        single = [
+            _Verdict(peak, _PEAK * tolerance, effect, peak=True) for peak, effect in zip(peaks, effects, strict=True)
+        ]
+        return [
+            by_peak if by_norm.right and not by_peak.right else by_norm
+            for by_norm, by_peak in zip(beside_eager, single, strict=True)
+        ]
+    own_peaks = _peaks([*enumerate(eager)], truth)
     theirs = _worst([_errors(out, truth[case]) for case, out in kept])
     owns = _worst([_errors(out, truth[case]) for case, out in enumerate(eager)])
     found = []
@@ -305,8 +316,25 @@ def _verdicts(
         bound = max(doubt(own, eager[0][i].numel()), floor)
         by_truth = _Verdict(error, bound, effects[i], own)
         noise = not by_truth.telling and beside_eager[i].telling
-        found.append(beside_eager[i] if noise and beside_eager[i].right else by_truth)
+        most = _PEAK * max(doubt(own_peaks[i], eager[0][i].numel()), floor)
+        by_peak = _Verdict(peaks[i], most, effects[i], own_peaks[i], peak=True)
+        if noise and beside_eager[i].right:
+            found.append(beside_eager[i])
+        else:
+            found.append(by_peak if by_truth.right and not by_peak.right else by_truth)
     return found
+
+
+def _peaks(kept: Sequence[tuple[int, Sequence[torch.Tensor]]], target: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+    """The greatest error of an element of each output, relative to the target's greatest element; worst of all runs."""
+    sizes = [gaps(outputs) for outputs in target]
+    errors = [(case, gaps(out, target[case])) for case, out in kept]
+    return _worst(
+        [
+            [apart.peak / (size.peak or 1.0) for apart, size in zip(one, sizes[case], strict=True)]
+            for case, one in errors
+        ]
+    )
 
 
 def _verdicts_by_perturbation(

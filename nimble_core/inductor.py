@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from nimble_core.errors import CaptureError
+from nimble_core.launchers import generated_modules
 from nimble_core.lift import calls_of
 from nimble_core.program import Origin, Program
 from nimble_core.rewritten import provenance_of
@@ -194,7 +195,7 @@ def source_nodes(file: str, line: int) -> tuple[str, ...]:
         line: of the launch, counted from 1.
     """
     lines = _lines(file)
-    for place in range(line - 2, -1, -1):
+    for place in range(min(line - 2, len(lines) - 1), -1, -1):
         found = _SOURCES.search(lines[place])
         if found:
             return tuple(name.strip() for name in found[1].split(",") if name.strip())
@@ -205,18 +206,19 @@ def source_nodes(file: str, line: int) -> tuple[str, ...]:
 
 @cache
 def _lines(file: str) -> tuple[str, ...]:
-    with open(file, encoding="utf-8") as source:
-        return tuple(source.read().splitlines())
+    try:
+        with open(file, encoding="utf-8") as source:
+            return tuple(source.read().splitlines())
+    except FileNotFoundError:  # Inductor was told to forget it: its kernels come from nowhere
+        return ()
 
 
 def provenance_in_code(
     module: fx.GraphModule, program: Program
 ) -> Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...]]]:
     """Which eager calls a launch stands for, from the frame that issues it."""
-    from torch._inductor.codecache import PyCodeCache
-
     calls = {node.name: calls_of(node) for node in module.graph.nodes}
-    files = {one.__file__ for one in PyCodeCache.modules if one.__file__}
+    files = {one.__file__ for one in generated_modules() if one.__file__}
 
     def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
         found: tuple[int, ...] = ()

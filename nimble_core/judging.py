@@ -57,7 +57,7 @@ class Cases:
         why: why there is no truth; empty otherwise.
         moved: of a training step: what eager makes of each with its results moved by their last place.
         names: what the outputs are called; empty where nobody said.
-        written: of a training step: what it writes, before and after the first case.
+        written: what is written of parameters, buffers and other state, before and after the first case.
     """
 
     eager: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
@@ -121,9 +121,10 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
         inputs = other_values(recorded.signature.tensors, seed)
         outputs, after = eager.run(inputs)
         cases.append((inputs, outputs))
-        if recorded.trained:
+        if recorded.trained or (eager.state and not written):
             outputs, after_moved = eager.run(inputs, seed)
-            moved.append(outputs)
+            if recorded.trained:
+                moved.append(outputs)
             if not written:
                 known = zip(eager.state, before, after, after_moved, strict=True)
                 written = [Update(one.name, was, now, now, other, one.jumps) for one, was, now, other in known]
@@ -182,7 +183,7 @@ class _Eager:
     """
 
     def __init__(self, recorded: Recorded) -> None:
-        self.state = _state_of(recorded) if recorded.trained else []
+        self.state = _state_of(recorded)
         self.structure: Structure | None = None
         self._recorded = replace(recorded, lender=None)  # which eager leaves alone
         self._build = builder(recorded.signature.structure)

@@ -26,6 +26,7 @@ __all__ = [
     "Launch",
     "Relaunch",
     "Role",
+    "generated_modules",
     "kernel_roles",
     "launches_seen",
     "reaches_elsewhere",
@@ -45,6 +46,8 @@ _HEAD = re.compile(r"def \w+\(.*\):\n")
 _WAIT = "tl.extra.cuda.gdc_wait()"
 _NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
 """A line that gives a name to a number or to something that has one: it touches no memory."""
+_GENERATED = "torch._inductor.runtime.compile_tasks."
+"""How names of modules begin that Inductor has made."""
 _HOST_KERNEL = re.compile(r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 
 
@@ -204,11 +207,17 @@ def launches_seen(
         triton = sys.modules.get("triton.runtime.jit")
         if triton is not None:
             _watch_triton(triton.JITFunction, on_launch, watched, launched, undo)
-        cache_module = sys.modules.get("torch._inductor.codecache")
-        if cache_module is not None:
-            for module in list(cache_module.PyCodeCache.modules):
-                _watch_generated(module, on_launch, watched, undo)
+        for module in generated_modules():
+            _watch_generated(module, on_launch, watched, undo)
         yield
+
+
+def generated_modules() -> list[ModuleType]:
+    """Those that Inductor has made, also where it is told to forget them at once (``force_disable_caches``)."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    known = [] if codecache is None else list(codecache.PyCodeCache.modules)
+    loaded = [one for name, one in list(sys.modules.items()) if name.startswith(_GENERATED)]
+    return list({id(one): one for one in (*known, *loaded)}.values())
 
 
 def _watch_inductor(
@@ -300,19 +309,14 @@ def _watch_generated(module: ModuleType, on_launch: Any, watched: Callable[[], b
         kernel = module.__dict__.get(name)
         if kernel is None:
             continue
-        names = tuple(f"arg{place}" for place in range(len(types)))
-        roles = {one: (True, False) for one, kind in zip(names, types, strict=True) if kind.startswith("const ")}
+        reads = (f"arg{place}" for place, kind in enumerate(types) if kind.startswith("const "))
+        roles: Mapping[str, Role] = dict.fromkeys(reads, (True, False))
 
-        def launch(
-            *args: Any,
-            _kernel: Any = kernel,
-            _name: str = name,
-            _names: tuple[str, ...] = names,
-            _roles: Mapping[str, Role] = roles,
-        ) -> Any:
+        def launch(*args: Any, _kernel: Any = kernel, _name: str = name, _roles: Mapping[str, Role] = roles) -> Any:
             if not watched():
                 return _kernel(*args)
-            return on_launch(Launch(_name, _HostKernel(_name, module), args, {}, _names, _roles), sys._getframe(1))
+            names = tuple(f"arg{place}" for place in range(len(args)))
+            return on_launch(Launch(_name, _HostKernel(_name, module), args, {}, names, _roles), sys._getframe(1))
 
         undo.callback(setattr, module, name, kernel)
         setattr(module, name, launch)
@@ -320,12 +324,15 @@ def _watch_generated(module: ModuleType, on_launch: Any, watched: Callable[[], b
 
 @cache
 def _host_kernels(module: ModuleType) -> dict[str, tuple[str, ...]]:
-    """Host kernels of a generated module, with the C types of their arguments."""
+    """Host kernels of a generated module, with the C types of their arguments; none of these where its file is gone."""
     file = getattr(module, "__file__", None)
     if not file or "reinterpret_tensor" not in module.__dict__:
         return {}
-    with open(file, encoding="utf-8") as source:
-        text = source.read()
+    try:
+        with open(file, encoding="utf-8") as source:
+            text = source.read()
+    except FileNotFoundError:
+        return {name: () for name, one in module.__dict__.items() if name.startswith("cpp_") and callable(one)}
     return {
         name: tuple(one.strip().strip("'\"") for one in types.split(",") if one.strip())
         for name, types in _HOST_KERNEL.findall(text)

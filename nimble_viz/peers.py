@@ -230,7 +230,7 @@ class PeerRuns:
         finally:
             self._results[one.name] = result
             if one.name not in self._runs:
-                close(run)
+                self._close(one.name, run)
 
     def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
         """How what a peer returns is another kind of value than what the model does, in words; empty if it is none."""
@@ -286,7 +286,15 @@ class PeerRuns:
     def close(self) -> None:
         """Free what they hold."""
         while self._runs:
-            close(self._runs.popitem()[1])
+            self._close(*self._runs.popitem())
+
+    def _close(self, name: str, run: Run | None) -> None:
+        try:
+            close(run)
+        except Exception as error:  # the peer's own: what was measured of it holds
+            known = self._results[name]
+            notes = filter(None, (known.note, f"its close() failed: {_why(error)}"))
+            self._results[name] = replace(known, note="; ".join(notes))
 
 
 def close(run: Run | None) -> None:

@@ -287,6 +287,20 @@ def test_a_peer_for_a_model_that_writes_its_state() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_peer_that_cannot_be_closed_is_said_to() -> None:
+    class Open(Beside):
+        def close(self) -> None:
+            boom()
+
+    report = on_fake(Wide(), torch.randn(2, 16), against=[Open("open"), Open("wrong", run=lambda out: out * 2)])
+    right, wrong = report.peers
+    assert right.check.passed
+    assert right.note == "its close() failed: RuntimeError: boom and where"
+    assert report.measurement("open") is not None
+    assert wrong.note.startswith("left out: outputs differ")
+    assert wrong.note.endswith("its close() failed: RuntimeError: boom and where")
+
+
 def boom() -> None:
     raise RuntimeError("boom\nand where\nand a trace")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -335,6 +336,26 @@ def test_swapped_branches_fail(dtype: torch.dtype) -> None:
     assert judged(model, wrong, x).differs
     wrong.swapped = False
     assert judged(model, wrong, x).passed
+
+
+@pytest.mark.parametrize("referenced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_wrong_element_among_many(dtype: torch.dtype, referenced: bool) -> None:
+    truth = [torch.randn(1_000_000, dtype=torch.float64, generator=torch.Generator().manual_seed(at)) for at in (0, 1)]
+    eager = [one.to(dtype) for one in truth]
+
+    def replay(inputs: Sequence[torch.Tensor], *, right: bool) -> list[torch.Tensor]:
+        out = eager[int(inputs[0])].clone()
+        if not right:
+            out[(out.double().abs() - 2.5).abs().argmin()] = 0
+        return [out]
+
+    cases = [([torch.tensor(at)], [one]) for at, one in enumerate(eager)]
+    references = [[one] for one in truth] if referenced else None
+    for right in (False, True):
+        check = check_equality("found", partial(replay, right=right), cases, references=references)
+        assert check.passed == right
+        assert ("at one element" in check.reason) != right
 
 
 def test_the_reference_finds_a_mistake_that_the_tolerance_of_half_precision_hides() -> None:

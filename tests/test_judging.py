@@ -19,8 +19,9 @@ from nimble_core.equality import DROWNED
 from nimble_core.graph import build_graph
 from nimble_core.judging import Cases, Judge, _Eager, _of_same_sizes, doubted, eager_cases, full_precision, issued
 from nimble_core.options import Options
-from nimble_core.pipeline import Recorded, capture, state_kept
+from nimble_core.pipeline import Recorded, Stopwatch, capture, record_static, state_kept
 from nimble_core.policies.single import single
+from nimble_core.signature import Signature
 from nimble_core.training import TrainStep
 
 DEVICE = HostDevice()
@@ -315,6 +316,44 @@ def test_operators_go_on_following_what_is_set_for_all(device: str) -> None:
         backends.fp32_precision = "none"
         for one, precision in zip(settings, before, strict=True):
             one.fp32_precision = precision
+
+
+class Counting(nn.Module):
+    """Outputs that say nothing of what it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.seen.mul_(0.9).add_(y.mean(0))
+        return y
+
+
+@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_inference_writes_is_compared(loses: bool, dtype: torch.dtype) -> None:
+    model = Counting().eval().to(dtype)
+    x = torch.randn(16, 8, dtype=dtype)
+    signature = Signature((x,), {})
+    one = record_static(DEVICE, model, signature, (x,), {}, strict=True, step=Stopwatch())
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        before = model.seen.clone()
+        with torch.no_grad():
+            made = model(*inputs)
+            if loses:
+                model.seen.copy_(before)
+        return [made]
+
+    kept = model.seen.clone()
+    check = eager_cases(one, truth=True).judged("found", one, run)
+    assert torch.equal(model.seen, kept)
+    assert check.differs == loses, check.reason
+    assert check.passed != loses
+    assert ("seen was not updated" in check.reason) == loses
 
 
 def test_issued_calls_do_what_the_model_does() -> None:

@@ -161,6 +161,36 @@ def test_host_kernels_are_seen_with_names_and_roles(compiled: Compiled) -> None:
         assert tensors
 
 
+def test_host_kernels_are_seen_where_inductor_was_told_to_forget_them() -> None:
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.utils import fresh_cache
+
+    others = list(PyCodeCache.modules)
+    buffer, x = torch.zeros(6), torch.randn(5, 6)
+
+    def state(x: torch.Tensor) -> torch.Tensor:
+        buffer.mul_(0.9).add_(x.mean(0))
+        return x + 1
+
+    with warnings.catch_warnings(), fresh_cache():
+        warnings.simplefilter("ignore")
+        run = torch.compile(state)
+        run(x)
+    PyCodeCache.modules[:] = others  # of other tests
+    doing = Doing()
+    before = buffer.clone()
+    with launches_seen(doing, doing.apart):
+        run(x)
+    assert doing.seen
+    assert not any(launch.roles for launch in doing.seen), "files are gone: both read and written"
+    torch.testing.assert_close(buffer, before * 0.9 + x.mean(0))
+    with torch.no_grad():
+        net = Nimble(run, Options(fuse="none", tune="off")).prepare(x)
+        before = buffer.clone()
+        net(2 * x)
+    torch.testing.assert_close(buffer, before * 0.9 + 2 * x.mean(0))
+
+
 def test_roles_are_true(compiled: Compiled) -> None:
     """What counts as read only keeps its bits."""
     doing = Doing()
