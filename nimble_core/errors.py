@@ -54,7 +54,7 @@ class CaptureError(NimbleError, RuntimeError):
 
 
 class NotStaticError(CaptureError):
-    """Two recordings of one model differ: the model is not static."""
+    """Two recordings of one model differ, or its next run would read other memory: the model is not static."""
 
 
 class ScheduleError(NimbleError, RuntimeError):

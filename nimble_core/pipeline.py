@@ -65,7 +65,7 @@ _PLANNED_STORAGES = 20_000
 """Above this, planning memory would take longer than recording: the device reuses it on each stream, as best it can."""
 _OTHER_SEED = 20_001
 _LIMIT_ATTEMPTS = 3
-_OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack)"
+_OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
 _PREPARING = threading.RLock()
 
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -144,6 +144,7 @@ class Recorded:
         trained: whether parameters change from run to run: constants made of them would be stale at once.
         lender: memory of an executable that always runs in between, which runs of this may use up.
         copied_out: results, the first so many, that are copied before anyone sees them: they may have any strides.
+        said: what the model does in Python that replays do not, in words.
     """
 
     model: Callable[..., Any]
@@ -155,6 +156,7 @@ class Recorded:
     trained: bool = False
     lender: Lender | None = None
     copied_out: int = 0
+    said: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -167,7 +169,8 @@ def preparing(timeout_s: float = -1.0) -> Iterator[None]:
     """One preparation at a time: random state is put back for the whole process, and captures exclude each other.
 
     cuBLAS's workspaces go at the end: replays have their own, and eager, which may not run again, would hold 32 MiB for
-    each stream on a large GPU.
+    each stream on a large GPU. So do autocast's casts of weights: the user's region around this would go on using them
+    after a write that torch does not tell it of.
 
     Args:
         timeout_s: how long to wait for others; below 0: until they are done.
@@ -184,6 +187,7 @@ def preparing(timeout_s: float = -1.0) -> Iterator[None]:
     finally:
         if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()
+        torch.clear_autocast_cache()
         _PREPARING.release()
 
 
@@ -268,12 +272,12 @@ def record_static(
     """
     with collector_paused():  # no decorator, whose frame would be taken for the user's
         with step("record"):
-            recording, capturing = _record_as_eager(device, model, signature, args, kwargs)
+            recording, refused = _record_as_eager(device, model, signature, args, kwargs)
         with step("record again"):
             build = builder(signature.structure)
             again_args, again_kwargs = build(other_values(signature.tensors))
             again = Signature(again_args, again_kwargs)
-            with random_state_kept(signature.device), announced(capturing), expecting(recording):
+            with random_state_kept(signature.device), announced(refused is not None), expecting(recording):
                 # A branch on random numbers of Python or numpy shows as well.
                 random.seed(_OTHER_SEED)
                 if "numpy" in sys.modules:
@@ -292,29 +296,34 @@ def record_static(
                 what = f"{_OUT_OF_SIGHT}, which a replay does not repeat"
                 done = "calls the module as it is; or compute it with torch"
             raise CaptureError(what, where=recording.unseen_where, fix=f"Options(strict=False) {done}")
+        # The model that is called as it is does in Python what it always does.
+        said = () if recording.unseen and device.kind != "cuda" else recording.program.notes
+        branch = (
+            (f"a replay takes the branch that the model keeps for captures: in eager {refused.what} ({refused.where})",)
+            if refused
+            else ()
+        )
+        recording = replace(recording, program=replace(recording.program, notes=(*said, *branch)))
         with step("hazards"):
             graph = build_graph(recording.program)
         trained = any(call.phase == "backward" for call in recording.program.calls)
-        return Recorded(model, signature, recording, graph, trained=trained)
+        return Recorded(model, signature, recording, graph, trained=trained, said=said)
 
 
 def _record_as_eager(
     device: Device, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Recording, bool]:
+) -> tuple[Recording, CaptureError | None]:
     """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures; untraced.
 
-    Also whether the model was told that it is being captured.
+    Also why it is not eager's, if the model was told that it is being captured.
     """
     try:
         with announced(False):
-            return device.record(model, signature, args, kwargs, traced=False), False
+            return device.record(model, signature, args, kwargs, traced=False), None
     except CaptureError as error:
         refused = error
     with announced(True):
-        recording = device.record(model, signature, args, kwargs, traced=False)
-    note = f"a replay takes the branch that the model keeps for captures: in eager {refused.what} ({refused.where})"
-    program = replace(recording.program, notes=(*recording.program.notes, note))
-    return replace(recording, program=program), True
+        return device.record(model, signature, args, kwargs, traced=False), refused
 
 
 def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Recording:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import weakref
@@ -36,6 +37,7 @@ from nimble_core.recording import flat_tensors
 from nimble_core.strides import elements_once
 
 __all__ = [
+    "Changes",
     "Guard",
     "Saved",
     "installed_by_runs",
@@ -46,6 +48,9 @@ __all__ = [
     "run_until_settled",
 ]
 
+
+Changes = dict[str, tuple[Any, Any]]
+"""Attributes by path: what each was, and what it is now; None where it was not there."""
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
@@ -79,23 +84,25 @@ def _function(called: Any) -> Any:
 
 
 @contextmanager
-def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], list[str]]]:
+def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
     before = _Attributes(modules)
 
-    def changed() -> list[str]:
-        names = []
+    def changed() -> Changes:
+        changes: Changes = {}
         for path, containers in before.changed().items():
-            found: set[str] = set()
+            was: dict[str, Any] = {}
+            now: dict[str, Any] = {}
             for name, held, copy in _different(containers):
                 if not name or name in _TABLES:
-                    found |= {
-                        key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)
-                    }
+                    keys = {key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)}
+                    was |= {key: copy[key] for key in keys & copy.keys()}
+                    now |= {key: held[key] for key in keys & held.keys()}
                 elif not name.startswith("_"):  # private ones are no news: hooks that a library installs by itself
-                    found.add(name)
-            names += [f"{path}.{name}".lstrip(".") for name in sorted(found)]
-        return names
+                    was[name], now[name] = copy, held
+            for name in sorted(was.keys() | now.keys()):
+                changes[f"{path}.{name}".lstrip(".")] = was.get(name), now.get(name)
+        return changes
 
     try:
         yield changed
@@ -219,11 +226,18 @@ class Saved:
 
 
 class Guard:
-    """Keeps what a live run is about to overwrite."""
+    """Keeps what a live run is about to overwrite.
 
-    def __init__(self, live: bool, changed: Callable[[], list[str]]) -> None:
+    Args:
+        live: whether runs execute.
+        changed: which attributes are others by now.
+        drawn: which of the interpreter's generators have been drawn from.
+    """
+
+    def __init__(self, live: bool, changed: Callable[[], Changes], drawn: Callable[[], list[str]] = list) -> None:
         self.live = live
         self.changed_attributes = changed
+        self.drawn = drawn
         self._saved: list[Saved] = []
         self._drawn: dict[torch.Generator, torch.Tensor] = {}
 
@@ -284,7 +298,7 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
             counted = tuple(one for one in _owned(model) if not one.is_inference())
             stack.enter_context(_unsafe_preserve_version_counter(counted))
         changed = stack.enter_context(_attribute_guard(model))
-        guard = Guard(live, changed)
+        guard = Guard(live, changed, _draws())
         stack.callback(guard.restore)
         stack.enter_context(_modes_kept())
         yield guard
@@ -303,6 +317,18 @@ def _modes_kept() -> Iterator[None]:
                     mode.__exit__(None, None, None)
                 except IndexError:  # it was interrupted in its exit, with torch's flags put back already
                     _pop_mode()
+
+
+def _draws() -> Callable[[], list[str]]:
+    """A function that names those of the interpreter's generators, Python's and numpy's, that have been drawn from."""
+
+    def states() -> dict[str, bytes]:
+        numpy = sys.modules.get("numpy")
+        kept = {"Python's random": random.getstate()} | ({"numpy.random": numpy.random.get_state()} if numpy else {})
+        return {name: pickle.dumps(state) for name, state in kept.items()}
+
+    before = states()
+    return lambda: [name for name, now in states().items() if before.get(name, now) != now]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from nimble_core.allocations import Ask, Window
 from nimble_core.collector import collector_paused
-from nimble_core.errors import CaptureError
+from nimble_core.errors import CaptureError, NotStaticError
 from nimble_core.exports import exports_seen, host_copies_seen
 from nimble_core.launchers import Launch, Relaunch, launches_seen, relative_window
 from nimble_core.operators import (
@@ -60,7 +60,7 @@ from nimble_core.operators import (
 )
 from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
-from nimble_core.preserve import preserved
+from nimble_core.preserve import Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
@@ -85,6 +85,12 @@ def _rnn_with_workspace(*args: Any, **kwargs: Any) -> Any:
         return _RNN(*args, **kwargs)
 
 
+_COPIES = (
+    "aten._to_copy.default",
+    "aten.clone.default",
+    "aten.copy_.default",
+    "aten._cudnn_rnn_flatten_weight.default",  # all weights of recurrent layers into one piece of memory
+)
 _TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
 _WAITS = "the host would have to wait for the device, and a replay cannot"
 _SWAPS = "torch.utils"  # where swap_tensors is
@@ -143,6 +149,7 @@ def record(
     Raises:
         CaptureError: a call whose result the host needs, or whose shape depends on data; names it, its module path
             and source line.
+        NotStaticError: with a backward: a buffer, or another tensor of the model's, is read and then replaced.
         InputError: an output of an unknown type that holds tensors.
     """
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
@@ -169,11 +176,37 @@ def record(
         finally:
             moved = recorder.put_memory_back()
             recorder.addresses.let_go()
-        changed = guard.changed_attributes() + moved
-    if not changed:
-        return recording
-    note = "the forward changed attributes, which were put back: " + ", ".join(changed)
-    return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=(note,)))
+        changed, drawn = guard.changed_attributes() | moved, guard.drawn()
+        carried = recorder.carried(changed, model)
+    if carried and any(call.phase == "backward" for call in recording.program.calls):
+        raise _refused_to_carry(carried)
+    notes = tuple(_notes(changed, carried, drawn))
+    return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=notes))
+
+
+def _notes(changed: Iterable[str], carried: Mapping[str, _Carried], drawn: Sequence[str]) -> Iterator[str]:
+    """What the forward does in Python that replays do not, in words."""
+    if drawn:
+        yield (
+            f"the forward draws from {' and '.join(drawn)}: what was drawn in preparation is frozen in every replay, "
+            "with the branch that it led to; draw outside of the model and pass it in, or use torch's random operators"
+        )
+    for one in carried.values():
+        yield f"{one.what} is read and then replaced, and replays go on reading what it holds now; {one.fix}"
+    rest = [name for name in changed if name not in carried]
+    if rest:
+        yield f"the forward changes attributes, which a replay does not repeat: {', '.join(rest)}"
+
+
+def _refused_to_carry(carried: Mapping[str, _Carried]) -> NotStaticError:
+    first, *others = carried.values()
+    more = f" (and so are {len(others)} more)" if others else ""
+    return NotStaticError(
+        f"the model is not static: {first.what} is read and then replaced{more}, so that the next step reads another "
+        "tensor, and a replay the same one again",
+        where=first.where,
+        fix=first.fix,
+    )
 
 
 _ANNOUNCING = threading.RLock()  # one at a time: threads that took turns at random would put back each other's word
@@ -268,6 +301,21 @@ class _Exported:
     def changed(self) -> bool:
         """Whether it holds something else by now."""
         return not torch.equal(self.memory, self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A tensor of the model's that a run reads and then replaces, so that the next run reads another one.
+
+    Args:
+        what: it, in words.
+        where: the call that makes the other one, or reads this one.
+        fix: what to do.
+    """
+
+    what: str
+    where: str
+    fix: str
 
 
 class _Addresses:
@@ -500,6 +548,9 @@ class _Recorder(TorchDispatchMode):
                 )
         outputs = self._renew_constants(outputs)
         slots = tuple(self._slot(tensor) for tensor in outputs)
+        if not (self._unseen or self.counter or self.stand_in or self._rewritten):
+            self._unseen_where = self._filled_elsewhere({self._storage_of[slot] for slot in slots})
+            self._unseen += bool(self._unseen_where)
         program = Program(
             calls=tuple(self._calls),
             storages=tuple(self._storages),
@@ -536,6 +587,23 @@ class _Recorder(TorchDispatchMode):
             refs=tuple(self._ref_of),
         )
 
+    def _filled_elsewhere(self, outputs: Set[int]) -> str:
+        """Where memory is read that no call has written: what a C++ extension has filled past the dispatcher.
+
+        Empty if nowhere. Where a matrix is added zero times, its content does not count.
+        """
+        blank = {
+            self._storage_of[step.outputs[0]]
+            for step in self._steps
+            if step.func is _EMPTY_STRIDED and 0 not in step.args[0]
+        }
+        for call in self._calls if blank else ():
+            written = {ref.storage for ref in call.writes}
+            if blank & {ref.storage for ref in call.reads} - written and ("beta", "0") not in call.arguments:
+                return f"before {call}: it reads memory that no call has filled"
+            blank -= written
+        return "an output is memory that no call has filled" if blank & outputs else ""
+
     def _counted(self, slot: int) -> torch.Tensor:
         """The given tensor as an alias that shares its version counter: none that was made inside the mode does."""
         tensor, alias = self._given[slot], self._owners[slot].detach()
@@ -553,12 +621,69 @@ class _Recorder(TorchDispatchMode):
             fix="exchange names (a, b = b, a), or copy values",
         )
 
-    def put_memory_back(self) -> list[str]:
+    def put_memory_back(self) -> Changes:
         """Let the tensors that were there before the run show what they did; what it gave other memory, by name."""
-        moved = [(name, tensor, alias) for name, tensor, alias in self._before if shown_by(tensor) != shown_by(alias)]
-        for _, tensor, alias in moved:
+        moved = [
+            (name, tensor, alias, tensor.detach())
+            for name, tensor, alias in self._before
+            if shown_by(tensor) != shown_by(alias)
+        ]
+        for _, tensor, alias, _ in moved:
             tensor.data = alias
-        return [f"{name}.data" for name, _, _ in moved]
+        return {f"{name}.data": (alias, now) for name, _, alias, now in moved}
+
+    def carried(self, changed: Changes, model: Callable[..., Any]) -> dict[str, _Carried]:
+        """Those of the changed attributes whose tensors would be other ones for the next run, which reads them too.
+
+        Not what no call reads, such as weights that are computed anew; nor what is replaced by a copy, as by
+        ``.to(dtype)``; nor memory that the model still has under a name that did not change, which is read there.
+        """
+        tensors = {
+            name: (was, now)
+            for name, (was, now) in changed.items()
+            if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor) and has_memory(was) and has_memory(now)
+        }
+        if not tensors:
+            return {}
+        stays = {
+            self._storage_ids.get(storage_address(one))
+            for _, name, one in owned_tensors(model)
+            if name not in changed and f"{name}.data" not in changed
+        }
+        first_reads: dict[int, Call] = {}
+        for call in self._calls:
+            for ref in call.reads:
+                first_reads.setdefault(ref.storage, call)
+        found = {}
+        for name, (was, now) in tensors.items():
+            old, new = (self._storage_ids.get(storage_address(one)) for one in (was, now))
+            if old == new or old in stays or old not in first_reads or self._storages[old].role == "input":
+                continue
+            makers = [] if new is None else self._makers(self._ref(now))
+            if makers and all(self._copies(call, old) for call in makers):
+                continue
+            role, path = self._storages[old].role, name.removesuffix(".data")
+            attribute = path.rpartition(".")[2]
+            found[name] = _Carried(
+                f"{'attribute' if role == 'constant' else role} {path}",
+                str(makers[-1] if makers else first_reads[old]),
+                f"write it in place: self.{attribute}.copy_(...), or self.{attribute}.mul_(...).add_(...)",
+            )
+        return found
+
+    def _makers(self, shown: TensorRef) -> list[Call]:
+        """Calls that write some of a window."""
+        start, end = shown.span
+        return [
+            call
+            for call in self._calls
+            if any(one.storage == shown.storage and one.span[0] < end and start < one.span[1] for one in call.writes)
+        ]
+
+    @staticmethod
+    def _copies(call: Call, storage: int) -> bool:
+        """Whether a call copies this storage and does nothing else."""
+        return call.operator in _COPIES and any(ref.storage == storage for ref in call.reads)
 
     def _keep_first_value(self, tensor: torch.Tensor) -> None:
         storage = self._storage(tensor)

@@ -7,6 +7,7 @@ written in place by each replay.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,7 +32,7 @@ from nimble_core.plan import Plan
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import builder, flatten, leaf_paths
 
-__all__ = ["TrainStep", "WholeStep"]
+__all__ = ["TrainStep", "WholeStep", "require_no_target"]
 
 Turn = Literal["only", "first", "middle", "last"]
 _MIDDLE: tuple[Turn, ...] = ("middle",)
@@ -437,6 +438,8 @@ class TrainStep:
                 whose first difference is named, what was prepared before still holds.
         """
         require_training_mode(self.model)
+        if targets is None:
+            require_no_target(self.loss_fn, "targets: prepare(inputs, targets)")
         self._captured.refresh()
         scaling, hooks, casts = _settings(self.scaler), self._hooks_now(), self._casts_now()
         require_no_node_hooks(self._steps[self._turns[-1]].named_parameters())
@@ -560,6 +563,28 @@ def _require_own(model: torch.nn.Module, loss_fn: object, parameters: Sequence[t
             "the optimizer has no parameter of the model: a step would train nothing",
             fix="make it of model.parameters(), after the model is where and of the type it is trained in",
         )
+
+
+def require_no_target(loss_fn: Callable[..., Any], give: str) -> None:
+    """Raise InputError for a loss that cannot be called with the output alone, as far as it tells what it takes.
+
+    Args:
+        loss_fn: the loss.
+        give: how the caller would give it a target.
+    """
+    called = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    try:
+        taken = inspect.signature(called)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        taken.bind(None)
+    except TypeError as error:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise InputError(
+            f"the loss {name} cannot be called with the model's output alone: {error}",
+            fix=f"give {give}, or a loss_fn of the output alone",
+        ) from error
 
 
 class _Hooks:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -715,6 +716,33 @@ def test_what_cannot_be_trained() -> None:
         trained(Net().requires_grad_(False), x, target=y)
     with pytest.raises(InputError, match="given type Net itself"):
         trained(Net, x, target=y)
+
+
+class Told(nn.Module):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, Told(), partial(nn.functional.mse_loss, reduction="sum")])
+def test_a_loss_of_a_target_needs_one(loss_fn: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(InputError, match=r"cannot be called with the model's output alone: .*'target'") as caught:
+        trained(Net(), batch()[0], loss_fn=loss_fn)
+    assert "target=" in caught.value.fix
+
+
+def test_a_loss_of_the_output_alone_needs_none() -> None:
+    net, x = Net(), batch()[0]
+    for loss_fn in (torch.Tensor.mean, lambda output, target=None: output.mean(), lambda *given: given[0].mean()):
+        assert trained(net, x, loss_fn=loss_fn, options=ONE).measurements
+
+
+def test_an_error_of_the_loss_is_its_own() -> None:
+    def broken(output: torch.Tensor) -> torch.Tensor:
+        raise TypeError("its own")
+
+    net, x = Net(), batch()[0]
+    with pytest.raises(TypeError, match="its own"):
+        trained(net, x, loss_fn=broken)
 
 
 def test_what_cannot_be_cast_scaled_or_clipped() -> None:

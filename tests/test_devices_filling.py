@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nimble_core.devices import filling as trials
 from nimble_core.devices.filling import Trial
+from nimble_core.options import Options
 from nimble_core.recording import Slot, Step
+from nimble_core.training import TrainStep
 
 READ, MADE = 0, 10
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.int8, torch.complex128, torch.bfloat16)
@@ -150,3 +155,26 @@ def test_results_that_a_call_resizes_and_back_do_not_pass(numel: int) -> None:
         own.resize_(()).copy_(read.sum())
 
     assert not tried(read, [read.sum()], filling)
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.huber_loss, F.smooth_l1_loss])
+def test_what_a_trial_finds_is_not_printed(loss_fn: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch says that a result is resized, and an operator's own entry hands no warning to Python."""
+    net, x, y = torch.nn.Linear(3, 5), torch.randn(7, 3), torch.randn(7, 5)  # shapes that no other test has tried
+    refused = len(trials._refused)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(net, lambda out, target: loss_fn(out, target) * 2, optimizer, options=Options(tune="off"))
+    step.prepare(x, y).close()
+    assert len(trials._refused) > refused, "nothing was tried"
+    assert capfd.readouterr().err == ""
+
+
+def test_an_operators_own_entry_prints_what_it_warns_of(capfd: pytest.CaptureFixture[str]) -> None:
+    """Why trials are called through a binding that hands warnings to Python."""
+    x, y = torch.randn(7, 3), torch.randn(7, 3)
+    run = partial(torch.ops.aten.mse_loss.out, x, y, out=torch.ones(()))
+    run()
+    assert "resized" in capfd.readouterr().err
+    with pytest.warns(UserWarning, match="resized"):
+        trials._Told.apply(run)
+    assert capfd.readouterr().err == ""

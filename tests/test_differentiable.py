@@ -1216,8 +1216,8 @@ class Reassigned(nn.Module):
         return y
 
 
-def test_attributes_that_a_replay_does_not_change_are_named() -> None:
-    with pytest.warns(NimbleWarning, match="average"):
+def test_a_buffer_that_is_read_and_replaced_is_refused() -> None:
+    with pytest.raises(NotStaticError, match="buffer average is read and then replaced"):
         Nimble(Reassigned(), QUICK).prepare(torch.randn(6, 8), training=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -136,7 +137,7 @@ def test_attributes_are_put_back_and_told(changes: list[tuple[str, int]]) -> Non
     net = messy()
     parts, before = list(net.modules()), held(net)
     with preserved(net) as guard:
-        assert guard.changed_attributes() == []
+        assert not guard.changed_attributes()
         for name, at in changes:
             with suppress(AttributeError):  # deleted before
                 CHANGES[name](parts[at])
@@ -160,7 +161,44 @@ def test_changed_attributes_are_named(name: str, told: list[str]) -> None:
     net = messy()
     with preserved(net) as guard:
         CHANGES[name](net[0])
-        assert guard.changed_attributes() == told
+        assert list(guard.changed_attributes()) == told
+
+
+def test_a_tensor_moved_between_tables_is_one_change() -> None:
+    net = nn.BatchNorm1d(2)
+    was = net.running_mean
+    with preserved(net) as guard:
+        del net.running_mean
+        net.running_mean = was * 2  # an attribute now, no buffer
+        (name, change), *others = guard.changed_attributes().items()
+        assert (name, others) == ("running_mean", [])
+        assert change[0] is was
+        assert change[1] is net.running_mean
+    assert net.running_mean is was
+
+
+def numpy_random() -> Any:
+    return pytest.importorskip("numpy").random
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (lambda: None, []),
+        (lambda: torch.rand(2), []),
+        (lambda: random.Random(1).random(), []),
+        (lambda: random.random(), ["Python's random"]),
+        (lambda: numpy_random().uniform(), ["numpy.random"]),
+        (lambda: (numpy_random().permutation(3), random.shuffle([1, 2])), ["Python's random", "numpy.random"]),
+    ],
+)
+def test_draws_from_the_interpreters_generators_are_told(draw: Callable[[], object], told: list[str]) -> None:
+    numpy_random()
+    with preserved(nn.ReLU()) as guard:
+        draw()
+        assert guard.drawn() == told
+    with preserved(nn.ReLU()) as guard:
+        assert guard.drawn() == []
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -357,8 +395,10 @@ def test_candidates_are_judged_without_giving_weights_other_memory() -> None:
     model = Binary(None)
     x = torch.randn(3)
     pointers = [model.weight.data_ptr(), model.last.data_ptr()]
-    with pytest.warns(NimbleWarning, match=r"weight\.data"):
+    with pytest.warns(NimbleWarning) as given:
         net = Nimble(model, Options(tune="off", fuse="library")).prepare(x)
+    assert ["parameter weight" in str(one.message) for one in given] == [True, False]
+    assert "last.data" in str(given[1].message)
     assert [model.weight.data_ptr(), model.last.data_ptr()] == pointers
     net.close()
 
@@ -422,7 +462,7 @@ def test_what_is_put_back_is_put_back_to_the_end() -> None:
 
     def undo() -> None:
         nonlocal begun
-        guard = Guard(live=True, changed=list)
+        guard = Guard(live=True, changed=dict)
         for one in written:
             guard.before_write(one)
             one.fill_(1)

@@ -1119,6 +1119,14 @@ def test_what_is_no_norm_to_clip_to_is_refused(norm: Any) -> None:
         TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=norm)
 
 
+def test_a_loss_of_a_target_needs_one() -> None:
+    model = nn.Linear(4, 4)
+    step = TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InputError, match=r"mse_loss cannot be called with the model's output alone.*target") as caught:
+        step.prepare(torch.randn(2, 4))
+    assert "prepare(inputs, targets)" in caught.value.fix
+
+
 def test_two_shapes_may_be_prepared() -> None:
     given, step, eager = both("resnet")
     inputs, targets = given.draw()

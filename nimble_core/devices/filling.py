@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,18 @@ _REMEMBERED = 10_000
 
 _refused: set[Hashable] = set()
 _accepted: set[Hashable] = set()
+
+
+class _Told(torch.autograd.Function):
+    """Calls a function inside of a binding of torch's that hands warnings to Python.
+
+    Operators' own entry has none: torch would print them, whatever Python's filters are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], object]) -> None:
+        """Call it."""
+        run()
 
 
 class Trial:
@@ -66,7 +79,13 @@ class Trial:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that a result is resized
-                into.func(*fill(list(into.args), tensors), **{name: fill(one, tensors) for name, one in into.kwargs})
+                _Told.apply(  # type: ignore[no-untyped-call]  # torch's has no types
+                    partial(
+                        into.func,
+                        *fill(list(into.args), tensors),
+                        **{name: fill(one, tensors) for name, one in into.kwargs},
+                    )
+                )
         except Exception:  # of any kind: it does not do what the call itself did
             right = False
         else:
