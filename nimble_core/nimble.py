@@ -39,13 +39,14 @@ from nimble_core.pipeline import (
     whole_note,
 )
 from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
+from nimble_core.record import recording_here
 from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.structure import builder, flatten
 from nimble_core.trainable import make_trainable
 from nimble_core.transforms import transform_of, transforming
-from nimble_core.tuning import tune
+from nimble_core.tuning import Tuned, tune
 
 __all__ = ["Engine", "Nimble"]
 
@@ -266,12 +267,14 @@ class Nimble(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the engine that was prepared for inputs like these, under the autocast that is in force.
 
+        Inside of a model that is being recorded, the module itself is run: its calls become that one's.
+
         Raises:
             InputError: none was, and ``on_new_shape`` is ``"error"``: says what was expected and what was given. Or the
                 inputs are part of a transform of ``torch.func`` or of forward-mode AD, and ``on_new_shape`` is not
                 ``"eager"``; or share memory that the model writes.
         """
-        if transforming() and self._transformed(args, kwargs):
+        if recording_here() or (transforming() and self._transformed(args, kwargs)):
             return self._model(*args, **kwargs)
         while True:
             engine, tensors = self.bind(args, kwargs)
@@ -534,6 +537,14 @@ def _prepare(
     plan: Plan | None = None
     costs: Costs | None = None
     wrong = ""
+    tuned: Tuned | None = None
+    if given is None and not recorded.whole:
+        with state_kept(recorded):
+            tuned = tune(device, recorded, options, step=watch)
+        if tuned.wrong and device.kind == "cpu":  # whatever the reason is: the module itself is never wrong
+            tuned.close()
+            notes = (*notes, *tuned.notes)
+            recorded = replace(recorded, recording=replace(recorded.recording, unseen=1, unseen_where=tuned.wrong))
     if recorded.whole:
         if given is not None:
             raise InputError(
@@ -552,8 +563,7 @@ def _prepare(
             executable = capture(device, recorded, schedule, memory_limit=options.memory_limit)
             wrong = _unlike(recorded, executable)
     else:
-        with state_kept(recorded):
-            tuned = tune(device, recorded, options, step=watch)
+        assert tuned is not None
         executable, candidates, recorded, costs = tuned.best, tuned.candidates, tuned.recorded, tuned.costs
         program, graph = recorded.recording.program, recorded.graph
         tuned.close(keep=executable)

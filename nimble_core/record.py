@@ -67,7 +67,7 @@ from nimble_core.rewritten import Rewritten
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
-__all__ = ["NodeCounter", "announced", "expecting", "record"]
+__all__ = ["NodeCounter", "announced", "expecting", "record", "recording_here"]
 
 # Operators that copy host arguments to the device by themselves, which a capture does not allow. So do those that put,
 # x[index] = 0.5, unless they fill.
@@ -163,7 +163,7 @@ def record(
                 live = counter is None and stand_in is None
                 escapes = exports_seen(recorder.exported) if live else nullcontext()
             seen = launches_seen(recorder.launched, recorder.inside_operator, recorder.reached_elsewhere)
-            with escapes, _tensors_lifted_first(), seen, recorder:
+            with escapes, _tensors_lifted_first(), _said_to_record(), seen, recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
             outputs, structure = flatten(result, what="output")
             if stand_in:
@@ -207,6 +207,27 @@ def _refused_to_carry(carried: Mapping[str, _Carried]) -> NotStaticError:
         where=first.where,
         fix=first.fix,
     )
+
+
+_recording: set[int] = set()
+"""Threads that record."""
+
+
+def recording_here() -> bool:
+    """Whether this thread is recording a model: what was prepared before has to be seen call by call."""
+    return bool(_recording) and threading.get_ident() in _recording
+
+
+@contextmanager
+def _said_to_record() -> Iterator[None]:
+    thread = threading.get_ident()
+    inside = thread in _recording
+    _recording.add(thread)
+    try:
+        yield
+    finally:
+        if not inside:
+            _recording.discard(thread)
 
 
 _ANNOUNCING = threading.RLock()  # one at a time: threads that took turns at random would put back each other's word

@@ -66,8 +66,9 @@ class Peer(Protocol):
 
         Called without autograd (``torch.inference_mode`` or ``torch.no_grad``), and so is what it returns. A run goes
         from the given inputs, on whatever memory they lie, to a result that may still be under way on the device and
-        may be overwritten by the next run. What is returned may have a ``close()`` that frees what it holds, and a
-        ``note`` that says what readers of its times should know.
+        may be overwritten by the next run. Model and inputs are the user's own: neither may be changed. What is
+        returned may have a ``close()`` that frees what it holds, and a ``note`` that says what readers of its times
+        should know.
 
         Raises:
             Exception: this model or machine is not for this peer; the message says why.

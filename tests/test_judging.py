@@ -303,7 +303,8 @@ def test_precision_is_put_back_after_an_error() -> None:
 def test_operators_go_on_following_what_is_set_for_all(device: str) -> None:
     backends: Any = torch.backends
     settings = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul)
-    before = [one.fp32_precision for one in settings]
+    touched = (*settings, backends.cudnn.conv, backends.cudnn.rnn)
+    before = [one.fp32_precision for one in touched]
     for one in settings:
         one.fp32_precision = "none"
     try:
@@ -314,7 +315,7 @@ def test_operators_go_on_following_what_is_set_for_all(device: str) -> None:
         assert [one.fp32_precision for one in settings] == ["ieee"] * 3
     finally:
         backends.fp32_precision = "none"
-        for one, precision in zip(settings, before, strict=True):
+        for one, precision in zip(touched, before, strict=True):
             one.fp32_precision = precision
 
 

@@ -1126,6 +1126,46 @@ def test_results_filled_past_the_dispatcher_are_noticed(place: str) -> None:
         Nimble(model, Options(strict=True)).prepare(x)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("answer", ["error", "prepare"])
+def test_a_prepared_module_inside_of_another_is_recorded_call_by_call(answer: Any, device: str) -> None:
+    x = torch.randn(4, 4, device=device)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
+    part = Nimble(inner, Options(fuse="none", tune="off", on_new_shape=answer))
+    if answer == "error":
+        part.prepare(x)
+    model = nn.Sequential(part, nn.Linear(4, 4).to(device))
+    net = Nimble(model, Options(fuse="none", tune="off", strict=True)).prepare(x)
+    names = [call.label for call in net.engines[0].recorded.recording.program.calls]
+    assert names == ["addmm", "tanh", "addmm"]
+    x = torch.randn(4, 4, device=device)
+    with torch.no_grad():
+        close(net(x), model[1](inner(x)))
+        close(part(x), inner(x))  # replays as before
+    net.close()
+    part.close()
+
+
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_a_model_whose_replays_are_wrong_is_called_as_it_is(fuse: Any) -> None:
+    """Whatever the reason is, such as a write that nothing shows."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y, z = x + 1, (x * 3).relu()
+        ctypes.memmove(y.data_ptr(), z.data_ptr(), x.nbytes)
+        return y * 2 + z.exp()
+
+    x = torch.randn(4, 4)
+    with pytest.warns(NimbleWarning, match="called as it is.*a one-stream replay is not what eager computes"):
+        net = Nimble(model, Options(fuse=fuse, budget_s=0.2)).prepare(x)
+    assert net.engines[0].plan is None
+    x = torch.randn(4, 4)
+    close(net(x), model(x))
+    net.close()
+    with pytest.raises(CaptureError, match="not what eager computes"):
+        Nimble(model, Options(fuse=fuse, budget_s=0.2, strict=True)).prepare(x)
+
+
 def test_memory_that_is_filled_by_calls_or_counts_for_nothing_is_no_news() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(x)
