@@ -11,6 +11,7 @@ only those with hooks, which get copies; searches (``torch.autograd.grad``) for 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,11 +23,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nimble_core.branches import issued_without, left_out
+from nimble_core.branches import any_number, branch_of, issued_without
 from nimble_core.devices.base import Executable
 from nimble_core.errors import InputError
 from nimble_core.origins import warn
 from nimble_core.pipeline import Recorded
+from nimble_core.program import Call
 from nimble_core.recording import Recording
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.strides import copied
@@ -39,6 +41,16 @@ KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_g
 
 _ACCUMULATING = threading.RLock()
 """Held while gradients go into ``.grad``, as autograd's accumulation holds a lock: backwards may run on any threads."""
+
+
+def _renew_lock() -> None:
+    """In a forked process: who held it there is not here."""
+    global _ACCUMULATING
+    _ACCUMULATING = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 _version = attrgetter("_version")
 _gradient = attrgetter("grad")
@@ -268,7 +280,7 @@ class Backward:
         same forward may follow.
         """
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
-        without = self._left_out(given)
+        without = self._left_out(given, saved)
         executable = None if without else self._replaying(keep)
         # On CUDA gradients always are the same memory: what is in use there would be overwritten.
         mine = cast(Fixed, executable).outputs if self.fixed and executable is not None else ()
@@ -295,26 +307,48 @@ class Backward:
             None if at in taken or at not in wanted else self._handed(gradient) for at, gradient in enumerate(found)
         ]
 
-    def _left_out(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Calls that must not run on zeros for the gradients that there are not: see ``branches``."""
+    def _left_out(self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Calls that must not run on zeros for the gradients that there are not: see ``branches``.
+
+        Raises:
+            InputError: what is left would still add something of its own.
+        """
         absent = frozenset(at for at, one in enumerate(given) if one is None)
-        if not absent:
-            return absent
-        if absent not in self._without:
-            program = self.plain.program
-            found = left_out(program, len(self.templates), absent)
-            if self.fixed and any("attention" in call.operator for call in program.calls):
-                # It reads the seed of its dropout on the host unless it is captured: a replay keeps it on the device.
-                found = frozenset()
-            self._without[absent] = found
-            if found:
-                names = ", ".join(str(self.differentiable[at]) for at in sorted(absent))
-                warn(
-                    f"no gradient came for output {names}, and zeros in its place might be multiplied by infinity: "
-                    "this backward runs call by call, without what leads there alone. To replay it: detach outputs "
-                    "that are not trained on in the forward, or do not return them"
+        if absent and absent not in self._without:
+            self._without[absent] = self._judged(absent, self.wanted(given), saved)
+        return self._without[absent] if absent else absent
+
+    def _judged(self, absent: frozenset[int], wanted: frozenset[int], saved: Sequence[torch.Tensor]) -> frozenset[int]:
+        names = ", ".join(str(self.differentiable[at]) for at in sorted(absent))
+        branch = branch_of(self.plain.program, len(self.templates), absent)
+        if self.fixed and any(map(_drops, self.plain.program.calls)):
+            # Such a call reads its seed on the host unless it is captured: a replay keeps it on the device.
+            if branch.harmful:
+                warn(f"no gradient came for output {names}: {_ZEROS}, and gradients may be NaN where eager's are not")
+            return frozenset()
+        harmful = branch.harmful
+        if not branch.writes:
+            harmful = harmful or self._adds(frozenset(), wanted, saved)
+            if harmful and self._adds(branch.calls, wanted, saved):
+                raise InputError(
+                    f"no gradient came for output {names}, and this backward adds something of its own whatever "
+                    "gradients it is given, which a replay cannot tell apart",
+                    fix="detach outputs that are not trained on in the forward, or do not return them",
                 )
-        return self._without[absent]
+        if not harmful:
+            return frozenset()
+        warn(
+            f"no gradient came for output {names}: {_ZEROS}, so this backward runs call by call, without what leads "
+            "there alone. To replay it: detach outputs that are not trained on in the forward, or do not return them"
+        )
+        return branch.calls
+
+    def _adds(self, without: frozenset[int], wanted: frozenset[int], saved: Sequence[torch.Tensor]) -> bool:
+        """Whether gradients that are wanted have a value of their own, where those of all outputs are zeros."""
+        zeros = [self._zero(at) for at in range(len(self.templates))]
+        with torch.no_grad():
+            found = issued_without(self.plain, [*zeros, *saved], without, zeros[0].device.type)
+            return any_number(found[at] for at in wanted)
 
     def wanted(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
         """Gradients, by position, that these gradients of the outputs reach."""
@@ -408,11 +442,20 @@ class Backward:
         return bool(torch._C._will_engine_execute_node(self._node))
 
 
+_ZEROS = "zeros in its place may not make zeros"
+
+
+def _drops(call: Call) -> bool:
+    """Whether it is attention with dropout."""
+    given = dict(call.arguments)
+    return "attention" in call.operator and given.get("dropout_p", "0.0") not in ("0", "0.0")
+
+
 def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
     """Whether ``one`` is ``other``, or another view of it."""
     if one is None or one is other:
         return one is other
-    return one.layout is torch.strided and one.data_ptr() == other.data_ptr()
+    return type(one) is torch.Tensor and one.layout is torch.strided and one.data_ptr() == other.data_ptr()
 
 
 def _graph_is_kept() -> bool:
@@ -508,7 +551,10 @@ class _Replay(torch.autograd.Function):
             )
         given = [gradients[at] for at in half.differentiable]
         asked = behind is not None and behind.asked
-        found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted(), keep=_graph_is_kept())
+        keep = _graph_is_kept()
+        found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted(), keep=keep)
+        if not keep:
+            ctx.owner = None  # it may hold a result of this graph, which Python's collector does not see through
         if behind is not None and asked:
             behind.found = {at: one for at in behind.tensors if (one := found[at]) is not None}
         if any(one is None for one in given):

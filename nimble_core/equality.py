@@ -298,9 +298,9 @@ def _verdicts(
     """
     tolerance, floor = TOLERANCE.get(precision, 0.0), _FLOOR.get(precision, 0.0)
     effects = _errors(eager[1], eager[0])
-    peaks = _peaks(kept, eager if truth is None else truth)
     beside_eager = [_Verdict(error, tolerance, effect) for error, effect in zip(errors, effects, strict=True)]
     if truth is None:
+        _, peaks = _relative(kept, eager)
         single = [
             _Verdict(peak, _PEAK * tolerance, effect, peak=True) for peak, effect in zip(peaks, effects, strict=True)
         ]
@@ -308,9 +308,8 @@ def _verdicts(
             by_peak if by_norm.right and not by_peak.right else by_norm
             for by_norm, by_peak in zip(beside_eager, single, strict=True)
         ]
-    own_peaks = _peaks([*enumerate(eager)], truth)
-    theirs = _worst([_errors(out, truth[case]) for case, out in kept])
-    owns = _worst([_errors(out, truth[case]) for case, out in enumerate(eager)])
+    theirs, peaks = _relative(kept, truth)
+    owns, own_peaks = _relative([*enumerate(eager)], truth)
     found = []
     for i, (error, own) in enumerate(zip(theirs, owns, strict=True)):
         bound = max(doubt(own, eager[0][i].numel()), floor)
@@ -325,16 +324,14 @@ def _verdicts(
     return found
 
 
-def _peaks(kept: Sequence[tuple[int, Sequence[torch.Tensor]]], target: Sequence[Sequence[torch.Tensor]]) -> list[float]:
-    """The greatest error of an element of each output, relative to the target's greatest element; worst of all runs."""
+def _relative(
+    kept: Sequence[tuple[int, Sequence[torch.Tensor]]], target: Sequence[Sequence[torch.Tensor]]
+) -> tuple[list[float], list[float]]:
+    """How far each output is off, worst of all runs: by its norm, and at an element, relative to the greatest."""
     sizes = [gaps(outputs) for outputs in target]
-    errors = [(case, gaps(out, target[case])) for case, out in kept]
-    return _worst(
-        [
-            [apart.peak / (size.peak or 1.0) for apart, size in zip(one, sizes[case], strict=True)]
-            for case, one in errors
-        ]
-    )
+    runs = [list(zip(gaps(target[case], out), sizes[case], strict=True)) for case, out in kept]
+    norms = [[finite(apart.norm / (size.norm or 1.0)) for apart, size in one] for one in runs]
+    return _worst(norms), _worst([[apart.peak / (size.peak or 1.0) for apart, size in one] for one in runs])
 
 
 def _verdicts_by_perturbation(

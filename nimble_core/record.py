@@ -362,6 +362,17 @@ class _Addresses:
         self.let_go()
 
 
+def _reads_nothing(call: Call) -> bool:
+    """Whether the content of one of the tensors that a call takes may count for nothing."""
+    never_added = any(name == "beta" and text in ("0", "0.0") for name, text in call.arguments)
+    return (
+        not call.reads
+        or never_added
+        or call.label.startswith(("new_", "masked_", "where"))
+        or call.label.endswith("_like")
+    )
+
+
 class _Recorder(TorchDispatchMode):
     """The dispatch mode that writes everything down."""
 
@@ -611,7 +622,8 @@ class _Recorder(TorchDispatchMode):
     def _filled_elsewhere(self, outputs: Set[int]) -> str:
         """Where memory is read that no call has written: what a C++ extension has filled past the dispatcher.
 
-        Empty if nowhere. Where a matrix is added zero times, its content does not count.
+        Empty if nowhere. Not where only its layout counts, or none of its content need: templates, what is added zero
+        times, what a mask leaves out.
         """
         blank = {
             self._storage_of[step.outputs[0]]
@@ -620,7 +632,7 @@ class _Recorder(TorchDispatchMode):
         }
         for call in self._calls if blank else ():
             written = {ref.storage for ref in call.writes}
-            if blank & {ref.storage for ref in call.reads} - written and ("beta", "0") not in call.arguments:
+            if blank & {ref.storage for ref in call.reads} - written and not _reads_nothing(call):
                 return f"before {call}: it reads memory that no call has filled"
             blank -= written
         return "an output is memory that no call has filled" if blank & outputs else ""
@@ -657,7 +669,8 @@ class _Recorder(TorchDispatchMode):
         """Those of the changed attributes whose tensors would be other ones for the next run, which reads them too.
 
         Not what no call reads, such as weights that are computed anew; nor what is replaced by a copy, as by
-        ``.to(dtype)``; nor memory that the model still has under a name that did not change, which is read there.
+        ``.to(dtype)``, or on the host by the same values made from nothing; nor memory that the model still has under a
+        name that did not change, which is read there.
         """
         tensors = {
             name: (was, now)
@@ -683,6 +696,8 @@ class _Recorder(TorchDispatchMode):
             makers = [] if new is None else self._makers(self._ref(now))
             if makers and all(self._copies(call, old) for call in makers):
                 continue
+            if self._made_alike(was, now, makers):
+                continue
             role, path = self._storages[old].role, name.removesuffix(".data")
             attribute = path.rpartition(".")[2]
             found[name] = _Carried(
@@ -691,6 +706,12 @@ class _Recorder(TorchDispatchMode):
                 f"write it in place: self.{attribute}.copy_(...), or self.{attribute}.mul_(...).add_(...)",
             )
         return found
+
+    def _made_alike(self, was: torch.Tensor, now: torch.Tensor, makers: Sequence[Call]) -> bool:
+        """Whether each run makes anew what was there, from nothing: known on the host alone, where values are."""
+        if self.counter or self.stand_in or (was.shape, was.dtype) != (now.shape, now.dtype):
+            return False
+        return all(map(_reads_nothing, makers)) and torch.equal(was, now)
 
     def _makers(self, shown: TensorRef) -> list[Call]:
         """Calls that write some of a window."""

@@ -149,13 +149,14 @@ class Issuer:
         self._run(step)
 
     def skip(self, call: int) -> None:
-        """Zeros for what one call would make or write."""
-        step, refs = self._calls[call], self.recording.refs
+        """Zeros for what one call would make or write; what exists outside of the program stays as it is."""
+        step, recording = self._calls[call], self.recording
+        refs, written = recording.refs, recording.program.calls[call].writes
         self._ready(step)
-        written = self.recording.program.calls[call].writes
+        outside = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)}
         for slot in step.reads:
             tensor = self.tensors[slot]
-            if tensor is not None and refs[slot] in written:
+            if tensor is not None and refs[slot] in written and recording.storage_of[slot] not in outside:
                 tensor.zero_()
         device = next(tensor.device for slot in step.reads if (tensor := self.tensors[slot]) is not None)
         for slot in step.outputs:

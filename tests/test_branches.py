@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from nimble_core.branches import issued_without, left_out
+from nimble_core.branches import branch_of, issued_without
 from nimble_core.differentiable import Backward
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
@@ -62,9 +62,9 @@ def backward_of(model: nn.Module, x: torch.Tensor) -> Backward:
 @pytest.mark.parametrize(("name", "harm"), [(name, False) for name in FINITE] + [(name, True) for name in POLES])
 def test_branches_are_left_out_where_zeros_may_meet_infinity(name: str, harm: bool) -> None:
     program = backward_of(Two(F.relu, (FINITE | POLES)[name]), torch.randn(5, 4)).plain.program
-    assert bool(left_out(program, 2, {1})) == harm
-    assert not left_out(program, 2, frozenset())
-    assert not left_out(program, 2, {0})  # relu's
+    assert branch_of(program, 2, {1}).harmful == harm
+    assert not branch_of(program, 2, frozenset()).calls
+    assert not branch_of(program, 2, {0}).harmful  # relu's
 
 
 def test_branches_that_nothing_else_reads_are_left_alone() -> None:
@@ -76,7 +76,9 @@ def test_branches_that_nothing_else_reads_are_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return self.one(x), self.other(x).sqrt()
 
-    assert not left_out(backward_of(Apart(), torch.randn(5, 4)).plain.program, 2, {1})
+    found = branch_of(backward_of(Apart(), torch.randn(5, 4)).plain.program, 2, {1})
+    assert found.calls
+    assert not found.harmful
 
 
 @given(first=st.sampled_from(sorted(FINITE)), second=st.sampled_from(sorted(POLES)))
@@ -90,7 +92,7 @@ def test_what_is_left_is_the_gradient_of_the_rest(first: str, second: str) -> No
     weights = torch.randn_like(outputs[0])
     eager = torch.autograd.grad(outputs[0], list(half.parameters), weights)
     saved = half.recorded.signature.tensors[2:]
-    without = left_out(half.plain.program, 2, {1})
+    without = branch_of(half.plain.program, 2, {1}).calls
     assert without
     found = issued_without(half.plain, [weights, torch.zeros_like(outputs[1]), *saved], without, "cpu")
     for one, other in zip(found, eager, strict=True):

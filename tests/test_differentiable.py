@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nimble_core import Nimble, NotStaticError, TrainStep
+from nimble_core import Nimble, NotStaticError, TrainStep, differentiable
 from nimble_core.errors import InputError, NimbleError, NimbleWarning
 from nimble_core.options import Options
 from nimble_core.structure import flatten
@@ -263,6 +266,66 @@ def test_branches_without_a_gradient_add_nothing(used: tuple[int, ...], kept: bo
     net.close()
 
 
+class Adding(torch.autograd.Function):
+    """A backward that adds to the gradient, and counts in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, seen)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, seen = ctx.saved_tensors
+        seen.add_(gradient.abs().mean(0) + 1)
+        return gradient + x.sign(), None
+
+
+class OwnBackward(nn.Module):
+    """One output, or all, through a backward of its own."""
+
+    def __init__(self, all_of_them: bool, counts: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.full((8,), 7.0))
+        self.all_of_them, self.counts = all_of_them, counts
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        own = Adding.apply(h, self.seen) if self.counts else h + (h * h.sign().detach()).detach() * 0
+        if not self.counts:
+            own.register_hook(lambda gradient: gradient + 1)
+        return (own.sin() if self.all_of_them else h.sin()), own.cos()
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.errors.NimbleWarning")
+@pytest.mark.parametrize("counts", [False, True])
+def test_backwards_that_are_not_linear_in_absent_gradients(counts: bool, on: Place) -> None:
+    model = on(OwnBackward(all_of_them=False, counts=counts))
+    x = on(torch.randn(6, 8))
+    net, eager = pair(model, x, options=on.options)
+    for _ in range(2):
+        for one in (net, eager):
+            one(x)[0].sum().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=on.near, atol=on.near)
+    torch.testing.assert_close(model.seen, eager.seen)
+    net.close()
+
+
+def test_what_a_backward_adds_by_itself_is_refused_where_gradients_are_absent() -> None:
+    model = OwnBackward(all_of_them=True, counts=False)
+    net, eager = pair(model, torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    with pytest.raises(InputError, match="adds something of its own"):
+        net(x)[0].sum().backward()
+    assert all(one.grad is None for one in model.parameters())
+    for one in (net, eager):
+        sum(part.sum() for part in one(x)).backward()
+    assert_same_gradients(model, eager)
+    net.close()
+
+
 def test_branches_that_run_call_by_call_are_told_of_once() -> None:
     net, _ = pair(Poles(), torch.randn(6, 8))
     with warnings.catch_warnings(record=True) as told:
@@ -329,6 +392,30 @@ def test_a_loss_keeps_what_its_backward_replays() -> None:
     loss = Nimble(model, QUICK).prepare(x, training=True)(x).sum()
     loss.backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_loss_kept_on_the_model_keeps_nothing_after_its_backward() -> None:
+    net, _ = pair(perceptron(), torch.randn(6, 8))
+    loss = net(torch.randn(6, 8)).sum()
+    loss.backward()
+    object.__setattr__(net, "last", loss)
+    gone = weakref.ref(net)
+    del net, loss
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_while_gradients_are_added_up_holds_no_lock() -> None:
+    with differentiable._ACCUMULATING:
+        child = os.fork()
+        if child == 0:
+            thread = threading.Thread(target=lambda: differentiable._ACCUMULATING.acquire(timeout=5) or os._exit(1))
+            thread.start()
+            thread.join()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_between_other_trainable_modules(on: Place) -> None:

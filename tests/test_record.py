@@ -790,6 +790,11 @@ CARRIED: dict[str, tuple[Callable[[Replacing, torch.Tensor], object], str]] = {
     "by way of a copy": (lambda net, new: setattr(net, "average", net.average.clone() + new), "buffer average"),
     "counted": (lambda net, new: setattr(net, "average", net.average + 1), "buffer average"),
     "exchanged": (swap, "buffer average"),
+    "reset to another": (
+        lambda net, new: (net.average + new, setattr(net, "average", torch.ones_like(new))),
+        "buffer average",
+    ),
+    "zeros by chance": (lambda net, new: setattr(net, "average", net.average * 0.9), "buffer average"),
     "plain": (lambda net, new: setattr(net, "state", net.state * 0.9 + new), "attribute state"),
     "from numpy": (
         lambda net, new: setattr(net, "average", net.average * torch.from_numpy(net.other.numpy())),
@@ -803,6 +808,8 @@ NOT_CARRIED: dict[str, tuple[Callable[[Replacing, torch.Tensor], object], str]] 
     "a view of itself": (lambda net, new: setattr(net, "average", net.average.view(1, 4)), "average"),
     "moved together": (flatten_weights, "average.data, other.data"),
     "first made": (lambda net, new: setattr(net, "later", new), "later"),
+    "reset": (lambda net, new: (net.average + new, setattr(net, "average", torch.zeros_like(new))), "average"),
+    "made again": (lambda net, new: (net.average + new, setattr(net, "average", torch.zeros(4))), "average"),
 }
 
 
