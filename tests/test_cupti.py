@@ -572,10 +572,13 @@ print(json.dumps({
 """
 
 
+HANGS = "import faulthandler; faulthandler.dump_traceback_later(200, exit=True)\n"
+
+
 def alone(code: str) -> dict[str, Any]:
-    """What a new interpreter with nothing else in it says."""
+    """What a new interpreter with nothing else in it says; one that hangs says where, and fails."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-W", "ignore", "-c", HANGS + code], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
