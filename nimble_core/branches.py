@@ -8,16 +8,17 @@ and 0·∞ is NaN. Where that may be, the calls of the branch are left out, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nimble_core.distances import numbers
 from nimble_core.program import Call, Program
-from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.recording import Issuer, Recording, Step, issuing, slots_in
 
-__all__ = ["Branch", "any_number", "branch_of", "issued_without"]
+__all__ = ["Branch", "any_number", "branch_of", "issued_without", "vanishing"]
 
 _LINEAR = re.compile(
     r"_to_copy|add(mm)?|(badd)?bmm|mm|cat|clone|constant_pad_nd|copy|cumsum|expand|flip|gather|mean|neg|roll|stack|sub|"
@@ -30,6 +31,29 @@ _POLES = frozenset(("_cdist_backward", "_pdist_backward", "_weight_norm_interfac
 """Not these derivatives: they may be infinite where the forward is finite."""
 
 _OUTSIDE = frozenset(("input", "parameter", "buffer", "constant"))
+
+_ZEROS = re.compile(r"zeros(_like)?|new_zeros|zero")
+_FILLS = re.compile(r"(new_)?full(_like)?|fill|scalar_tensor")
+_SUMS = re.compile(
+    r"_to_copy|abs|add|r?sub|cat|clone|col2im|constant_pad_nd|copy|cumsum|diag_embed|_fft_(c2c|c2r|r2c)|flip|gather|"
+    r"im2col|index(_add|_copy|_fill|_put|_select)?|_(unsafe_)?index_put(_impl)?|masked_(fill|scatter)|mean|neg|"
+    r"pixel_(un)?shuffle|repeat|roll|scatter(_add)?|(as_strided|diagonal|select|slice)_scatter|sgn|stack|sum|trace|tril|"
+    r"triu|_unsafe_index|where"
+)
+"""Operators that make zeros where all that they sum, choose from and fill with are zeros, unlike in ``_LINEAR``, which
+is of one gradient among numbers that are not.
+"""
+
+_PRODUCTS = frozenset(("bmm", "dot", "ger", "linalg_cross", "mm", "mul", "mv", "outer", "_trilinear", "vdot"))
+_SUMS_OF_PRODUCTS = frozenset(("addbmm", "addcdiv", "addcmul", "addmm", "addmv", "addr", "baddbmm"))
+_LINEAR_IN = {"div": "self", "linalg_lu_solve": "B", "linalg_solve_triangular": "B", "xlogy": "self"}
+"""What they are linear in, whatever else they read."""
+
+_PLACES = frozenset(("condition", "index", "indices", "mask"))
+"""Arguments that say where."""
+
+_VALUES = ("other", "value", "fill_value", "src", "s")
+"""Arguments that may be numbers, and what is added or filled in then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +110,72 @@ def _finite(call: Call, reads: int, factors: Set[str]) -> bool:
     if kind in ("mul", "div"):  # by numbers; and by parameters, which are finite, but may be 0
         return factors <= {"parameter"} if kind == "mul" else reads == 1
     return _LINEAR.fullmatch(kind) is not None and kind not in _POLES
+
+
+def vanishing(recording: Recording, gradients: int, without: Collection[int] = ()) -> frozenset[int]:
+    """Outputs of a backward, by position, that are zeros or NaN where all gradients are zeros, whatever it reads else.
+
+    That is read off its calls; of some that do so it is not seen. Operators that are not torch's own are taken to make
+    zeros of zeros: what these do only running them tells. O(calls).
+
+    Args:
+        recording: the backward, in eager's kernels.
+        gradients: how many of its inputs, from the first, are gradients of outputs.
+        without: calls that make zeros, as of ``issued_without``.
+    """
+    program, home_of = recording.program, recording.storage_of
+    vanishes = {home_of[slot]: True for slot in recording.inputs[:gradients]}
+
+    def zero(slot: int) -> bool:
+        return vanishes.get(home_of[slot], False)
+
+    for step in recording.steps:
+        if step.call is None:
+            zeros = "empty" in str(step.func) or _makes_zeros(step, zero)  # what is empty is written before it is read
+            for slot in step.outputs:
+                if slot >= 0 and program.storages[home_of[slot]].role not in _OUTSIDE:
+                    vanishes.setdefault(home_of[slot], zeros)
+            continue
+        zeros = step.call in without or _makes_zeros(step, zero)
+        for ref in program.calls[step.call].writes:
+            if program.storages[ref.storage].role not in _OUTSIDE or ref.storage in vanishes:
+                vanishes[ref.storage] = zeros and vanishes.get(ref.storage, True)
+    return frozenset(at for at, slot in enumerate(recording.outputs) if zero(slot))
+
+
+def _makes_zeros(step: Step, zero: Callable[[int], bool]) -> bool:
+    """Whether a call makes zeros, or NaN, whatever it reads in slots that are not ``zero``."""
+    schema = getattr(step.func, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::"):
+        return any(map(zero, step.reads))
+    kind = schema.name.removeprefix("aten::").rstrip("_")
+    given = dict(zip((one.name for one in schema.arguments), step.args, strict=False)) | dict(step.kwargs)
+
+    def zeros(value: Any) -> bool:
+        slots = list(slots_in([value]))
+        return all(map(zero, slots)) if slots else value == 0
+
+    results = {one.name for one in schema.arguments if one.is_out}
+    tensors = {name: value for name, value in given.items() if name not in results and list(slots_in([value]))}
+    if _ZEROS.fullmatch(kind):
+        return True
+    if "_backward" in kind:
+        incoming = [value for name, value in tensors.items() if name.startswith("grad")]
+        return bool(incoming) and all(map(zeros, incoming))
+    if kind in _PRODUCTS:
+        return any(map(zeros, tensors.values()))
+    if kind in _LINEAR_IN:
+        return zeros(tensors.get(_LINEAR_IN[kind], 1))
+    if kind in _SUMS_OF_PRODUCTS:
+        own, *factors = tensors.values()
+        return zeros(own) and any(map(zeros, factors[: 1 if kind == "addcdiv" else 2]))
+    filled = [given[name] for name in _VALUES if name in given]
+    if not all(map(zeros, filled)):
+        return False
+    if _FILLS.fullmatch(kind):
+        return bool(filled)
+    summed = [value for name, value in given.items() if (name in tensors or name == "self") and name not in _PLACES]
+    return _SUMS.fullmatch(kind) is not None and bool(summed) and all(map(zeros, summed))
 
 
 def issued_without(

@@ -181,11 +181,15 @@ def _difference(was: Any, value: Any, path: tuple[Key, ...]) -> Difference | Non
 
 
 def equal(a: object, b: object) -> bool:
-    """Whether they are the same or of one type and equal; a NaN is equal to any."""
+    """Whether they are the same or of one type and equal; a NaN is equal to any, 0.0 is not -0.0."""
     if a is b:
         return True
     try:
-        return type(a) is type(b) and bool(a == b or (a != a and b != b and is_plain(a)))
+        if type(a) is not type(b):
+            return False
+        if a == b:
+            return not is_plain(a) or bool(a) or str(a) == str(b)
+        return bool(a != a and b != b and is_plain(a))
     except Exception:  # an object whose comparison fails is only equal to itself
         return False
 

@@ -11,25 +11,26 @@ only those with hooks, which get copies; searches (``torch.autograd.grad``) for 
 
 from __future__ import annotations
 
-import os
-import threading
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nimble_core.branches import any_number, branch_of, issued_without
+from nimble_core.branches import any_number, branch_of, issued_without, vanishing
 from nimble_core.devices.base import Executable
 from nimble_core.errors import InputError
 from nimble_core.origins import warn
 from nimble_core.pipeline import Recorded
 from nimble_core.program import Call
 from nimble_core.recording import Recording
+from nimble_core.searches import ACCUMULATING as _ACCUMULATING
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.strides import copied
 from nimble_core.tuning import Tuned
@@ -38,19 +39,6 @@ __all__ = ["KNOWN_WHETHER_KEPT", "Backward", "Fixed"]
 
 KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 """Whether this torch tells if another backward may follow the one that runs."""
-
-_ACCUMULATING = threading.RLock()
-"""Held while gradients go into ``.grad``, as autograd's accumulation holds a lock: backwards may run on any threads."""
-
-
-def _renew_lock() -> None:
-    """In a forked process: who held it there is not here."""
-    global _ACCUMULATING
-    _ACCUMULATING = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
 
 _version = attrgetter("_version")
 _gradient = attrgetter("grad")
@@ -81,25 +69,84 @@ class Fixed(Protocol):
         ...
 
 
-def _spare_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Until this backward ends, keep None from hooks of these: where no gradient comes, eager calls none.
+class _Spared:
+    """Stands in for a hook while backwards run that may hand it None: where no gradient comes, eager calls none.
 
-    A gradient may still come from elsewhere in the same graph: that one they get.
+    A gradient may still come from elsewhere in the same graph: that one it gets.
     """
-    tables = [(table, dict(table)) for one in parameters if (table := one._backward_hooks)]
-    for table, hooks in tables:
-        table.update({key: _unless_none(hook) for key, hook in hooks.items()})
 
-    def restore() -> None:
-        for table, hooks in tables:
-            table.update({key: hook for key, hook in hooks.items() if key in table})
+    __slots__ = ("backwards", "hook")
 
-    if tables:
-        torch.autograd.Variable._execution_engine.queue_callback(restore)
+    def __init__(self, hook: Callable[[torch.Tensor | None], Any]) -> None:
+        self.hook = hook
+        self.backwards = 0
+
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            return self.hook(gradient)
+        gathered = _gathered(self.hook)
+        if gathered is not None:
+            _at_the_end(partial(_tell_of_none, self.hook, gathered))
+        return None
 
 
-def _unless_none(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor | None], Any]:
-    return lambda gradient: None if gradient is None else hook(gradient)
+class _Sparing:
+    """Hooks that are spared None until one backward ends.
+
+    The engine calls this where the backward succeeds; where it fails, it lets go of it, which does the same. Another
+    backward may spare the same hooks meanwhile, on any thread: who is last puts them back.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._held: list[tuple[dict[int, Any], int, _Spared]] = []
+        with _ACCUMULATING:
+            for table in filter(None, map(_hooks, parameters)):
+                for key, hook in list(table.items()):
+                    spared = hook if isinstance(hook, _Spared) else _Spared(hook)
+                    spared.backwards += 1
+                    table[key] = spared
+                    self._held.append((table, key, spared))
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __call__(self) -> None:
+        with _ACCUMULATING:
+            while self._held:
+                table, key, spared = self._held.pop()
+                spared.backwards -= 1
+                if not spared.backwards and table.get(key) is spared:
+                    table[key] = spared.hook
+
+    def __del__(self) -> None:
+        self()
+
+
+def _spare_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Until this backward ends, keep None from hooks of these."""
+    sparing = _Sparing(parameters)
+    if sparing:
+        _at_the_end(sparing)
+
+
+def _at_the_end(do: Callable[[], None]) -> None:
+    """Of the backward that runs on this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(do)
+
+
+def _gathered(hook: Callable[..., Any]) -> Mapping[int, object] | None:
+    """What a hook of several tensors (``register_multi_grad_hook``) has gathered, by backward; None of other hooks."""
+    if not inspect.isfunction(hook) or hook.__module__ != "torch.autograd.graph":
+        return None
+    return inspect.getclosurevars(hook).nonlocals.get("buffer")
+
+
+def _tell_of_none(hook: Callable[[torch.Tensor | None], Any], gathered: Mapping[int, object]) -> None:
+    """It waits for all tensors that autograd's graph leads to, a gradient or not; eager's leads to none of these."""
+    if torch._C._current_graph_task_id() in gathered:  # else no gradient came at all
+        hook(None)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -160,7 +207,7 @@ class Backward:
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
     _node: Any = None
-    _without: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
+    _without: dict[frozenset[int], tuple[frozenset[int], bool]] = field(default_factory=dict)
     _hooked: frozenset[int] = frozenset()
     _registered: int = -1
     _flagged: list[torch.Tensor] = field(init=False)
@@ -314,34 +361,62 @@ class Backward:
             InputError: what is left would still add something of its own.
         """
         absent = frozenset(at for at, one in enumerate(given) if one is None)
-        if absent and absent not in self._without:
-            self._without[absent] = self._judged(absent, self.wanted(given), saved)
-        return self._without[absent] if absent else absent
+        if not absent:
+            return absent
+        wanted = self.wanted(given)
+        if absent not in self._without:
+            self._without[absent] = self._judged(absent, wanted, saved)
+        calls, sure = self._without[absent]
+        if not sure:
+            self._require_nothing_added(absent, wanted, saved, calls)
+        return calls
 
-    def _judged(self, absent: frozenset[int], wanted: frozenset[int], saved: Sequence[torch.Tensor]) -> frozenset[int]:
-        names = ", ".join(str(self.differentiable[at]) for at in sorted(absent))
+    def _judged(
+        self, absent: frozenset[int], wanted: frozenset[int], saved: Sequence[torch.Tensor]
+    ) -> tuple[frozenset[int], bool]:
+        """Calls to leave out, and whether what is left adds nothing whatever the values are: else these decide."""
+        names = self._listed(absent)
         branch = branch_of(self.plain.program, len(self.templates), absent)
         if self.fixed and any(map(_drops, self.plain.program.calls)):
             # Such a call reads its seed on the host unless it is captured: a replay keeps it on the device.
             if branch.harmful:
                 warn(f"no gradient came for output {names}: {_ZEROS}, and gradients may be NaN where eager's are not")
-            return frozenset()
-        harmful = branch.harmful
+            return frozenset(), True
+        harmful = branch.harmful or not self._vanish(frozenset(), wanted)
+        # What writes cannot be run to see.
+        if not harmful and (branch.writes or not self._adds(frozenset(), wanted, saved)):
+            return frozenset(), True
+        sure = branch.writes or self._vanish(branch.calls, wanted)
         if not branch.writes:
-            harmful = harmful or self._adds(frozenset(), wanted, saved)
-            if harmful and self._adds(branch.calls, wanted, saved):
-                raise InputError(
-                    f"no gradient came for output {names}, and this backward adds something of its own whatever "
-                    "gradients it is given, which a replay cannot tell apart",
-                    fix="detach outputs that are not trained on in the forward, or do not return them",
-                )
-        if not harmful:
-            return frozenset()
-        warn(
-            f"no gradient came for output {names}: {_ZEROS}, so this backward runs call by call, without what leads "
-            "there alone. To replay it: detach outputs that are not trained on in the forward, or do not return them"
-        )
-        return branch.calls
+            self._require_nothing_added(absent, wanted, saved, branch.calls)
+        if branch.calls:
+            warn(
+                f"no gradient came for output {names}: {_ZEROS}, so this backward runs call by call, without what "
+                "leads there alone. To replay it: detach outputs that are not trained on in the forward, or do not "
+                "return them"
+            )
+        return branch.calls, sure
+
+    def _listed(self, absent: Iterable[int]) -> str:
+        return ", ".join(str(self.differentiable[at]) for at in sorted(absent))
+
+    def _require_nothing_added(
+        self,
+        absent: frozenset[int],
+        wanted: frozenset[int],
+        saved: Sequence[torch.Tensor],
+        without: frozenset[int],
+    ) -> None:
+        if self._adds(without, wanted, saved):
+            raise InputError(
+                f"no gradient came for output {self._listed(absent)}, and this backward adds something of its own "
+                "whatever gradients it is given, which a replay cannot tell apart",
+                fix="detach outputs that are not trained on in the forward, or do not return them",
+            )
+
+    def _vanish(self, without: frozenset[int], wanted: frozenset[int]) -> bool:
+        """Whether gradients that are wanted are zeros where those of all outputs are, whatever was saved."""
+        return wanted <= vanishing(self.plain, len(self.templates), without)
 
     def _adds(self, without: frozenset[int], wanted: frozenset[int], saved: Sequence[torch.Tensor]) -> bool:
         """Whether gradients that are wanted have a value of their own, where those of all outputs are zeros."""

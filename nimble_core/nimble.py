@@ -433,6 +433,33 @@ class Nimble(torch.nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "_model"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_model")
+        mine = name in self.__dict__ or hasattr(type(self), name)
+        if not mine and isinstance(model, torch.nn.Module) and hasattr(model, name):
+            setattr(model, name, value)  # what is read from the model is written to it
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with what its hooks and ``get_extra_state`` add."""
+        model = self._model
+        if isinstance(model, torch.nn.Module):
+            return model.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the model; see ``torch.nn.Module.load_state_dict``."""
+        model = self._model
+        if isinstance(model, torch.nn.Module):
+            return model.load_state_dict(*args, **kwargs)
+        return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # where this is a part of what is loaded
+        model = self._model
+        if isinstance(model, torch.nn.Module):
+            model._load_from_state_dict(*args, **kwargs)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Graphs and workers cannot be copied: a copy starts unprepared.
         return Nimble, (self._model, self._options)
@@ -632,6 +659,7 @@ def _prepare_training(
     _warn_of_python(model, made.joint)
     if made.wrong:
         if options.strict:
+            made.close()
             raise CaptureError(made.wrong, fix="report this model")
         warn(made.wrong)
     return Engine(

@@ -17,6 +17,7 @@ from nimble_core.check import check_schedule
 from nimble_core.errors import InputError, ReportFileError
 from nimble_core.graph import CallGraph
 from nimble_core.program import Call, Fuse, KernelChoice, Program, TensorRef
+from nimble_core.saving import write_file
 from nimble_core.schedule import Schedule, SyncCounts
 
 __all__ = [
@@ -130,14 +131,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write this plan to ``path``, all of it or nothing. Raises OSError if it cannot be written."""
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
-        try:
-            beside.write_text(self.to_json(), encoding="utf-8")
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-        return target
+        return write_file(path, self.to_json().encode())
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import threading
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, filterfalse
-from operator import is_
+from inspect import getattr_static
+from itertools import accumulate, chain, compress, filterfalse, repeat
+from operator import is_, not_
 from traceback import walk_tb
-from types import FrameType
-from typing import Any
+from types import FrameType, MemberDescriptorType
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -37,6 +40,7 @@ from nimble_core.recording import flat_tensors
 from nimble_core.strides import elements_once
 
 __all__ = [
+    "Change",
     "Changes",
     "Guard",
     "Saved",
@@ -49,12 +53,39 @@ __all__ = [
 ]
 
 
-Changes = dict[str, tuple[Any, Any]]
-"""Attributes by path: what each was, and what it is now; None where it was not there."""
+class Change(NamedTuple):
+    """An attribute, or something in a container or object that it leads to, which is another one than it was.
+
+    Args:
+        was: ``...`` where there was none.
+        now: ``...`` where there is none any more.
+        attribute: path of the attribute; empty where a change there is no news.
+        name: the place, as its module writes it after ``self.``: ``"state['v']"``.
+    """
+
+    was: Any
+    now: Any
+    attribute: str
+    name: str
+
+
+Changes = dict[str, Change]
+"""By path: ``"encoder.state['v']"``."""
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
-"""The containers that are looked into, and what stands for a copy of an empty one."""
+"""The containers that modules have many of, and what stands for a copy of an empty one."""
+_FAMILIES = (OrderedDict, dict, list, set, deque, tuple)
+_READ_BY = ("__iter__", "__len__", "keys", "values", "items")
+_LEFT_ALONE = frozenset(
+    ("asyncio", "builtins", "concurrent", "logging", "multiprocessing", "threading", "torch", "triton", "weakref")
+)
+"""Packages of objects that stand for more than their attributes, or that others work with meanwhile."""
+_NAMED_BY = (str, int, float, tuple)
+"""Keys that are shown as they are written."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_DEPTH, _REACH = 12, 100_000
+"""How deep containers and objects are followed, and how many: a module may lead to its trainer, and so to all data."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
@@ -85,69 +116,181 @@ def _function(called: Any) -> Any:
 
 @contextmanager
 def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
-    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
-    before = _Attributes(modules)
-
-    def changed() -> Changes:
-        changes: Changes = {}
-        for path, containers in before.changed().items():
-            was: dict[str, Any] = {}
-            now: dict[str, Any] = {}
-            for name, held, copy in _different(containers):
-                if not name or name in _TABLES:
-                    keys = {key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)}
-                    was |= {key: copy[key] for key in keys & copy.keys()}
-                    now |= {key: held[key] for key in keys & held.keys()}
-                elif not name.startswith("_"):  # private ones are no news: hooks that a library installs by itself
-                    was[name], now[name] = copy, held
-            for name in sorted(was.keys() | now.keys()):
-                changes[f"{path}.{name}".lstrip(".")] = was.get(name), now.get(name)
-        return changes
-
+    before = _Attributes(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
     try:
-        yield changed
+        yield before.changes
     finally:
-        for containers in before.changed().values():
-            for name, held, copy in _different(containers):
-                if name in _HOOKS:
-                    _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
-                _put_back(held, copy)
+        before.put_back()
+
+
+_Held = tuple[int, Any, Any]
+"""What holds something: the position of the attribute that leads to it, itself, and a copy of what it held."""
 
 
 class _Attributes:
-    """The attributes of modules, and what the containers among them hold.
+    """The attributes of modules, what the containers among them hold, and the containers and objects these lead to.
 
-    Kept as a few long lists, since most runs change nothing: loops in C find that out.
+    The first two are kept as a few long lists, since most runs change nothing: loops in C find that out.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         tables = [module.__dict__ for module in modules.values()]
         values = list(chain.from_iterable(table.values() for table in tables))
-        inner = list(compress(values, map(_EMPTY.__contains__, map(type, values))))
+        types = list(map(type, values))
+        inner = list(compress(values, map(_EMPTY.__contains__, types)))
         self._paths = list(modules)
+        self._attributes = len(values)
         self._filled = list(map(bool, inner))
         self._empty = list(filterfalse(None, inner))
-        self._held = [*tables, *filter(None, inner)]
+        self._held = [*tables, *compress(inner, self._filled)]
         self._items = [held.values() if isinstance(held, dict) else held for held in self._held]
         self._sizes, self._keys, self._values = self._contents()
+        self._kinds = _Kinds()
+        self._deeper = self._led_to(list(self._leading(values, types, _EMPTY)), set(map(id, modules.values())))
 
-    def changed(self) -> dict[str, list[tuple[str, Any, Any]]]:
-        """By path, each module's attributes, under the name "", and the containers among them, with copies of what they
-        held; nothing if they all hold the same objects as they did.
-        """
+    def changes(self) -> Changes:
+        """What is another object than it was; in private containers and objects only tensors."""
+        different = self._different()
+        if not different:
+            return {}
+        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        paths = list(chain.from_iterable(map(repeat, self._paths, self._sizes)))
+        for origin, held, copy in different:  # tables come first
+            was, now = found.setdefault(self._paths[origin] if origin < 0 else paths[origin], ({}, {}))
+            if origin < 0 or (held is self._values[origin] and self._keys[origin] in _TABLES):
+                keys = {key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)}
+                was |= {key: copy[key] for key in keys & copy.keys()}
+                now |= {key: held[key] for key in keys & held.keys()}
+            elif self._keys[origin] not in was:
+                was[self._keys[origin]] = now[self._keys[origin]] = self._values[origin]
+        copies = {id(held): copy for _, held, copy in chain(self._shallow(), self._deeper)}
+        changes: Changes = {}
+        seen: set[tuple[int, int]] = set()
+        for path in filter(found.__contains__, self._paths):
+            was, now = found[path]
+            for key in sorted(was.keys() | now.keys()):
+                pair = was.get(key, ...), now.get(key, ...)
+                quiet = key.startswith("_") and pair[0] is pair[1]  # such as hooks that a library installs by itself
+                attribute = "" if quiet else f"{path}.{key}".lstrip(".")
+                for name, one, other in self._differences(*pair, key, copies, seen):
+                    if not quiet or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+                        changes[f"{path}.{name}".lstrip(".")] = Change(one, other, attribute, name)
+        return changes
+
+    def put_back(self) -> None:
+        """Let all hold what they did."""
+        for origin, held, copy in self._different():
+            if origin >= 0 and held is self._values[origin] and self._keys[origin] in _HOOKS:
+                _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
+            _put_back(held, copy, self._kinds[type(held)])
+
+    def _different(self) -> list[_Held]:
         sizes, keys, values = self._contents()
         same = sizes == self._sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
-        if same and not any(self._empty):
-            return {}
-        copies, filled = self._copies(), iter(self._filled)
-        found = {path: [("", table, next(copies))] for path, table in zip(self._paths, self._held, strict=False)}
-        for containers in found.values():
-            containers += [
-                (name, value, next(copies) if next(filled) else _EMPTY[type(value)])
-                for name, value in containers[0][2].items()
-                if type(value) in _EMPTY
-            ]
+        shallow = () if same and not any(self._empty) else self._shallow()
+        return [
+            *(one for one in shallow if (one[1] or one[2]) and not _same_items(one[1], one[2])),
+            *(one for one in self._deeper if not _same_items(_read(one[1], self._kinds[type(one[1])]), one[2])),
+        ]
+
+    def _shallow(self) -> Iterator[_Held]:
+        """Tables, and the containers in them."""
+        copies, tables = self._copies(), len(self._paths)
+        yield from zip(range(-tables, 0), self._held, copies, strict=False)  # ends before it takes another copy
+        yield from zip(self._containers(), self._held[tables:], copies, strict=True)
+        for origin, held in zip(self._containers(empty=True), self._empty, strict=True):
+            yield origin, held, _EMPTY[type(held)]
+
+    def _containers(self, empty: bool = False) -> Iterator[int]:
+        """Positions of the attributes that are containers, and hold something or nothing."""
+        kinds = map(type, self._values[: self._attributes])
+        filled = map(not_, self._filled) if empty else self._filled
+        return compress(compress(range(self._attributes), map(_EMPTY.__contains__, kinds)), filled)
+
+    def _led_to(self, reached: list[tuple[int, Any]], known: set[int]) -> list[_Held]:
+        """Containers and objects that attributes and the shallow ones lead to, and that those lead to, and so on.
+
+        Args:
+            reached: what attributes lead to but the shallow ones, with their positions.
+            known: ids of what is not looked into; filled.
+        """
+        found: list[_Held] = []
+        most = len(known) + _REACH
+        entries = self._values[self._attributes :]
+        leading = self._leading(entries, list(map(type, entries)))
+        if others := [(position, value) for position, value in leading if id(value) not in known]:
+            ends = list(accumulate(self._sizes[len(self._paths) :]))
+            origins = list(self._containers())
+            reached += [(origins[bisect_right(ends, position)], value) for position, value in others]
+        for _ in range(_DEPTH):
+            inside: list[Any] = []
+            ends, origins = [], []
+            for origin, value in reached:
+                if id(value) in known or len(known) >= most:
+                    continue
+                family = self._kinds[type(value)]
+                copy = _read(value, family)
+                items = list(copy.values()) if isinstance(copy, dict) else copy
+                if family is object and any(isinstance(one, _LOCKS) for one in items):
+                    continue  # other threads work with it
+                known.add(id(value))
+                if family is not tuple:
+                    found.append((origin, value, copy))
+                inside += items
+                if family is not object and type(value) is not family:
+                    inside.append(getattr(value, "__dict__", None))
+                ends.append(len(inside))
+                origins.append(origin)
+            leading = self._leading(inside, list(map(type, inside)))
+            reached = [(origins[bisect_right(ends, position)], value) for position, value in leading]
         return found
+
+    def _leading(
+        self, values: Sequence[Any], types: Sequence[type], but: Container[type] = ()
+    ) -> Iterator[tuple[int, Any]]:
+        """Those that are looked into, with their positions; not those of some types, nor tuples that lead nowhere."""
+        kinds = {kind for kind in set(types) if kind not in but and self._kinds[kind]}
+        tuples = {kind for kind in kinds if self._kinds[kind] is tuple}  # of numbers and strings, mostly
+        items = chain.from_iterable(compress(values, map(tuples.__contains__, types))) if tuples else ()
+        if not any(map(self._kinds.__getitem__, set(map(type, items)))):
+            kinds -= tuples
+        return compress(enumerate(values), map(kinds.__contains__, types)) if kinds else iter(())
+
+    def _differences(
+        self, was: Any, now: Any, name: str, copies: Mapping[int, Any], seen: set[tuple[int, int]]
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Where what two values lead to differs: names and what is there; once for each pair.
+
+        Args:
+            was: what was at a place.
+            now: what is there now.
+            name: of the place.
+            copies: of what containers and objects held, by their ids.
+            seen: ids of pairs that were told; filled.
+        """
+        family = self._kinds[type(was)]
+        if type(was) is not type(now) or not (id(was) in copies or family is tuple):
+            if was is not now:
+                yield name, was, now
+            return
+        if (id(was), id(now)) in seen:
+            return
+        seen.add((id(was), id(now)))
+        before = _labelled(copies.get(id(was), was), family)
+        after = _labelled(_read(now, family), family)
+        if family is not object and type(was) is not family:
+            old, new = (getattr(one, "__dict__", {}) for one in (was, now))
+            before |= _labelled(copies.get(id(old), old), object)
+            after |= _labelled(new, object)
+        inside = [
+            found
+            for label, one in before.items()
+            if label in after
+            for found in self._differences(one, after[label], name + label, copies, seen)
+        ]
+        if list(before) != list(after) or (was is not now and not inside):
+            yield name, was, now
+        yield from inside
 
     def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
         """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
@@ -164,25 +307,85 @@ class _Attributes:
                 yield set(keys) if isinstance(held, set) else keys
 
 
-def _different(containers: Sequence[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    for name, held, copy in containers:
-        if (held or copy) and not _same_items(held, copy):
-            yield name, held, copy
+class _Kinds(dict[type, Any]):
+    """By type: which container it is, ``object`` if attributes lead on, None if nothing is looked into."""
+
+    def __missing__(self, kind: type) -> Any:
+        self[kind] = family = _family(kind)
+        return family
 
 
-def _put_back(held: Any, copy: Any) -> None:
-    if isinstance(held, list):
-        held[:] = copy
-    elif isinstance(held, dict):
+def _family(kind: type) -> Any:
+    for family in _FAMILIES:
+        if issubclass(kind, family):
+            same = all(getattr(kind, name, None) is getattr(family, name, None) for name in _READ_BY)
+            return family if same else None  # what shows other items than it has
+    if issubclass(kind, torch.nn.Module):  # one that is no submodule
+        return object
+    if issubclass(kind, torch.Tensor | torch.optim.Optimizer | threading.Thread | type):
+        return None
+    if str(kind.__module__).partition(".")[0] in _LEFT_ALONE:
+        return None
+    return object if kind.__dictoffset__ or hasattr(kind, "__slots__") else None
+
+
+def _read(held: Any, family: Any) -> Any:
+    """A copy of what it holds, whatever its class makes of that."""
+    if family is object:
+        state = object.__getstate__(held)
+        parts = state if isinstance(state, tuple) else (state,)  # in slots or not
+        found: dict[str, Any] = {}
+        for part in filter(None, parts):
+            found.update(part)  # in C: another thread may be adding attributes
+        return found
+    if issubclass(family, dict):
+        return dict(family.items(held))
+    return set(held) if family is set else list(held)
+
+
+def _labelled(entries: Any, family: Any) -> dict[str, Any]:
+    """What a container or object holds, by what leads there in Python."""
+    if family is object:
+        return {f".{name}": one for name, one in entries.items()}
+    if issubclass(family, dict):
+        return {
+            f"[{key!r}]" if isinstance(key, _NAMED_BY) else f"[{object.__repr__(key)}]": one
+            for key, one in entries.items()
+        }
+    if family is set:
+        return {object.__repr__(one): one for one in entries}
+    return {f"[{position}]": one for position, one in enumerate(entries)}
+
+
+def _put_back(held: Any, copy: Any, family: Any) -> None:
+    """Past methods of its own class, which may do more."""
+    if family is object:
+        slots = {
+            name
+            for name in {**_read(held, object), **copy}
+            if isinstance(getattr_static(type(held), name, None), MemberDescriptorType)
+        }
+        for name in slots:
+            if name in copy:
+                object.__setattr__(held, name, copy[name])
+            else:
+                object.__delattr__(held, name)
+        if hasattr(held, "__dict__"):
+            _put_back(vars(held), {name: one for name, one in copy.items() if name not in slots}, dict)
+    elif issubclass(family, dict):
         for key in held.keys() - copy.keys():
-            del held[key]
-        held.update(copy)
-        if list(held) != list(copy):  # something was deleted: back in its old place
-            held.clear()
-            held.update(copy)
+            family.__delitem__(held, key)
+        for key, value in copy.items():
+            family.__setitem__(held, key, value)
+        if not all(map(is_, held, copy)):  # something was deleted: back in its old place
+            family.clear(held)
+            for key, value in copy.items():
+                family.__setitem__(held, key, value)
+    elif family is list:
+        list.__setitem__(held, slice(None), copy)
     else:
-        held.clear()
-        held.update(copy)
+        family.clear(held)
+        family.extend(held, copy) if family is deque else family.update(held, copy)
 
 
 def _same_items(held: Any, copy: Any) -> bool:

@@ -60,7 +60,7 @@ from nimble_core.operators import (
 )
 from nimble_core.origins import line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
-from nimble_core.preserve import Changes, preserved
+from nimble_core.preserve import Change, Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
@@ -184,7 +184,7 @@ def record(
     return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=notes))
 
 
-def _notes(changed: Iterable[str], carried: Mapping[str, _Carried], drawn: Sequence[str]) -> Iterator[str]:
+def _notes(changed: Changes, carried: Mapping[str, _Carried], drawn: Sequence[str]) -> Iterator[str]:
     """What the forward does in Python that replays do not, in words."""
     if drawn:
         yield (
@@ -193,7 +193,8 @@ def _notes(changed: Iterable[str], carried: Mapping[str, _Carried], drawn: Seque
         )
     for one in carried.values():
         yield f"{one.what} is read and then replaced, and replays go on reading what it holds now; {one.fix}"
-    rest = [name for name in changed if name not in carried]
+    rest = dict.fromkeys(change.attribute for name, change in changed.items() if name not in carried)
+    rest.pop("", None)
     if rest:
         yield f"the forward changes attributes, which a replay does not repeat: {', '.join(rest)}"
 
@@ -663,19 +664,21 @@ class _Recorder(TorchDispatchMode):
         ]
         for _, tensor, alias, _ in moved:
             tensor.data = alias
-        return {f"{name}.data": (alias, now) for name, _, alias, now in moved}
+        return {
+            f"{name}.data": Change(alias, now, f"{name}.data", name.rpartition(".")[2]) for name, _, alias, now in moved
+        }
 
     def carried(self, changed: Changes, model: Callable[..., Any]) -> dict[str, _Carried]:
-        """Those of the changed attributes whose tensors would be other ones for the next run, which reads them too.
+        """Tensors in attributes, or where these lead to, that would be other ones for the next run, which reads them.
 
         Not what no call reads, such as weights that are computed anew; nor what is replaced by a copy, as by
         ``.to(dtype)``, or on the host by the same values made from nothing; nor memory that the model still has under a
         name that did not change, which is read there.
         """
         tensors = {
-            name: (was, now)
-            for name, (was, now) in changed.items()
-            if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor) and has_memory(was) and has_memory(now)
+            name: change
+            for name, change in changed.items()
+            if all(isinstance(one, torch.Tensor) and has_memory(one) for one in (change.was, change.now))
         }
         if not tensors:
             return {}
@@ -689,7 +692,7 @@ class _Recorder(TorchDispatchMode):
             for ref in call.reads:
                 first_reads.setdefault(ref.storage, call)
         found = {}
-        for name, (was, now) in tensors.items():
+        for name, (was, now, _, place) in tensors.items():
             old, new = (self._storage_ids.get(storage_address(one)) for one in (was, now))
             if old == new or old in stays or old not in first_reads or self._storages[old].role == "input":
                 continue
@@ -699,11 +702,10 @@ class _Recorder(TorchDispatchMode):
             if self._made_alike(was, now, makers):
                 continue
             role, path = self._storages[old].role, name.removesuffix(".data")
-            attribute = path.rpartition(".")[2]
             found[name] = _Carried(
                 f"{'attribute' if role == 'constant' else role} {path}",
                 str(makers[-1] if makers else first_reads[old]),
-                f"write it in place: self.{attribute}.copy_(...), or self.{attribute}.mul_(...).add_(...)",
+                f"write it in place: self.{place}.copy_(...), or self.{place}.mul_(...).add_(...)",
             )
         return found
 

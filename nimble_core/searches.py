@@ -8,6 +8,8 @@ it would have put into ``.grad``, and that is added to what the engine finds.
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +19,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Behind", "searches_are_answered"]
+__all__ = ["ACCUMULATING", "Behind", "searches_are_answered"]
+
+ACCUMULATING = threading.RLock()
+"""Held while gradients go into ``.grad``, as autograd's accumulation holds a lock: backwards may run on any threads."""
+
+if hasattr(os, "register_at_fork"):
+    # Who held it there is not here.
+    os.register_at_fork(after_in_child=ACCUMULATING._at_fork_reinit)  # type: ignore[attr-defined]  # typeshed lacks it
 
 _expected: dict[int, frozenset[int]] = {}
 """Ids of the tensors that may lie behind nodes, by the id of who holds them: graphs are looked through only where one
@@ -101,8 +110,11 @@ def _answering(run: Callable[..., Any]) -> Callable[..., Any]:
                 one.asked = False
                 one.found.clear()
         if given.get("accumulate_grad"):
-            for leaf, gradient in zip(sought, added, strict=True):
-                _accumulate(leaf, gradient)
+            # One that is sought twice gets its gradient once, as in eager.
+            each = {id(leaf): (leaf, gradient) for leaf, gradient in zip(sought, added, strict=True)}
+            with ACCUMULATING:
+                for leaf, gradient in each.values():
+                    _accumulate(leaf, gradient)
             return found
         result = [_sum(one, more) for one, more in zip(found, added, strict=False)]
         if not given.get("allow_unreachable") and any(one is None for one in result):

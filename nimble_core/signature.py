@@ -114,7 +114,9 @@ class Signature:
         assert isinstance(self.structure, Node)
         count = len(self.structure.children[0].children)  # type: ignore[union-attr]
         if len(args) != count:
-            return f"expected {count} positional input{'s' * (count != 1)}, given {len(args)}"
+            beside = [repr(name) for name in kwargs if name not in self.names]
+            with_them = f" and keyword{'s' * (len(beside) > 1)} {', '.join(beside)}" if beside else ""
+            return f"expected {count} positional input{'s' * (count != 1)}, given {len(args)}{with_them}"
         missing = [name for name in self.names if name not in kwargs]
         extra = [name for name in kwargs if name not in self.names]
         if missing or extra:

@@ -23,13 +23,14 @@ from nimble_core.around import Around, require_gradients, require_training_mode
 from nimble_core.casts import autocast_name, autocast_type
 from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
+from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.optimizers import CapturedOptimizer
 from nimble_core.options import Options, require_options
 from nimble_core.origins import warn
 from nimble_core.phases import phase
 from nimble_core.pipeline import require_local
 from nimble_core.plan import Plan
-from nimble_core.strides import with_strides_of
+from nimble_core.strides import share_bytes, with_strides_of
 from nimble_core.structure import builder, flatten, leaf_paths
 
 __all__ = ["TrainStep", "WholeStep", "require_no_target"]
@@ -167,7 +168,8 @@ class WholeStep(Around):
                     scaled = scaled * _scale_of(self.scaler, loss.device)[0]
             with phase("backward"):
                 found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
-        gradients = {name: one for name, one in zip(trained, found, strict=True) if one is not None}
+                made = {name: one for name, one in zip(trained, found, strict=True) if one is not None}
+                gradients = _apart(made, [*data, *trained.values(), *self.buffers()])
         return loss.detach(), _detached(output), gradients
 
     def _summed(self, gradients: Mapping[str, torch.Tensor], earlier: Collection[str]) -> dict[str, torch.Tensor]:
@@ -182,14 +184,14 @@ class WholeStep(Around):
         return {name: one for name, one in self.kept.items() if name in gradients or name in earlier}
 
     def _update(self, update: Callable[..., None], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Never in place: a gradient may be the memory of another, or of an input.
+        # Never in place: these may be sums that are kept.
         scaler, present, found_inf = self.scaler, list(gradients.values()), None
         if scaler is not None:
             device = present[0].device
             scale, growth = _scale_of(scaler, device)
-            found_inf = torch.zeros((), device=device)
+            found_inf, one = (torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
             present = list(torch._foreach_mul(present, scale.reciprocal()))
-            torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, torch.ones((), device=device))
+            torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, one)
         if self.clip_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm(present)
             present = list(torch._foreach_mul(present, (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)))
@@ -232,16 +234,19 @@ class WholeStep(Around):
         assert self.optimizer is not None
         if found_inf is not None and found_inf.item():
             return
-        parameters = self.optimizer.parameters
-        before = [parameter.grad for parameter in parameters]
+        made = dict(zip(map(id, self.optimizer.parameters), gradients, strict=True))
+        # Frozen parameters, too: what ``.grad`` an earlier step left there, zero_grad would have taken.
+        members = [one for group in self.optimizer.optimizer.param_groups for one in group["params"]]
+        before = [one.grad for one in members]
         try:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            for one in members:
+                gradient = made.get(id(one))
                 # Fused optimizers take a gradient's layout to be the parameter's.
-                parameter.grad = None if gradient is None else with_strides_of(parameter, gradient)
+                one.grad = None if gradient is None else with_strides_of(one, gradient)
             self.optimizer.optimizer.step()
         finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
+            for one, gradient in zip(members, before, strict=True):
+                one.grad = gradient
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -280,6 +285,27 @@ class WholeStep(Around):
         if isinstance(self.loss_fn, torch.nn.Module):
             self.loss_fn._apply(*args, **kwargs)
         return super()._apply(*args, **kwargs)
+
+
+def _apart(gradients: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients that may be written in place, as some optimizers do: none shares bytes with another one, or with what
+    else there is.
+    """
+    beside: dict[int, list[torch.Tensor]] = {}
+    for one in others:
+        beside.setdefault(storage_address(one), []).append(one)
+    apart = {}
+    for name, one in gradients.items():
+        if one.layout is not torch.strided:  # which the update refuses
+            apart[name] = one
+            continue
+        sharing = beside.setdefault(storage_address(one), [])
+        if overlaps_itself(one) or any(share_bytes(one, other) for other in sharing):
+            apart[name] = one.clone()
+        else:
+            apart[name] = one
+            sharing.append(one)
+    return apart
 
 
 class _Present(NamedTuple):

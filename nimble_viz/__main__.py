@@ -1,6 +1,13 @@
 """``python -m nimble_viz``."""
 
-from nimble_viz.command import main
+import sys
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        from nimble_viz.command import main
+
+        code = main()
+    except KeyboardInterrupt:  # while it was imported; later ones main answers
+        print("interrupted before anything was measured", file=sys.stderr)
+        code = 130
+    raise SystemExit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from nimble_core.errors import InputError
 from nimble_core.kernel_names import short_kernel_name
 from nimble_core.observation import replay_timeline
+from nimble_core.saving import write_file
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import SelfCheck
 from nimble_core.units import format_count, format_ns
@@ -98,12 +100,11 @@ class Annotation:
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write ``rows`` to ``path``. Raises OSError if it cannot be written."""
-        target = Path(path)
-        with target.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(self.rows())
-        return target
+        out = io.StringIO()
+        writer = csv.writer(out)
+        writer.writerow(COLUMNS)
+        writer.writerows(self.rows())
+        return write_file(path, out.getvalue().encode())
 
     def to_text(self) -> str:
         """What matched, and what did not, as lines of text."""

@@ -162,7 +162,7 @@ def _compare(given: argparse.Namespace) -> int:
 
     progress = Progress() if given.quiet else None
     report = compare(model, *args, kwargs=kwargs, against=given.against, options=options, progress=progress, **more)
-    with _files(given.save, given.html):
+    with _files():
         if given.save is not None:
             report.save(given.save)
         if given.html is not None:
@@ -200,7 +200,7 @@ def _profile(given: argparse.Namespace) -> int:
             report, ended = profile_script(given.script, given.arguments, stop=given.stop, **counts)
         finally:
             sys.stdout = stdout
-    with _files(save, html):
+    with _files():
         if save is not None:
             report.save(save)
         if html is not None:
@@ -230,7 +230,7 @@ def _require_places(*paths: Path | None) -> None:
 def _show(given: argparse.Namespace) -> int:
     from nimble_viz.file import load
 
-    with _files(given.html):
+    with _files():
         report = load(given.file)
         if given.html is not None:
             report.to_html(given.html)
@@ -241,7 +241,7 @@ def _show(given: argparse.Namespace) -> int:
 def _export(given: argparse.Namespace) -> int:
     from nimble_viz.file import load
 
-    with _files(given.out):
+    with _files():
         load(given.file).export(given.out, given.format)
     return 0
 
@@ -249,7 +249,7 @@ def _export(given: argparse.Namespace) -> int:
 def _annotate(given: argparse.Namespace) -> int:
     from nimble_viz.annotation import annotate
 
-    with _files(given.out, given.csv):
+    with _files():
         found = annotate(given.file, given.report, given.run_name)
         if given.out is not None:
             _write(found.report, given.out)
@@ -282,18 +282,19 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _gate(given: argparse.Namespace) -> int:
+    from nimble_core.saving import write_file
     from nimble_viz.file import load
     from nimble_viz.gate import Rules, gate
 
     rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
-    with _files(given.markdown, given.junit):
+    with _files():
         report = load(given.file)
         baseline = load(given.baseline) if given.baseline else None
         found = gate(report, rules, baseline=baseline, any_environment=given.any_environment)
         if given.markdown is not None:
-            given.markdown.write_text(found.to_markdown(), encoding="utf-8")
+            write_file(given.markdown, found.to_markdown().encode())
         if given.junit is not None:
-            given.junit.write_text(found.to_junit(), encoding="utf-8")
+            write_file(given.junit, found.to_junit().encode())
     if given.json:
         _say(found.to_json())
     else:
@@ -316,13 +317,13 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _files(*written: Path | None) -> Iterator[None]:
-    """A file that cannot be read or written is an input error; of a full disk the system does not say which file."""
+def _files() -> Iterator[None]:
+    """A file that cannot be read or written is an input error."""
     try:
         yield
     except OSError as error:
-        about = error.filename or " or ".join(str(path) for path in written if path is not None)
-        raise InputError(f"{about}: {error.strerror}" if about and error.strerror else str(error)) from error
+        named = error.filename and error.strerror
+        raise InputError(f"{error.filename}: {error.strerror}" if named else str(error)) from error
 
 
 def _print(content: Report | Difference | Gate | Diagnosis) -> None:

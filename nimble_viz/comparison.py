@@ -25,6 +25,7 @@ from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns
 from nimble_viz.keywords import refuse_unknown
+from nimble_viz.progress import Progress, default_progress
 from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Report, Work
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from nimble_core.devices.base import Device, Executable
     from nimble_core.pipeline import Recorded
     from nimble_viz.peers import Peer, PeerRuns
-    from nimble_viz.progress import Progress
     from nimble_viz.training import Training
 
 __all__ = ["compare"]
@@ -91,19 +91,21 @@ def compare(
             that fails, that cannot train, or whose outputs are not eager's, is left out, and ``Report.peers`` says why.
         options: how to prepare; defaults to ``Options()``.
         training: compare training steps; what else says how to train is for this alone.
-        progress: told what is going on; by default a progress line where someone can see it.
-        device: what runs it; by default where the inputs are.
+        progress: a ``nimble_viz.progress.Progress``, told what is going on; ``Progress()`` shows nothing; by default a
+            progress line where someone can see it.
+        device: a ``Device`` that runs it, as ``HostDevice()`` of ``nimble_core.devices.host``; by default that of the
+            inputs.
         unknown: refused, with a word on what to write instead.
 
     Raises:
-        InputError: no model, no tensor among the inputs, mixed devices, an option that is not available, no such peer.
+        InputError: no model, no tensor among the inputs, mixed devices, an option that is not available, no such peer,
+            no ``Device``, no ``Progress``.
         NotStaticError: the model does not do the same on every input.
         CaptureError: a call that cannot be captured; names it, its module path and source line.
         DeviceError: out of memory.
     """
     from nimble_core.origins import warn
     from nimble_core.pipeline import check_inputs, device_for, preparing
-    from nimble_viz.progress import default_progress
     from nimble_viz.sources import pass_over_machinery
 
     refuse_unknown(compare, unknown)
@@ -124,6 +126,7 @@ def compare(
         peers = resolve_peers(against)
     options = Options() if options is None else options
     require_options(options)
+    _require_runner(device, progress)
     if not isinstance(kwargs or {}, Mapping):
         raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
     named = dict(kwargs or {})
@@ -581,6 +584,20 @@ def _require_training(training: bool, how: Mapping[str, Any], accumulate: Any) -
     if given and not training:
         what = f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} for training"
         raise InputError(what, fix=f"training=True, or leave {'them' if len(given) > 1 else 'it'} out")
+
+
+def _require_runner(device: Any, progress: Any) -> None:
+    if device is not None and (isinstance(device, type) or not callable(getattr(device, "record", None))):
+        raise InputError(
+            f"device is a {type(device).__name__}, not a Device",
+            fix="leave it out: a model runs where its inputs are, model.to('cuda') and x.to('cuda'), say; else an "
+            "instance of a Device, as nimble_core.devices.host.HostDevice()",
+        )
+    if progress is not None and not isinstance(progress, Progress):
+        raise InputError(
+            f"progress is a {type(progress).__name__}, not a Progress",
+            fix="leave it out, or nimble_viz.progress.Progress(), which shows nothing",
+        )
 
 
 def _with_counts(executable: Executable) -> Schedule:

@@ -5,7 +5,6 @@ The format is described in ``docs/report-format.md``.
 
 from __future__ import annotations
 
-import errno
 import io
 import math
 import os
@@ -25,6 +24,7 @@ from nimble_core.errors import ReportFileError
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement
 from nimble_core.program import Program, TensorRef
+from nimble_core.saving import write_file
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.timeline import Timeline
 from nimble_viz.report import (
@@ -101,34 +101,22 @@ _wire = msgspec.json.Decoder(Wire)
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> Path:
-    """Write ``report`` to ``path``, all of it or nothing, and return the path.
+    """Write ``report`` to ``path``, all of it or nothing (see ``nimble_core.saving.write_file``), and return the path.
 
     The same report gives the same bytes. What was written is known to be readable: it is decoded again first.
 
     Raises:
         ReportFileError: the report is not consistent in itself (see ``check_report``) or holds what JSON cannot.
+        InputError: the path is empty.
         OSError: the file cannot be written; a file that was there before is left as it was.
     """
-    target = Path(path)
     try:
         data = _encode(check_report(report))
         with collector_paused():  # a report is a great many new values without a cycle
             _decode(data)
     except ReportFileError as error:
         raise ReportFileError(f"this report cannot be saved: {error.what}", where=error.where, fix=error.fix) from error
-    packed = compress(data, _COMPRESSION, mtime=0)
-    if not target.parent.is_dir():  # else the error would name a file that nobody asked for
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(target.parent))
-    beside = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        with beside.open("xb") as file:
-            file.write(packed)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-    return target
+    return write_file(path, compress(data, _COMPRESSION, mtime=0))
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:

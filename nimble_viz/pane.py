@@ -58,11 +58,10 @@ class Pane:
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""
+        from nimble_core.saving import write_file
         from nimble_viz.export.html import page
 
-        target = Path(path)
-        target.write_text(page(self.report, self.name), encoding="utf-8")
-        return target
+        return write_file(path, page(self.report, self.name).encode())
 
     def __str__(self) -> str:
         return self.to_text()

@@ -474,24 +474,27 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write this report to ``path`` (by custom ``*.nimble``); ``nimble_viz.load`` reads it back.
 
+        All of it is written or nothing. Links are followed, a file that is there keeps its mode, and a device or a pipe
+        is written to.
+
         Raises:
             ReportFileError: the report is not consistent in itself.
-            OSError: the file cannot be written.
+            InputError: the path is empty.
+            OSError: the file cannot be written; one that was there before is left as it was.
         """
         from nimble_viz.file import save
 
         return save(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page with all views to ``path``. Raises OSError if it cannot be written."""
+        """Write one self-contained page with all views to ``path``, as ``save`` does. Raises OSError if it cannot."""
+        from nimble_core.saving import write_file
         from nimble_viz.export.html import page
 
-        target = Path(path)
-        target.write_text(page(self), encoding="utf-8")
-        return target
+        return write_file(path, page(self).encode())
 
     def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
-        """Write this report to ``path`` for other tools.
+        """Write this report to ``path`` for other tools, each file as ``save`` does (Nsight Systems writes its own).
 
         Args:
             path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events,
@@ -502,7 +505,7 @@ class Report:
                 for a path that does not say.
 
         Raises:
-            InputError: no such format or table, no timelines to trace, or a package is missing.
+            InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
             OSError: it cannot be written.
         """
         from nimble_viz.export.formats import export

@@ -129,7 +129,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     remember(KEY, plan())
     assert recall(KEY) is None
 

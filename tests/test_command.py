@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -168,6 +169,22 @@ def test_an_interruption_before_anything(called: Called, factory: str, capsys: p
     called["raises"] = KeyboardInterrupt()
     assert main(["compare", f"{factory}:two"]) == 130
     assert "before anything" in capsys.readouterr().err
+
+
+def test_an_interruption_while_the_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "nimble_viz.command":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "nimble_viz.command")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:  # the latter would end all tests
+        runpy.run_module("nimble_viz", run_name="__main__")
+    assert repr(ended.value) == "SystemExit(130)"
+    assert capsys.readouterr().err == "interrupted before anything was measured\n"
 
 
 def test_an_error_is_its_message(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:

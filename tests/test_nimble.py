@@ -1749,3 +1749,50 @@ def test_engines_with_folded_weights_say_what_they_do_not_notice() -> None:
 def test_constants_made_of_no_weight_need_no_word() -> None:
     folds = Folded(lambda: [torch.arange(3)], (torch.arange(3),), ())
     assert not list(_fold_notes(folds, Watch(nn.Identity())))
+
+
+class Scaled(nn.Module):
+    """What it is lies in an attribute and in an extra state, too."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_attributes_of_the_model_are_written_where_they_are_read() -> None:
+    model = Scaled(1.0)
+    net = Nimble(model, Options(tune="off"))
+    net.scale = 5.0
+    net.note = "mine"
+    assert model.scale == 5.0
+    assert not hasattr(model, "note")
+    x = torch.randn(3, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(net.prepare(x)(x), model(x))
+    net.close()
+
+
+@pytest.mark.parametrize("around", [lambda one: one, lambda one: nn.Sequential(one, nn.Linear(2, 2))])
+def test_state_dicts_are_the_models_with_their_extra_state(around: Callable[[nn.Module], nn.Module]) -> None:
+    for ours, theirs in ((Nimble(Scaled(2.0)), Scaled(3.0)), (Scaled(2.0), Nimble(Scaled(3.0)))):
+        mine, other = around(ours), around(theirs)
+        assert list(mine.state_dict()) == list(other.state_dict())
+        mine.load_state_dict(other.state_dict())
+        assert ours.scale == theirs.scale == 3.0
+        torch.testing.assert_close(ours.layer.weight, theirs.layer.weight)
+
+
+def test_zeros_of_other_signs_are_other_inputs() -> None:
+    net = Nimble(lambda x, k: torch.copysign(x, torch.tensor(k)), Options(tune="off")).prepare(torch.ones(2), 0.0)
+    with pytest.raises(InputError, match=r"expected 0\.0, given -0\.0"):
+        net(torch.ones(2), -0.0)
+    net.close()

@@ -2476,3 +2476,95 @@ def test_an_interrupt_between_replacements_leaves_no_engine_of_before(at: int, m
     assert not step.gradients["0.weight"].any()
     handle.remove()
     step.close()
+
+
+# -- gradients that are one memory, and gradients that nobody wants ---------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Autograd hands one tensor out as the gradient of both parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.other)
+
+
+class InPlace(torch.optim.Optimizer):
+    """Decays weights by writing ``.grad``, as many optimizers outside of torch do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "capturable": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad.add_(one, alpha=0.5).add_(1)
+                    one.sub_(one.grad * group["lr"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True, foreach=True),
+        InPlace,
+    ],
+)
+def test_gradients_that_are_one_memory_are_updated_apart(make: Callable[..., torch.optim.Optimizer]) -> None:
+    model, eager = Twice(), Twice()
+    ours, theirs = make(model.parameters()), make(eager.parameters())
+    step = TrainStep(model, F.mse_loss, ours, options=QUICK).prepare(torch.randn(3, 4), torch.randn(3, 4))
+    for _ in range(4):
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        step(x, y)
+        theirs.zero_grad()
+        F.mse_loss(eager(x), y).backward()
+        theirs.step()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+    step.close()
+
+
+def test_a_frozen_parameter_keeps_its_value_whatever_gradient_an_earlier_step_left() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    F.mse_loss(model(x), y).backward()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    weight, left = model[0].weight.clone(), model[0].weight.grad
+    step = TrainStep(model, F.mse_loss, optimizer, options=QUICK).prepare(x, y)
+    for _ in range(2):
+        step(x, y)
+    assert torch.equal(model[0].weight, weight)
+    assert model[0].weight.grad is left
+    step.close()
+
+
+def test_a_scaler_works_whatever_torchs_default_type_is() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, x, y = nn.Linear(4, 4), torch.randn(3, 4), torch.randn(3, 4)
+        eager = copy.deepcopy(model)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainStep(model, F.mse_loss, optimizer, options=QUICK, scaler=scaler).prepare(x, y)
+        step(x, y)
+        F.mse_loss(eager(x), y).backward()
+        torch.optim.SGD(eager.parameters(), lr=0.1).step()
+        torch.testing.assert_close(model.weight, eager.weight)
+        step.close()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    step = TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
+    with pytest.raises(InputError, match="a gradient is sparse"):
+        step.prepare(torch.randint(0, 10, (3,)), torch.randn(3, 1))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from nimble_core.errors import InputError
+from nimble_core.saving import write_file
 from nimble_core.units import format_ns
 from nimble_viz.report import Report
 from nimble_viz.views.dag import nest, opening_schedule
@@ -119,8 +120,7 @@ def write_dot(report: Report, target: Path, kind: Literal["dot"] | Drawn) -> Pat
     """
     drawn = digraph(report)
     if kind == "dot":
-        target.write_text(drawn.source, encoding="utf-8")
-        return target
+        return write_file(target, drawn.source.encode())
     source = f"{target.stem}.gv"
     size = len(report.program.calls)
     if size > _MOST_DRAWN:
@@ -142,5 +142,4 @@ def write_dot(report: Report, target: Path, kind: Literal["dot"] | Drawn) -> Pat
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
         raise InputError(f"dot failed: {said[0] if said else error.returncode}", fix=f"{source} as text") from None
-    target.write_bytes(found.stdout)
-    return target
+    return write_file(target, found.stdout)

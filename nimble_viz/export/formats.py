@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from nimble_core.errors import InputError
+from nimble_core.saving import file_path, write_file
 from nimble_viz.export.dot import DRAWN, write_dot
 from nimble_viz.report import Report
 
@@ -63,10 +64,10 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
         ``path``.
 
     Raises:
-        InputError: no such format or table, no timelines to trace, or a package is missing.
+        InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
         OSError: it cannot be written.
     """
-    target = Path(path)
+    target = file_path(path)
     kind = format_of(target) if format is None else format
     if kind not in FORMATS:
         raise InputError(f"there is no format {kind!r}", fix=f"one of {', '.join(FORMATS)}")
@@ -89,12 +90,10 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
     if kind == "perfetto":
         from nimble_viz.export.perfetto import perfetto_bytes
 
-        target.write_bytes(perfetto_bytes(trace))
-    else:
-        from nimble_viz.export.chrome import chrome_json
+        return write_file(target, perfetto_bytes(trace))
+    from nimble_viz.export.chrome import chrome_json
 
-        target.write_text(chrome_json(trace), encoding="utf-8")
-    return target
+    return write_file(target, chrome_json(trace).encode())
 
 
 def _write_csv(report: Report, target: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from nimble_core.errors import InputError
 from nimble_core.program import Call
+from nimble_core.saving import write_file
 from nimble_viz.report import Report
 from nimble_viz.views.advice import advice
 from nimble_viz.views.gaps import replay_gaps
@@ -137,8 +138,7 @@ def write_tables(report: Report, folder: Path) -> Path:
 def write_table(report: Report, kind: str, path: Path) -> Path:
     """Write one table to ``path``. Raises OSError if it cannot be written, InputError if there is no such kind."""
     text = to_csv(make_table(report, kind))
-    path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
-    return path
+    return write_file(path, text.encode(errors="backslashreplace"))
 
 
 def _dtype(column: Column) -> str:
