@@ -5,19 +5,16 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-import threading
 import weakref
-from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import getattr_static
-from itertools import accumulate, chain, compress, filterfalse, repeat
+from itertools import chain, compress, filterfalse, repeat
 from operator import is_, not_
 from traceback import walk_tb
-from types import FrameType, MemberDescriptorType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +51,7 @@ __all__ = [
 
 
 class Change(NamedTuple):
-    """An attribute, or something in a container or object that it leads to, which is another one than it was.
+    """An attribute, or something in a container that it leads to, which is another one than it was.
 
     Args:
         was: ``...`` where there was none.
@@ -75,17 +72,14 @@ Changes = dict[str, Change]
 _TABLES = ("_parameters", "_buffers", "_modules")
 _EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
 """The containers that modules have many of, and what stands for a copy of an empty one."""
-_FAMILIES = (OrderedDict, dict, list, set, deque, tuple)
-_READ_BY = ("__iter__", "__len__", "keys", "values", "items")
-_LEFT_ALONE = frozenset(
-    ("asyncio", "builtins", "concurrent", "logging", "multiprocessing", "threading", "torch", "triton", "weakref")
-)
-"""Packages of objects that stand for more than their attributes, or that others work with meanwhile."""
+_FOLLOWED = (*_EMPTY, deque, tuple, SimpleNamespace)
+"""Where tensors are looked for below these. Not in objects of other classes, nor in subclasses: reading them may run
+what is not ours, and may find what other threads work with.
+"""
 _NAMED_BY = (str, int, float, tuple)
 """Keys that are shown as they are written."""
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_DEPTH, _REACH = 12, 100_000
-"""How deep containers and objects are followed, and how many: a module may lead to its trainer, and so to all data."""
+_DEPTH, _LONG, _REACH = 12, 1_000, 20_000
+"""How deep, how long containers are followed, and how many items in all: data and vocabularies are none of a run's."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
@@ -128,7 +122,7 @@ _Held = tuple[int, Any, Any]
 
 
 class _Attributes:
-    """The attributes of modules, what the containers among them hold, and the containers and objects these lead to.
+    """The attributes of modules, what the containers among them hold, and tensors in containers that these lead to.
 
     The first two are kept as a few long lists, since most runs change nothing: loops in C find that out.
     """
@@ -145,11 +139,10 @@ class _Attributes:
         self._held = [*tables, *compress(inner, self._filled)]
         self._items = [held.values() if isinstance(held, dict) else held for held in self._held]
         self._sizes, self._keys, self._values = self._contents()
-        self._kinds = _Kinds()
-        self._deeper = self._led_to(list(self._leading(values, types, _EMPTY)), set(map(id, modules.values())))
+        self._deeper = self._led_to(list(_leading(values, types, _EMPTY)), set(map(id, modules.values())))
 
     def changes(self) -> Changes:
-        """What is another object than it was; in private containers and objects only tensors."""
+        """What is another object than it was; in private containers only tensors."""
         different = self._different()
         if not different:
             return {}
@@ -182,7 +175,7 @@ class _Attributes:
         for origin, held, copy in self._different():
             if origin >= 0 and held is self._values[origin] and self._keys[origin] in _HOOKS:
                 _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
-            _put_back(held, copy, self._kinds[type(held)])
+            _put_back(held, copy)
 
     def _different(self) -> list[_Held]:
         sizes, keys, values = self._contents()
@@ -190,7 +183,7 @@ class _Attributes:
         shallow = () if same and not any(self._empty) else self._shallow()
         return [
             *(one for one in shallow if (one[1] or one[2]) and not _same_items(one[1], one[2])),
-            *(one for one in self._deeper if not _same_items(_read(one[1], self._kinds[type(one[1])]), one[2])),
+            *(one for one in self._deeper if _tensors(_read(one[1])) != _tensors(one[2])),
         ]
 
     def _shallow(self) -> Iterator[_Held]:
@@ -208,53 +201,32 @@ class _Attributes:
         return compress(compress(range(self._attributes), map(_EMPTY.__contains__, kinds)), filled)
 
     def _led_to(self, reached: list[tuple[int, Any]], known: set[int]) -> list[_Held]:
-        """Containers and objects that attributes and the shallow ones lead to, and that those lead to, and so on.
+        """Containers that attributes and the shallow ones lead to, and that those lead to, and so on.
 
         Args:
             reached: what attributes lead to but the shallow ones, with their positions.
             known: ids of what is not looked into; filled.
         """
-        found: list[_Held] = []
-        most = len(known) + _REACH
-        entries = self._values[self._attributes :]
-        leading = self._leading(entries, list(map(type, entries)))
-        if others := [(position, value) for position, value in leading if id(value) not in known]:
-            ends = list(accumulate(self._sizes[len(self._paths) :]))
-            origins = list(self._containers())
-            reached += [(origins[bisect_right(ends, position)], value) for position, value in others]
+        tables, found, left = len(self._paths), list[_Held](), _REACH
+        for origin, held in zip(self._containers(), self._held[tables:], strict=True):
+            if len(held) <= _LONG:
+                entries = list(_entries(held))
+                reached += [(origin, value) for _, value in _leading(entries, list(map(type, entries)))]
         for _ in range(_DEPTH):
-            inside: list[Any] = []
-            ends, origins = [], []
+            following: list[tuple[int, Any]] = []
             for origin, value in reached:
-                if id(value) in known or len(known) >= most:
+                size = len(vars(value)) if isinstance(value, SimpleNamespace) else len(value)
+                if id(value) in known or size > min(_LONG, left):
                     continue
-                family = self._kinds[type(value)]
-                copy = _read(value, family)
-                items = list(copy.values()) if isinstance(copy, dict) else copy
-                if family is object and any(isinstance(one, _LOCKS) for one in items):
-                    continue  # other threads work with it
                 known.add(id(value))
-                if family is not tuple:
+                copy = _read(value)
+                left -= size
+                if type(value) is not tuple:
                     found.append((origin, value, copy))
-                inside += items
-                if family is not object and type(value) is not family:
-                    inside.append(getattr(value, "__dict__", None))
-                ends.append(len(inside))
-                origins.append(origin)
-            leading = self._leading(inside, list(map(type, inside)))
-            reached = [(origins[bisect_right(ends, position)], value) for position, value in leading]
+                inside = list(_entries(copy))
+                following += [(origin, one) for _, one in _leading(inside, list(map(type, inside)))]
+            reached = following
         return found
-
-    def _leading(
-        self, values: Sequence[Any], types: Sequence[type], but: Container[type] = ()
-    ) -> Iterator[tuple[int, Any]]:
-        """Those that are looked into, with their positions; not those of some types, nor tuples that lead nowhere."""
-        kinds = {kind for kind in set(types) if kind not in but and self._kinds[kind]}
-        tuples = {kind for kind in kinds if self._kinds[kind] is tuple}  # of numbers and strings, mostly
-        items = chain.from_iterable(compress(values, map(tuples.__contains__, types))) if tuples else ()
-        if not any(map(self._kinds.__getitem__, set(map(type, items)))):
-            kinds -= tuples
-        return compress(enumerate(values), map(kinds.__contains__, types)) if kinds else iter(())
 
     def _differences(
         self, was: Any, now: Any, name: str, copies: Mapping[int, Any], seen: set[tuple[int, int]]
@@ -265,23 +237,17 @@ class _Attributes:
             was: what was at a place.
             now: what is there now.
             name: of the place.
-            copies: of what containers and objects held, by their ids.
+            copies: of what containers held, by their ids.
             seen: ids of pairs that were told; filled.
         """
-        family = self._kinds[type(was)]
-        if type(was) is not type(now) or not (id(was) in copies or family is tuple):
+        if type(was) is not type(now) or not (id(was) in copies or type(was) is tuple) or name.count("[") > _DEPTH:
             if was is not now:
                 yield name, was, now
             return
         if (id(was), id(now)) in seen:
             return
         seen.add((id(was), id(now)))
-        before = _labelled(copies.get(id(was), was), family)
-        after = _labelled(_read(now, family), family)
-        if family is not object and type(was) is not family:
-            old, new = (getattr(one, "__dict__", {}) for one in (was, now))
-            before |= _labelled(copies.get(id(old), old), object)
-            after |= _labelled(new, object)
+        before, after = _labelled(copies.get(id(was), was), type(was)), _labelled(_read(now), type(was))
         inside = [
             found
             for label, one in before.items()
@@ -307,85 +273,60 @@ class _Attributes:
                 yield set(keys) if isinstance(held, set) else keys
 
 
-class _Kinds(dict[type, Any]):
-    """By type: which container it is, ``object`` if attributes lead on, None if nothing is looked into."""
-
-    def __missing__(self, kind: type) -> Any:
-        self[kind] = family = _family(kind)
-        return family
-
-
-def _family(kind: type) -> Any:
-    for family in _FAMILIES:
-        if issubclass(kind, family):
-            same = all(getattr(kind, name, None) is getattr(family, name, None) for name in _READ_BY)
-            return family if same else None  # what shows other items than it has
-    if issubclass(kind, torch.nn.Module):  # one that is no submodule
-        return object
-    if issubclass(kind, torch.Tensor | torch.optim.Optimizer | threading.Thread | type):
-        return None
-    if str(kind.__module__).partition(".")[0] in _LEFT_ALONE:
-        return None
-    return object if kind.__dictoffset__ or hasattr(kind, "__slots__") else None
+def _leading(values: Sequence[Any], types: Sequence[type], but: Container[type] = ()) -> Iterator[tuple[int, Any]]:
+    """Those that are looked into, with their positions; not those of some types, nor tuples that lead nowhere."""
+    kinds = {kind for kind in set(types) if kind not in but and kind in _FOLLOWED}
+    if tuple in kinds:  # of numbers and strings, mostly
+        items = chain.from_iterable(value for value, kind in zip(values, types, strict=True) if kind is tuple)
+        if not {torch.Tensor, *_FOLLOWED}.intersection(map(type, items)):
+            kinds.remove(tuple)
+    return compress(enumerate(values), map(kinds.__contains__, types)) if kinds else iter(())
 
 
-def _read(held: Any, family: Any) -> Any:
-    """A copy of what it holds, whatever its class makes of that."""
-    if family is object:
-        state = object.__getstate__(held)
-        parts = state if isinstance(state, tuple) else (state,)  # in slots or not
-        found: dict[str, Any] = {}
-        for part in filter(None, parts):
-            found.update(part)  # in C: another thread may be adding attributes
-        return found
-    if issubclass(family, dict):
-        return dict(family.items(held))
-    return set(held) if family is set else list(held)
+def _read(held: Any) -> Any:
+    """A copy of what it holds."""
+    if isinstance(held, (list, tuple, deque)):
+        return list(held)
+    return vars(held).copy() if isinstance(held, SimpleNamespace) else held.copy()
 
 
-def _labelled(entries: Any, family: Any) -> dict[str, Any]:
-    """What a container or object holds, by what leads there in Python."""
-    if family is object:
+def _entries(held: Any) -> Iterable[Any]:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _tensors(held: Any) -> list[int]:
+    return [id(one) for one in _entries(held) if isinstance(one, torch.Tensor)]
+
+
+def _labelled(entries: Any, kind: type) -> dict[str, Any]:
+    """What a container holds, by what leads there in Python."""
+    if kind is SimpleNamespace:
         return {f".{name}": one for name, one in entries.items()}
-    if issubclass(family, dict):
+    if issubclass(kind, dict):
         return {
             f"[{key!r}]" if isinstance(key, _NAMED_BY) else f"[{object.__repr__(key)}]": one
             for key, one in entries.items()
         }
-    if family is set:
+    if kind is set:
         return {object.__repr__(one): one for one in entries}
     return {f"[{position}]": one for position, one in enumerate(entries)}
 
 
-def _put_back(held: Any, copy: Any, family: Any) -> None:
-    """Past methods of its own class, which may do more."""
-    if family is object:
-        slots = {
-            name
-            for name in {**_read(held, object), **copy}
-            if isinstance(getattr_static(type(held), name, None), MemberDescriptorType)
-        }
-        for name in slots:
-            if name in copy:
-                object.__setattr__(held, name, copy[name])
-            else:
-                object.__delattr__(held, name)
-        if hasattr(held, "__dict__"):
-            _put_back(vars(held), {name: one for name, one in copy.items() if name not in slots}, dict)
-    elif issubclass(family, dict):
+def _put_back(held: Any, copy: Any) -> None:
+    if isinstance(held, SimpleNamespace):
+        _put_back(vars(held), copy)
+    elif isinstance(held, dict):
         for key in held.keys() - copy.keys():
-            family.__delitem__(held, key)
-        for key, value in copy.items():
-            family.__setitem__(held, key, value)
+            held.pop(key, None)  # another thread may have been faster
+        held.update(copy)
         if not all(map(is_, held, copy)):  # something was deleted: back in its old place
-            family.clear(held)
-            for key, value in copy.items():
-                family.__setitem__(held, key, value)
-    elif family is list:
-        list.__setitem__(held, slice(None), copy)
+            held.clear()
+            held.update(copy)
+    elif isinstance(held, list):
+        held[:] = copy
     else:
-        family.clear(held)
-        family.extend(held, copy) if family is deque else family.update(held, copy)
+        held.clear()
+        held.extend(copy) if isinstance(held, deque) else held.update(copy)
 
 
 def _same_items(held: Any, copy: Any) -> bool:
