@@ -136,6 +136,21 @@ def _at_the_end(do: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(do)
 
 
+def _callers_stream_follows(device: torch.device) -> None:
+    """Let the stream on which this backward was asked for wait, when it ends, for what was issued on this thread's.
+
+    Autograd does so for gradients that it hands on itself.
+    """
+    issued = torch.cuda.current_stream(device)
+
+    def follow() -> None:
+        callers = torch.cuda.current_stream(device)
+        if callers != issued:
+            callers.wait_stream(issued)
+
+    _at_the_end(follow)
+
+
 def _gathered(hook: Callable[..., Any]) -> Mapping[int, object] | None:
     """What a hook of several tensors (``register_multi_grad_hook``) has gathered, by backward; None of other hooks."""
     if not inspect.isfunction(hook) or hook.__module__ != "torch.autograd.graph":
@@ -628,6 +643,8 @@ class _Replay(torch.autograd.Function):
         asked = behind is not None and behind.asked
         keep = _graph_is_kept()
         found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted(), keep=keep)
+        if half.fixed:
+            _callers_stream_follows(half.templates[0].device)
         if not keep:
             ctx.owner = None  # it may hold a result of this graph, which Python's collector does not see through
         if behind is not None and asked:

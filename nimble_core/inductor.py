@@ -72,6 +72,7 @@ def compile_graph(
         ):
             # torch's notices about its own code, and advice on settings, which are the user's.
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+            module.graph.owning_module = module  # passes look for it
             compiled: Callable[..., Sequence[torch.Tensor]]
             compiled = torch._inductor.compile(module, list(inputs), options={**options, **waiting})
             return compiled
@@ -80,6 +81,8 @@ def compile_graph(
             f"Inductor could not compile the model: {type(error).__name__}: {first_line(error)}",
             fix='Options(fuse="library") or "none"',
         ) from error
+    finally:
+        module.graph.owning_module = None  # see ``graph_module``
 
 
 @contextmanager

@@ -28,6 +28,7 @@ __all__ = [
     "calls_of",
     "draws",
     "drop_unused",
+    "graph_module",
     "is_view",
     "lift",
     "made_of",
@@ -301,9 +302,19 @@ def lift(recording: Recording) -> fx.GraphModule:
     for node in graph.nodes:
         if pinned(node) and node.target is torch.ops.aten.reshape.default:  # a copy would not be written
             node.target = torch.ops.aten.view.default
-    lifted = fx.GraphModule(module, graph)
+    lifted = graph_module(module, graph)
     drop_unused(lifted)
     return lifted
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule whose tensors are freed with the last reference to it.
+
+    A graph that knew its module in turn, as ``torch.fx`` has it, would keep weights until Python's collector comes by.
+    """
+    module = fx.GraphModule(root, graph)
+    graph.owning_module = None
+    return module
 
 
 def _exact(recording: Recording) -> frozenset[int]:

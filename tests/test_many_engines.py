@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multiple, rule, run_state_machine_as_test
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from nimble_core import DeviceError, Nimble, Options
 from nimble_core.costs import uniform_costs
@@ -24,6 +25,7 @@ from nimble_core.devices.fake import FakeDevice
 from nimble_core.pipeline import Stopwatch, capture, device_for, record_static, schedule_by
 from nimble_core.policies.base import plan_streams
 from nimble_core.signature import Signature
+from nimble_core.training import TrainStep
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -321,7 +323,59 @@ def test_rounds_on_the_host_leave_nothing_behind() -> None:
 
 
 def _tensors() -> int:
-    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    return len(_all_tensors())
+
+
+def _all_tensors() -> list[torch.Tensor]:
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+
+
+class Classifier(nn.Module):
+    """Norms that are folded into weights, and products beside each other that are merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.heads = nn.ModuleList(nn.Linear(8 * 36, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.heads[0](x) * self.heads[1](x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+@pytest.mark.parametrize("how", ["inference", "training", "whole step"])
+def test_what_is_closed_frees_its_tensors_without_pythons_collector(how: str, fuse: Any, device: str) -> None:
+    """Which knows nothing of a GPU's memory, and may come long after that has run out."""
+    x, y = torch.randn(4, 3, 8, 8, device=device), torch.randn(4, 16, device=device)
+    options = Options(fuse=fuse, tune="off")
+
+    def come_and_go() -> None:
+        model = Classifier().to(device).train(how != "inference")
+        if how == "whole step":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            step = TrainStep(model, nn.functional.mse_loss, optimizer, options=options).prepare(x, y)
+            step(x, y)
+            step.close()
+        else:
+            net = Nimble(model, options).prepare(x, training=how == "training")
+            out = net(x)
+            if how == "training":
+                out.sum().backward()
+            net.close()
+
+    come_and_go()  # what is made once in a process stays
+    gc.collect()
+    known = _all_tensors()
+    gc.disable()
+    try:
+        come_and_go()
+        left = [one for one in _all_tensors() if type(one) is not FakeTensor and not one.is_meta and one.numel()]
+    finally:
+        gc.enable()
+    kept = {id(one) for one in known}
+    assert [tuple(one.shape) for one in left if id(one) not in kept] == []
 
 
 @pytest.mark.gpu

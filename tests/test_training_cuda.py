@@ -15,6 +15,7 @@ import torch
 from rewrite_models import results_are_padded
 from test_differentiable import (
     CLOSE,
+    CheckpointedNorm,
     assert_same_gradients,
     exact_products,
     loss_of,
@@ -536,6 +537,45 @@ def test_on_any_stream(stream: str) -> None:
                 optimizer.step()
     torch.cuda.synchronize()
     assert_same(state_of(net, mine), state_of(eager, theirs), rtol=CLOSE)
+    net.close()
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_a_backward_asked_for_on_another_stream_than_its_forward(search: bool) -> None:
+    """As in eager, who asked for it may read the gradients at once."""
+    net, eager = pair(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(DEVICE), on(torch.randn(6, 64)))
+    side = torch.cuda.Stream()
+    for _ in range(5):
+        data = on(torch.randn(6, 64))
+        found = []
+        for model in (net, eager):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)  # some 50 ms
+                loss = model(data).square().sum()
+            if search:
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+            else:
+                loss.backward()
+                gradients = tuple(one.grad for one in model.parameters())
+            found.append([one.clone() for one in gradients])
+        torch.testing.assert_close(*found)
+    net.close()
+
+
+def test_a_checkpointed_model_trains_as_in_eager() -> None:
+    torch.manual_seed(0)
+    eager = CheckpointedNorm().to(DEVICE).train()
+    x = on(torch.randn(6, 8))
+    net = Nimble(copy.deepcopy(eager), Options(tune="off")).prepare(x, training=True)
+    for _ in range(3):
+        x = on(torch.randn(6, 8))
+        for model in (net, eager):
+            model(x).square().sum().backward()
+    for (name, one), other in zip(net.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
     net.close()
 
 

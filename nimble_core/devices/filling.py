@@ -236,13 +236,14 @@ def _lazy(step: Step, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[bool, 
 def _kind(step: Step, recording: Recording) -> Hashable:
     """What calls of one operator have in common that fill memory in the same way."""
     places: dict[int, int] = {}
-
-    def told(arg: Any) -> Hashable:
-        if type(arg) is Slot:
-            ref = recording.refs[arg.index]
-            return places.setdefault(arg.index, len(places)), ref.dtype, ref.sizes, ref.strides
-        if isinstance(arg, (list, tuple)):
-            return tuple(map(told, arg))
-        return type(arg), repr(arg)
-
+    told = partial(_told, recording=recording, places=places)
     return step.func, tuple(map(told, step.args)), tuple((name, told(arg)) for name, arg in step.kwargs)
+
+
+def _told(arg: Any, recording: Recording, places: dict[int, int]) -> Hashable:
+    if type(arg) is Slot:
+        ref = recording.refs[arg.index]
+        return places.setdefault(arg.index, len(places)), ref.dtype, ref.sizes, ref.strides
+    if isinstance(arg, (list, tuple)):
+        return tuple(_told(one, recording, places) for one in arg)
+    return type(arg), repr(arg)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from nimble_core.folded import Folded
-from nimble_core.lift import add_call, drop_unused, is_view, made_of, only_computes, pinned
+from nimble_core.lift import add_call, drop_unused, graph_module, is_view, made_of, only_computes, pinned
 from nimble_core.operators import overlaps_itself
 from nimble_core.rewrites.fold import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
 from nimble_core.rewrites.library import padded_channels
@@ -54,7 +54,7 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
     for node in made_of(roots, module.graph):
         copies[node] = graph.node_copy(node, lambda one: copies[one])
     graph.output([copies[node] for node in roots])
-    compute = fx.GraphModule(module, graph)
+    compute = graph_module(module, graph)
     with torch.no_grad():
         values = [value.contiguous() if overlaps_itself(value) else value.clone() for value in compute()]
     kept: list[torch.Tensor] = []

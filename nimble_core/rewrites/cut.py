@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from nimble_core.lift import graph_module
+
 __all__ = ["cut_before"]
 
 
@@ -49,4 +51,4 @@ def cut_before(module: fx.GraphModule, first: fx.Node) -> tuple[fx.GraphModule, 
     for node in behind:
         if node not in moved:
             moved[node] = tail.node_copy(node, copied)
-    return fx.GraphModule(module, head), fx.GraphModule(module, tail)
+    return graph_module(module, head), graph_module(module, tail)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nimble_core.launchers import Relaunch
-from nimble_core.lift import add_call, arguments_of, is_view, pinned, reference_of
+from nimble_core.lift import add_call, arguments_of, graph_module, is_view, pinned, reference_of
 from nimble_core.strides import dense, laid_out, restrided, row_by_row
 
 __all__ = [
@@ -200,7 +200,7 @@ def results_laid_out(module: fx.GraphModule, *, free: int = 0) -> fx.GraphModule
         recorded = reference_of(result) if isinstance(result, fx.Node) and position >= free else None
         kept.append(one if recorded is None else add_call(graph, laid_out, (one, recorded.strides), (result,)))
     graph.output(tuple(kept))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(torch.nn.Module(), graph)
 
 
 def _results(module: fx.GraphModule) -> tuple[Any, ...]:
