@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class Task:
         loss_fn: of output and targets; of the output alone where targets are None.
         optimizer: makes one of parameters and keyword arguments (``fused=True``, ``capturable=True``).
         autocast: type that forward and loss are cast to; None for none.
+        outputs: ``Options.outputs`` of a drop-in: static ones, as those of peers with CUDA graphs are; or copies, the
+            default, which are freed with the loss as eager's are, where they are a large part of the memory.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Task:
     loss_fn: Callable[..., Tensor]
     optimizer: Callable[..., Optimizer]
     autocast: torch.dtype | None = None
+    outputs: Literal["static", "copy"] = "static"
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +145,8 @@ def _bert(batch: int, device: torch.device, tokens: int = 128, **sizes: int) -> 
         return (words.masked_fill(masked, 103),), words.masked_fill(~masked, -100)
 
     batches = tuple(data() for _ in range(_COUNT))
-    return Task(_Words(BertForMaskedLM(config)).to(device), batches, _masked_words, partial(AdamW, lr=2e-4))
+    model = _Words(BertForMaskedLM(config)).to(device)
+    return Task(model, batches, _masked_words, partial(AdamW, lr=2e-4), outputs="copy")
 
 
 # -- CycleGAN ------------------------------------------------------------------------------------------------------

@@ -386,8 +386,8 @@ def _ours(task: Task, settings: Settings, options: Options | None = None) -> Pre
 
 
 def _drop_in(task: Task, settings: Settings, options: Options | None = None) -> Prepared:
-    """Forward and backward as engines, in the user's own loop; outputs are theirs, as reduce-overhead's are."""
-    net = Nimble(task.model, options or replace(_options(settings), outputs="static"))
+    """Forward and backward as engines, in the user's own loop."""
+    net = Nimble(task.model, options or replace(_options(settings), outputs=task.outputs))
     return _around(net, task, task.batches[0][0], lambda inputs, targets: task.loss_of(net(*inputs), targets))
 
 

@@ -643,7 +643,7 @@ class _Replay(torch.autograd.Function):
         asked = behind is not None and behind.asked
         keep = _graph_is_kept()
         found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted(), keep=keep)
-        if half.fixed:
+        if half.templates[0].is_cuda:
             _callers_stream_follows(half.templates[0].device)
         if not keep:
             ctx.owner = None  # it may hold a result of this graph, which Python's collector does not see through

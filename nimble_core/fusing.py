@@ -6,6 +6,7 @@ policies, memory, capture, checks) is the same.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from nimble_core.errors import CaptureError, NimbleError
 from nimble_core.graph import build_graph
 from nimble_core.inductor import compile_graph, first_line, provenance_in_code
 from nimble_core.launchers import Relaunch
-from nimble_core.lift import calls_of, lift
+from nimble_core.lift import calls_of, lift, reference_of
 from nimble_core.pipeline import Recorded, state_kept
 from nimble_core.plan import Plan
 from nimble_core.program import Fuse, KernelChoice, Origin, Program, Role
@@ -46,6 +47,8 @@ from nimble_core.rewrites.simplify import share_equal
 from nimble_core.rewrites.split_backward import split_backward
 from nimble_core.rewrites.vectors import row_products_as_sums
 from nimble_core.rewritten import Provenance, Rewritten, tracked
+from nimble_core.signature import Signature
+from nimble_core.strides import widened
 
 __all__ = ["follow", "fuse"]
 
@@ -88,15 +91,16 @@ def fuse(
 def _fused(
     device: Device, recorded: Recorded, kind: Fuse, decisions: Decisions, *, thorough: bool, step: Step
 ) -> Recorded:
-    inputs = recorded.signature.tensors
     run: Run
     try:
         with step(f"rewrite for {kind}"), device.libraries_tuned():
             module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
             folded = None if recorded.trained else split_constants(module, _given_names(recorded))
+            signature = _widened(recorded.signature, module)
+            inputs = signature.tensors
         if kind == "inductor":
             with step("compile"), device.libraries_tuned():
-                run, provenance = _compiled(module, recorded, thorough=thorough)
+                run, provenance = _compiled(module, recorded, inputs, thorough=thorough)
                 device.warm_up(run, inputs, {})
         else:
             run, provenance = tracked(module, recorded.recording.program)
@@ -107,9 +111,7 @@ def _fused(
             ("constant", f"folded {number}", one) for number, one in enumerate(folded.constants if folded else ())
         ]
         with step(f"record {kind}"), device.libraries_tuned():
-            recording = device.record(
-                recorded.model, recorded.signature, (), {}, Rewritten(kind, run, provenance, owned)
-            )
+            recording = device.record(recorded.model, signature, (), {}, Rewritten(kind, run, provenance, owned))
     except NimbleError:
         raise
     except Exception as error:  # of operators and compiled code, on calls that the model itself never makes
@@ -153,7 +155,15 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
         keep_strides(module, exactly=True, free=free)
         module = _in_better_layout(module, device, recorded, decisions)
         if device.kind == "cuda":
-            pad_products(module, where, decisions, compiled=compiled, constant=False, free=free)
+            pad_products(
+                module,
+                where,
+                decisions,
+                compiled=compiled,
+                constant=False,
+                free=free,
+                copied_in=recorded.copied_in,
+            )
         return module
     affine_norms(module)
     share_equal(module)
@@ -196,7 +206,19 @@ def _in_better_layout(
     return other if decisions.take(first, "channels last", wanted=wanted) else module
 
 
-def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> tuple[Run, Provenance]:
+def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
+    """The inputs as the graph asks for them."""
+    wanted = [reference_of(node) for node in module.graph.nodes if node.op == "placeholder"]
+    tensors = [
+        one if ref is None else widened(one, ref.sizes) for one, ref in zip(signature.tensors, wanted, strict=True)
+    ]
+    same = all(map(operator.is_, tensors, signature.tensors))
+    return signature if same else Signature(tuple(tensors), {})
+
+
+def _compiled(
+    module: fx.GraphModule, recorded: Recorded, inputs: Sequence[torch.Tensor], *, thorough: bool
+) -> tuple[Run, Provenance]:
     """The graph as compiled kernels; calls that draw numbers, and an optimizer's, stay as they are."""
     program = recorded.recording.program
     draws, module = draws_apart(module, recorded.signature.device)
@@ -205,7 +227,6 @@ def _compiled(module: fx.GraphModule, recorded: Recorded, *, thorough: bool) -> 
     if last is not None:
         module, updates = cut_before(module, last)
         keep_strides(module, exactly=True)
-    inputs: Sequence[torch.Tensor] = recorded.signature.tensors
     if draws is not None:
         with torch.no_grad():
             inputs = draws(*inputs)

@@ -144,6 +144,8 @@ class Recorded:
         trained: whether parameters change from run to run: constants made of them would be stale at once.
         lender: memory of an executable that always runs in between, which runs of this may use up.
         copied_out: results, the first so many, that are copied before anyone sees them: they may have any strides.
+        copied_in: inputs, the first so many, that are copied into buffers which nothing else reads: what is made of the
+            recording may ask for more than they are, zeros, so that they lie in the corner of their buffers.
         said: what the model does in Python that replays do not, in words.
     """
 
@@ -156,6 +158,7 @@ class Recorded:
     trained: bool = False
     lender: Lender | None = None
     copied_out: int = 0
+    copied_in: int = 0
     said: tuple[str, ...] = ()
 
     @property
@@ -528,7 +531,7 @@ def _borrowing(layout: Layout, recorded: Recorded, lender: Lender) -> Layout:
     inputs = {
         ref.storage: ref.nbytes
         for ref, tensor in zip(program.inputs, recorded.signature.tensors, strict=True)
-        if program.storages[ref.storage].nbytes == tensor.nbytes == ref.nbytes > SMALL_NBYTES
+        if program.storages[ref.storage].nbytes == ref.nbytes > SMALL_NBYTES
         and may_be_spoilt(tensor)
         and uses[ref.storage] == 1
         and ref.storage not in stays

@@ -16,6 +16,7 @@ import torch
 
 from nimble_core.allocations import Ask
 from nimble_core.program import Program, TensorRef
+from nimble_core.strides import widened
 from nimble_core.structure import Structure
 
 __all__ = [
@@ -124,7 +125,7 @@ class Issuer:
 
     Args:
         recording: what to run.
-        inputs: one tensor per program input.
+        inputs: one tensor per program input, or its corner: the rest is zeros then.
     """
 
     def __init__(self, recording: Recording, inputs: Sequence[torch.Tensor]) -> None:
@@ -132,8 +133,8 @@ class Issuer:
         self.tensors: list[torch.Tensor | None] = [None] * recording.slots
         for slot, tensor in recording.given.items():
             self.tensors[slot] = tensor
-        for slot, tensor in zip(recording.inputs, inputs, strict=True):
-            self.tensors[slot] = tensor
+        for slot, ref, tensor in zip(recording.inputs, recording.program.inputs, inputs, strict=True):
+            self.tensors[slot] = widened(tensor, ref.sizes)
         self._calls: list[Step] = [step for step in recording.steps if step.call is not None]
         self._maker = {
             slot: step for step in recording.steps if step.call is None for slot in step.outputs if slot >= 0

@@ -8,17 +8,24 @@ import torch
 
 __all__ = [
     "copied",
+    "copy_rows",
+    "corner",
     "dense",
     "elements_once",
     "extent",
     "laid_out",
     "reach",
     "restrided",
+    "rests",
     "row_by_row",
     "share_bytes",
     "strides_of_copy",
+    "widened",
     "with_strides_of",
 ]
+
+_PIECES = (torch.complex128, torch.int64, torch.int32, torch.int16)
+"""What elements are copied as, of which a row holds a whole number."""
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
@@ -82,7 +89,8 @@ def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if stride == 0:  # expanded: one of them is all
             tensor = tensor.narrow(dim, 0, 1)
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor).expand(sizes)
+    copy_rows(made, tensor)
+    return made.expand(sizes)
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -107,7 +115,81 @@ def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() == strides:
         return tensor.clone()
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    copy_rows(made, tensor)
+    return made
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, several elements at a time where rows are padded.
+
+    torch copies such rows element by element: on an H200, rows of 30,522 floats take two thirds of the time in pairs.
+    """
+    piece = _piece(target, source)
+    if piece is not None:
+        target, source = target.view(piece), source.view(piece)
+    target.copy_(source)
+
+
+def _piece(target: torch.Tensor, source: torch.Tensor) -> torch.dtype | None:
+    """What to take both for; None where elements are the right thing."""
+    if type(target) is not torch.Tensor or type(source) is not torch.Tensor:  # they only stand for memory
+        return None
+    if target.dtype != source.dtype or target.device != source.device or target.shape != source.shape:
+        return None
+    if (target.is_contiguous() and source.is_contiguous()) or target.is_complex() or not target.numel():
+        return None
+    for piece in _PIECES:
+        if piece.itemsize > target.itemsize and _in_pieces(target, piece) and _in_pieces(source, piece):
+            return piece
+    return None
+
+
+def _in_pieces(tensor: torch.Tensor, piece: torch.dtype) -> bool:
+    """Whether all rows of ``tensor`` are whole numbers of pieces, at their addresses."""
+    *outer, inner = tensor.stride() or (0,)
+    if inner != 1 or tensor.is_neg():
+        return False
+    starts = (tensor.shape[-1], tensor.storage_offset(), *outer)
+    return not any(one * tensor.itemsize % piece.itemsize for one in starts) and not tensor.data_ptr() % piece.itemsize
+
+
+def widened(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """``tensor`` in the corner of zeros of these sizes; itself if it has them.
+
+    >>> widened(torch.ones(1, 2), (2, 3))
+    tensor([[1., 1., 0.],
+            [0., 0., 0.]])
+    """
+    if tensor.shape == torch.Size(sizes):
+        return tensor
+    made = tensor.new_zeros(tuple(sizes))
+    copy_rows(corner(made, tensor.shape), tensor)
+    return made
+
+
+def corner(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The first so many of each dimension.
+
+    >>> corner(torch.zeros(3, 4), (2, 4)).shape
+    torch.Size([2, 4])
+    """
+    for dim, size in enumerate(sizes):
+        tensor = tensor.narrow(dim, 0, size)
+    return tensor
+
+
+def rests(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """What is not in the corner of these sizes, in parts that do not overlap.
+
+    >>> [tuple(one.shape) for one in rests(torch.zeros(3, 4), (2, 3))]
+    [(1, 4), (2, 1)]
+    """
+    found = []
+    for dim, size in enumerate(sizes):
+        if size < tensor.shape[dim]:
+            found.append(tensor.narrow(dim, size, tensor.shape[dim] - size))
+        tensor = tensor.narrow(dim, 0, size)
+    return found
 
 
 def with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

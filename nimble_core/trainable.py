@@ -145,7 +145,7 @@ def make_trainable(
             whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
             eager = _Issued(whole_run, len(cut.recording.program.calls), inputs, joint=cut, random=random)
             plain = halves.with_saved(saved)
-            second = _recorded(plain, list(templates), eager)
+            second = replace(_recorded(plain, list(templates), eager), copied_in=len(templates))
         else:
             saved += [inputs[at] for at in halves.saved_inputs]
             plain = halves.backward

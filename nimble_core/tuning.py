@@ -219,6 +219,7 @@ class _Tuning:
             "nimble": nimble_core.__version__,
             "matmul": torch.get_float32_matmul_precision(),
             "copied out": self.recorded.copied_out,
+            "copied in": self.recorded.copied_in,
             "convolution": (getattr(cudnn, "conv").fp32_precision, cudnn.deterministic),  # noqa: B009  # torch's stub lacks it
         }
         return choice_key(fingerprint(self.recorded.recording.program, self.recorded.graph), conditions)

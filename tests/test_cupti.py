@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import threading
@@ -461,7 +462,7 @@ def test_what_is_collected_in_the_midst_of_a_launch_is_freed_later(monkeypatch: 
     def executable(number: int) -> CudaExecutable:
         one = CudaExecutable.__new__(CudaExecutable)
         one.device, one._lock, one._arena, one._kept = torch.device("cuda", 0), threading.Lock(), None, ()
-        one.buffers, one.outputs = [], []
+        one.buffers, one._rests, one.outputs = [], [], []
         one.graph = SimpleNamespace(reset=lambda: freed.append(number))  # type: ignore[assignment]
         return one
 
@@ -730,7 +731,8 @@ def test_launches_are_as_quick_after_measuring_as_before() -> None:
     if not cupti.available():
         pytest.skip(unavailable())
     found = alone("import json\n" + ALONE + GONE)
-    assert max(found["after"]) < math.sqrt(found["never"] * found["left"]), found
+    # Once it is in, every launch is slow; a busy host slows down some.
+    assert statistics.median(found["after"]) < math.sqrt(found["never"] * found["left"]), found
     assert not found["there"]
     assert found["theirs"] >= 300  # somebody's own session sees as much as ever
     assert found["left"] > 3 * found["never"]  # else there is nothing here that could be taken out

@@ -15,12 +15,15 @@ from rewrite_models import Drawn, claimed, drawn_models, fake_timer, recorded, t
 from torch import fx, nn
 
 from nimble_core import Nimble, Options, TrainStep, fusing
+from nimble_core.devices.host import HostDevice
 from nimble_core.inductor import compile_graph
 from nimble_core.lift import lift
 from nimble_core.program import KernelChoice
+from nimble_core.recording import Issuer
 from nimble_core.rewrites import padding
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.padding import pad_products
+from nimble_core.rewritten import Rewritten, tracked
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -251,3 +254,110 @@ def test_what_is_computed_anyway_and_what_is_constant_costs_no_copy(
 def test_a_linear_layer_with_a_bias_stays() -> None:
     weight, bias = torch.randn(7, 4), torch.randn(7)
     assert pad(lift(recorded(lambda x: F.linear(x, weight, bias), torch.randn(6, 4)).recording)) == 0
+
+
+# -- inputs that are copied anyway -------------------------------------------------------------------------------------
+
+WEIGHT = torch.randn(7, 4, dtype=torch.float64)
+
+
+def backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    """Of a layer with bias, given the gradient of its results for each of several words."""
+    made = gradient.view(-1, 7)
+    return made @ WEIGHT, made.t() @ x, made.sum(0)
+
+
+def widen(module: fx.GraphModule) -> int:
+    decisions = Decisions(fake_timer([1.0]))
+    return pad_products(module, CPU, decisions, compiled=True, constant=False, copied_in=1)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_that_is_copied_is_asked_for_with_its_padding(flat: bool) -> None:
+    gradient, x = torch.randn(*((6,) if flat else (2, 3)), 7, dtype=torch.float64), torch.randn(6, 4).double()
+    one = recorded(backward, gradient, x)
+    module = lift(one.recording)
+    assert widen(module) == 2
+    module.graph.lint()
+    module.recompile()
+    signature = fusing._widened(one.signature, module)
+    assert [tuple(each.shape) for each in signature.tensors] == [(*gradient.shape[:-1], 8), (6, 4)]
+    padded = [node for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
+    assert [node.args[0].op for node in padded] == ["get_attr"], "the weight alone is padded by a copy"
+    expected = backward(gradient, x)
+    for found, wanted in zip(module(*signature.tensors), expected, strict=True):
+        torch.testing.assert_close(found, wanted, check_stride=True)
+    run, provenance = tracked(module, one.recording.program)
+    recording = HostDevice().record(one.model, signature, (), {}, Rewritten("library", run, provenance))
+    assert recording.program.inputs[0].sizes == (*gradient.shape[:-1], 8)
+    issuer = Issuer(recording, [gradient, x])
+    for call in recording.program.calls:
+        issuer.issue(call.index)
+    for found, wanted in zip(issuer.outputs(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_last_terms_of_long_sums_come_apart_where_a_weight_would_be_copied(constant: bool) -> None:
+    gradient, x = torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 4).double()
+    one = recorded(lambda gradient, x: backward(gradient.cos(), x), gradient, x)
+    module = unchanged_by(lambda module: pad(module, constant=constant), one, 1e-12)
+    padded = [node.args[0].op for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
+    assert sorted(padded) == (["call_function", "get_attr"] if constant else ["call_function"])
+    assert ("_in_parts" in targets(module)) != constant
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
+    gradient, x = torch.randn(rows // 3, 3, 7, dtype=torch.float64), torch.randn(rows, 4).double()
+    one = recorded(backward, gradient, x)
+    module = lift(one.recording)
+    widen(module)
+    module.recompile()
+    inputs = fusing._widened(one.signature, module).tensors
+    with torch.no_grad():
+        found = compile_graph(module, inputs)(*inputs)
+    for mine, wanted in zip(found, backward(gradient, x), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("forward", "sizes"),
+    [
+        (lambda g: (g @ WEIGHT, g), (6, 7)),  # it is returned
+        (lambda g: (g.view(-1, 7) @ WEIGHT, g.view(-1)), (2, 3, 7)),
+        (lambda g: (g @ WEIGHT, g.mul_(2)), (6, 7)),  # it is written
+        (lambda g: (g @ WEIGHT, rows(g)), (6, 7)),  # somebody asks for row after row
+        (lambda g: g.t() @ g, (7, 7)),  # its rows are odd as well
+        (lambda g: g.view(-1, 7) @ WEIGHT, (2, 21)),  # the matrix has other rows
+        (lambda g: g[:, :, 0] @ WEIGHT, (6, 7, 2)),  # or is a part
+    ],
+)
+def test_inputs_that_others_look_at_stay_as_they_are(forward: Any, sizes: tuple[int, ...]) -> None:
+    one = recorded(forward, torch.randn(sizes, dtype=torch.float64))
+    module = unchanged_by(widen, one)
+    assert fusing._widened(one.signature, module) is one.signature
+
+
+def test_only_inputs_that_are_copied_are_asked_for_with_padding() -> None:
+    one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
+    module = unchanged_by(pad, one)
+    assert fusing._widened(one.signature, module) is one.signature
+
+
+@pytest.mark.parametrize(("padded_copy_ns", "count"), [(5.0, 2), (40.0, 0)])
+def test_a_padded_input_pays_where_its_copy_and_the_products_take_less(
+    padded_copy_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padding, "_WORTH", 1.05)
+    one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
+    # Two products and the copy as they are; padded products, the padding of the weight, the padded copy.
+    times = [20.0, 20.0, 2.0, 15.0, 15.0, 1.0, padded_copy_ns]
+
+    def timer(calls: Any) -> Any:
+        for call in calls:
+            call()
+        return times[: len(calls)] if len(calls) == len(times) else []
+
+    module = lift(one.recording)
+    assert pad_products(module, CPU, Decisions(timer), compiled=True, constant=False, copied_in=1) == count

@@ -52,6 +52,7 @@ from torch.nn import functional as F
 from nimble_core import Nimble
 from nimble_core.errors import InputError, NimbleError, NimbleWarning
 from nimble_core.options import Options
+from nimble_core.rewrites import padding
 from nimble_core.training import TrainStep
 
 __all__ = ["one_thread"]  # a fixture
@@ -576,6 +577,39 @@ def test_a_checkpointed_model_trains_as_in_eager() -> None:
     for (name, one), other in zip(net.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
     torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
+    net.close()
+
+
+@pytest.mark.parametrize("fuse", ["library", "inductor"])
+@pytest.mark.parametrize("outputs", ["copy", "static"])
+def test_gradients_are_copied_into_rows_with_padding(fuse: Any, outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LEAST_SIZE", 1), ("_LEAST_WORK", 1), ("_WORTH", 0.0)):
+        monkeypatch.setattr(padding, name, value)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203)).to(DEVICE)
+    eager = copy.deepcopy(model)
+    x, y = on(torch.randn(4, 5, 32), torch.randint(203, (4, 5)))
+    net = Nimble(model, Options(fuse=fuse, outputs=outputs)).prepare(x, training=True)
+    half = net.engines[0].backward
+    assert half is not None
+    program = half.recorded.recording.program
+    assert program.fuse == fuse, net.engines[0].notes
+    assert program.inputs[0].sizes == (4, 5, 204)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, eager))
+    for keep in (False, True, False):
+        for one, optimizer in ((net, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(one(x).flatten(0, 1), y.flatten())
+            if one is net:  # what other calls have left in the padding
+                for rest in half.executable._rests:
+                    rest.fill_(float("nan"))
+            if keep:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        assert_same_gradients(net, eager, rtol=1e-4)
+        mine.step()
+        theirs.step()
+    assert_values(list(model.parameters()), list(eager.parameters()), rtol=1e-4)
     net.close()
 
 

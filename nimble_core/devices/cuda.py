@@ -43,6 +43,7 @@ from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import H200
+from nimble_core.strides import widened
 from nimble_core.structure import builder, flatten
 
 __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
@@ -130,7 +131,7 @@ class CudaDevice:
         with _errors_explained():
             arena = CudaArena(self.device, recording.program, schedule, layout, memory)
             buffers = [
-                arena.input(ref.storage, tensor) if ref.storage in arena.inputs else _like(tensor)
+                arena.input(ref.storage, tensor, ref.sizes) if ref.storage in arena.inputs else _like(tensor, ref.sizes)
                 for ref, tensor in zip(recording.program.inputs, inputs, strict=True)
             ]
         issuer = Issuer(recording, buffers)
@@ -153,8 +154,9 @@ class CudaDevice:
             arena.close()
             raise
         kept = tuple(recording.given.values())
+        shapes = [tensor.shape for tensor in inputs]
         executable = CudaExecutable(
-            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, arena, kept
+            self.device, graph, schedule, buffers, shapes, outputs, raw, recording.written_inputs, held, arena, kept
         )
         return replays_marked(executable, recording.program, schedule)
 
@@ -215,7 +217,7 @@ class CudaDevice:
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
         with _errors_explained():
-            buffers = [_like(tensor) for tensor in signature.tensors]
+            buffers = [_like(tensor, tensor.shape) for tensor in signature.tensors]
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
@@ -228,8 +230,9 @@ class CudaDevice:
         held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
         calls = len(recording.program.calls)
         schedule = Schedule("single", (0,) * calls, tuple(range(calls)), ())
+        shapes = [buffer.shape for buffer in buffers]
         executable = CudaExecutable(
-            self.device, graph, schedule, buffers, outputs, raw, recording.written_inputs, held, None, ()
+            self.device, graph, schedule, buffers, shapes, outputs, raw, recording.written_inputs, held, None, ()
         )
         return replays_marked(executable, recording.program, schedule)
 
@@ -409,7 +412,9 @@ def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) if isinstance(model, Around) else {}
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def _like(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    if tensor.shape != torch.Size(sizes):
+        return widened(tensor.detach(), sizes)
     made = torch.empty_like(tensor, requires_grad=False)
     return made.copy_(tensor.detach())
 

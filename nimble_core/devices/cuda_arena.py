@@ -107,11 +107,15 @@ class CudaArena:
             self._planned.append(planned)
         self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]
 
-    def input(self, storage: int, example: torch.Tensor) -> torch.Tensor:
-        """The buffer of an input at its place; what it holds is whatever is there."""
-        strides = torch.empty_like(example, device="meta").stride()
-        memory = torch._C._construct_storage_from_data_pointer(self.inputs[storage], example.device, example.nbytes)
-        return torch.empty(0, dtype=example.dtype, device=example.device).set_(memory, 0, example.shape, strides)
+    def input(self, storage: int, example: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The buffer of an input at its place, which may be larger; what it holds is whatever is there."""
+        dtype, device = example.dtype, example.device
+        if example.shape == torch.Size(sizes):
+            like = torch.empty_like(example, device="meta")
+        else:
+            like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
+        memory = torch._C._construct_storage_from_data_pointer(self.inputs[storage], device, like.nbytes)
+        return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, like.shape, like.stride())
 
     def dead_before(self, position: int) -> Sequence[int]:
         """Storages to let go of before the call at this place of the issue order."""

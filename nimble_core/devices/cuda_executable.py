@@ -16,6 +16,7 @@ from nimble_core.inductor import first_line
 from nimble_core.locks import capturing, launching
 from nimble_core.rawgraph import linked
 from nimble_core.schedule import Schedule
+from nimble_core.strides import copy_rows, corner, rests
 
 __all__ = ["CudaExecutable", "free_ended"]
 
@@ -26,7 +27,21 @@ _PATIENCE_S = 1.0
 
 
 class CudaExecutable:
-    """An instantiated CUDA graph with its input and output buffers."""
+    """An instantiated CUDA graph with its input and output buffers.
+
+    Args:
+        device: which GPU.
+        graph: as captured, and instantiated.
+        schedule: that it was captured with.
+        buffers: what its calls read the inputs from.
+        shapes: of the inputs: where a buffer is larger, the input lies in its corner, and the rest is zeros.
+        outputs: where its results lie.
+        raw: what the graph consists of.
+        written_inputs: positions of inputs that its calls write.
+        pool_nbytes: that the capture took of torch's allocator.
+        arena: the memory of its calls, if they have some of their own.
+        kept: what it reads by address.
+    """
 
     def __init__(
         self,
@@ -34,6 +49,7 @@ class CudaExecutable:
         graph: torch.cuda.CUDAGraph,
         schedule: Schedule,
         buffers: list[torch.Tensor],
+        shapes: Sequence[torch.Size],
         outputs: list[torch.Tensor],
         raw: RawGraph,
         written_inputs: tuple[int, ...],
@@ -42,7 +58,7 @@ class CudaExecutable:
         kept: tuple[torch.Tensor, ...],
     ) -> None:
         self.device = device
-        self._kept = kept  # what the graph reads by address
+        self._kept = kept
         self.schedule = schedule
         self.raw = raw
         self.memory = arena.memory if arena and arena.nbytes else None
@@ -51,7 +67,9 @@ class CudaExecutable:
         self.nbytes = pool_nbytes + own + (arena.nbytes if arena else 0)
         self.counts = emitted_counts(schedule, raw)
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.buffers = buffers
+        # Memory of a buffer is used for other things between its last reader and the next run.
+        self._rests = [one for buffer, shape in zip(buffers, shapes, strict=True) for one in rests(buffer, shape)]
+        self.buffers = [corner(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
         self.outputs = outputs
         self._written = written_inputs
         self._arena = arena
@@ -72,7 +90,11 @@ class CudaExecutable:
             try:
                 self._follow_last_run()
                 buffers = self.buffers
-                if len(buffers) == 1:
+                if self._rests:
+                    torch._foreach_zero_(self._rests)
+                    for buffer, given in zip(buffers, inputs, strict=True):
+                        copy_rows(buffer, given)
+                elif len(buffers) == 1:
                     buffers[0].copy_(inputs[0], non_blocking=True)
                 else:
                     torch._foreach_copy_(buffers, list(inputs), non_blocking=True)
@@ -153,8 +175,8 @@ class CudaExecutable:
         """Wait for the last run and free graph and buffers."""
         with self._lock:
             graph, arena = self.graph, self._arena
-            held = self.buffers, self.outputs
-            self.graph, self._arena, self.buffers, self.outputs = None, None, [], []
+            held = self.buffers, self._rests, self.outputs
+            self.graph, self._arena, self.buffers, self._rests, self.outputs = None, None, [], [], []
             kept, self._kept = self._kept, ()
         if graph is not None:
             # Not under this engine's lock: a run that holds it may be collecting garbage, and close another engine.

@@ -2,15 +2,17 @@
 
 A vocabulary of 30,522 words is no multiple of what a matrix unit takes at a time, and products with it, three for each
 training step, run two to three times as long as with six words more. Those words are zeros here: operands are padded,
-and of the result the rest is not looked at. A gradient that compiled kernels make anyway is made with its padding.
+and of the result the rest is not looked at. A gradient that compiled kernels make anyway is made with its padding; one
+that is copied anyway is copied into a buffer with padding. Where a weight would have to be copied to be padded, and the
+words are the terms of long sums, the last few of them are a product of their own, added to that of the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch._ops import OpOverload
 from nimble_core.lift import drop_unused, is_view, pinned, reference_of, use_calls
 from nimble_core.rewrites.decisions import Decisions, Timer
 from nimble_core.rewrites.layout import keep_strides, speaks_of_strides
-from nimble_core.strides import laid_out, restrided
+from nimble_core.strides import copy_rows, corner, laid_out, restrided, row_by_row
 
 __all__ = ["pad_products"]
 
@@ -30,6 +32,7 @@ _ALIGNED_BYTES = 16
 _LEAST_SIZE, _LEAST_WORK = 128, 1 << 30
 """Below so many rows, and so many multiplications, a product takes no time worth padding for."""
 _WORTH = 1.05
+_TERMS_TO_ROWS = 2
 _LIBRARY_CALLS = frozenset(
     {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
 )
@@ -74,6 +77,7 @@ def pad_products(
     compiled: bool,
     constant: bool,
     free: int = 0,
+    copied_in: int = 0,
 ) -> int:
     """Pad the odd size of large products where that is faster; how many are.
 
@@ -84,10 +88,12 @@ def pad_products(
         compiled: whether a compiler makes kernels of the rest, and so pads what it computes for nothing.
         constant: whether weights are, so that they are padded once.
         free: results, the first so many, that may have any strides.
+        copied_in: inputs, the first so many, that the graph may ask for with padding: they are copied anyway.
     """
     if speaks_of_strides(module):
         return 0
     groups: dict[tuple[int, str], list[fx.Node]] = {}
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"][:copied_in]
     for node in module.graph.nodes:
         product = _product(node)
         recorded = reference_of(node)
@@ -97,13 +103,18 @@ def pad_products(
     for (size, _), nodes in groups.items():
         products = [one for node in nodes if (one := _product(node)) is not None]
         more = -size % _multiple(products[0].node)
-        copied = [one for one in _bases(products, size) if not _padded_for_nothing(one, compiled, constant)]
+        apart = {one.node for one in products if _terms_come_apart(one, size, compiled, constant)}
+        bases = _bases(products, size, apart)
+        widened = {one: source for one in bases if (source := _source(one)) in inputs and _may_widen(one, source, size)}
+        copied = [one for one in bases if one not in widened and not _padded_for_nothing(one, compiled, constant)]
         wanted = False
         if decisions.timer is not None:
             with suppress(RuntimeError):  # out of memory, most likely: examples are as large as what is padded
-                wanted = _pays(products, copied, size, more, device, decisions.timer)
+                wanted = _pays(products, apart, copied, {*widened.values()}, size, more, device, decisions.timer)
         if decisions.take(products[0].node, f"padded to {size + more}", wanted=wanted):
-            _pad(module.graph, nodes, size, more)
+            parts = {one: _widen(module.graph, one, size, more) for one in dict.fromkeys(widened.values())}
+            matrices = {parts.get(base, base): source for base, source in widened.items()}
+            _pad(module.graph, nodes, size, more, matrices, apart)
             count += len(nodes)
     if count:
         keep_strides(module, exactly=not constant, free=free)
@@ -153,9 +164,30 @@ def _takes_any_strides(reader: fx.Node) -> bool:
     return isinstance(reader.target, OpOverload) and reader.target.namespace == "aten" and not pinned(reader)
 
 
-def _bases(products: Sequence[_Product], size: int) -> list[fx.Node]:
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    recorded = reference_of(node)
+    assert recorded is not None
+    return recorded.sizes
+
+
+def _terms_come_apart(product: _Product, size: int, compiled: bool, constant: bool) -> bool:
+    """Whether to add the last terms of the sums by a product of their own: the right matrix stays as it is then.
+
+    Its rows are the terms, so that all but the last few of them are a part of it that lies as it does. To pad it is to
+    read and write all of it, to add is to read and write the result.
+    """
+    rows, terms, columns = product.sizes
+    right, left = product.right, product.left
+    if terms != size or size in (rows, columns) or right.turned or left.turned:
+        return False
+    return not _padded_for_nothing(right.base, compiled, constant) and terms > _TERMS_TO_ROWS * rows
+
+
+def _bases(products: Sequence[_Product], size: int, apart: Collection[fx.Node]) -> list[fx.Node]:
     """Matrices that are to be padded, once each."""
-    operands = (one for product in products for one in (product.left, product.right))
+    operands = (
+        one for product in products for one in (product.left, *([] if product.node in apart else [product.right]))
+    )
     return list(dict.fromkeys(one.base for one in operands if size in one.sizes))
 
 
@@ -173,9 +205,30 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
+def _may_widen(base: fx.Node, source: fx.Node, size: int) -> bool:
+    """Whether a matrix is all of an input, row after row, whose other readers take any strides."""
+    matrix, given = reference_of(base), reference_of(source)
+    if matrix is None or given is None or pinned(source) or given.sizes[-1:] != (size,) or size in matrix.sizes[:1]:
+        return False
+    whole = matrix.numel == given.numel and matrix.sizes[1] == size
+    dense = all(row_by_row(one.sizes, one.strides) for one in (matrix, given))
+    return whole and dense and all(one.op != "output" and _takes_any_strides(one) for one in _readers(source))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads it, views and who reads these among them."""
+    found = list(node.users)
+    for one in found:
+        if is_view(one.target) or one.target is _aten.reshape.default:
+            found += [reader for reader in one.users if reader not in found]
+    return found
+
+
 def _pays(
     products: Sequence[_Product],
+    apart: Collection[fx.Node],
     copied: Sequence[fx.Node],
+    widened: Collection[fx.Node],
     size: int,
     more: int,
     device: torch.device,
@@ -196,20 +249,28 @@ def _pays(
     def narrowed(left: torch.Tensor, right: torch.Tensor, columns: int) -> torch.Tensor:
         return torch.mm(left, right)[:, :columns].contiguous()
 
-    before: list[Callable[[], object]] = []
-    after: list[Callable[[], object]] = []
-    alike = Counter(((one.left.sizes, one.left.turned), (one.right.sizes, one.right.turned)) for one in products)
-    for left, right in alike:
+    before: list[tuple[int, Callable[[], object]]] = []
+    after: list[tuple[int, Callable[[], object]]] = []
+    alike = Counter(
+        ((one.left.sizes, one.left.turned), (one.right.sizes, one.right.turned), one.node in apart) for one in products
+    )
+    for (left, right, by_parts), count in alike.items():
         columns = right[0][0 if right[1] else 1]
-        before.append(partial(torch.mm, example(*left, 0), example(*right, 0)))
-        after.append(partial(narrowed, example(*left, more), example(*right, more), columns))
-    copies = Counter(_Operand(base, turned=False).sizes for base in copied)
-    after += [partial(_aten.constant_pad_nd.default, made(*sizes), _amounts(sizes, size, more)) for sizes in copies]
-    times = timer([*before, *after])
+        before.append((count, partial(torch.mm, example(*left, 0), example(*right, 0))))
+        if by_parts:
+            after.append((count, partial(_in_parts, example(*left, more), example(*right, 0), size)))
+        else:
+            after.append((count, partial(narrowed, example(*left, more), example(*right, more), columns)))
+    for sizes, count in Counter(map(_sizes, copied)).items():
+        after.append((count, partial(_aten.constant_pad_nd.default, made(*sizes), _amounts(sizes, size, more))))
+    for sizes, count in Counter(map(_sizes, widened)).items():
+        given, wide = made(*sizes), made(*sizes[:-1], size + more)
+        before.append((count, partial(copy_rows, torch.empty_like(given), given)))
+        after.append((count, partial(copy_rows, corner(wide, sizes), given)))
+    times = timer([call for _, call in (*before, *after)])
     if None in times:
         return False
-    often = [*alike.values(), *alike.values(), *copies.values()]
-    taken = [count * (ns or 0.0) for count, ns in zip(often, times, strict=True)]
+    taken = [count * (ns or 0.0) for (count, _), ns in zip((*before, *after), times, strict=True)]
     return sum(taken[: len(before)]) > _WORTH * sum(taken[len(before) :])
 
 
@@ -218,14 +279,56 @@ def _amounts(sizes: Sequence[int], size: int, more: int) -> list[int]:
     return [amount for length in reversed(sizes) for amount in (0, more * (length == size))]
 
 
-def _pad(graph: fx.Graph, nodes: Sequence[fx.Node], size: int, more: int) -> None:
+def _widen(graph: fx.Graph, source: fx.Node, size: int, more: int) -> fx.Node:
+    """Let an input have so many columns more, zeros; who reads it reads the part that this returns."""
+    given = reference_of(source)
+    assert given is not None
+    with graph.inserting_before(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))):
+        part = graph.call_function(_aten.slice.Tensor, (source, len(given.sizes) - 1, 0, size))
+    part.meta["ref"] = given
+    source.replace_all_uses_with(part, delete_user_cb=lambda user: user is not part)
+    sizes = (*given.sizes[:-1], size + more)
+    source.meta["ref"] = replace(given, sizes=sizes, strides=torch.empty(sizes, device="meta").stride())
+    return part
+
+
+def _in_parts(left: torch.Tensor, right: torch.Tensor, terms: int) -> torch.Tensor:
+    """``left[:, :terms] @ right``, where the rows of ``left`` are padded, and ``terms`` is odd."""
+    even = terms - terms % (_ALIGNED_BYTES // left.element_size())
+    most = _aten.mm.default(_aten.slice.Tensor(left, 1, 0, even), _aten.slice.Tensor(right, 0, 0, even))
+    rest = _aten.slice.Tensor(left, 1, even, terms), _aten.slice.Tensor(right, 0, even, terms)
+    found: torch.Tensor = _aten.addmm.default(most, *rest)
+    return found
+
+
+def _pad(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    size: int,
+    more: int,
+    widened: Mapping[fx.Node, fx.Node],
+    apart: Collection[fx.Node],
+) -> None:
+    """Pad products.
+
+    Args:
+        graph: changed in place.
+        nodes: the products.
+        size: what to pad.
+        more: by how much.
+        widened: of matrices that are a part of an input, that input, which is padded.
+        apart: those whose last terms come by a product of their own.
+    """
     padded: dict[fx.Node, fx.Node] = {}
 
     def of(operand: _Operand, node: fx.Node) -> fx.Node:
         found = operand.base
         if size in operand.sizes:
             if operand.base not in padded:
-                found, part = _padded(graph, operand, node, size, more)
+                if operand.base in widened:
+                    found = part = _rows(graph, widened[operand.base], size + more, node)
+                else:
+                    found, part = _padded(graph, operand, node, size, more)
                 if operand.base.op != "get_attr":  # an optimizer may write it: read when the product reads it
                     padded[operand.base] = padded[part] = found
             else:
@@ -236,7 +339,10 @@ def _pad(graph: fx.Graph, nodes: Sequence[fx.Node], size: int, more: int) -> Non
         product = _product(node)
         assert product is not None
         with graph.inserting_before(node):
-            result = graph.call_function(_aten.mm.default, (of(product.left, node), of(product.right, node)))
+            if node in apart:
+                result = graph.call_function(_in_parts, (of(product.left, node), product.right.base, size))
+            else:
+                result = graph.call_function(_aten.mm.default, (of(product.left, node), of(product.right, node)))
             use_calls(result, node)
             result.meta["pinned"] = pinned(node)
             for dim, length in ((0, product.sizes[0]), (1, product.sizes[2])):
@@ -245,6 +351,12 @@ def _pad(graph: fx.Graph, nodes: Sequence[fx.Node], size: int, more: int) -> Non
         result.meta |= {"ref": node.meta["ref"], "pinned": pinned(node)}
         node.replace_all_uses_with(result)
         graph.erase_node(node)
+
+
+def _rows(graph: fx.Graph, source: fx.Node, columns: int, product: fx.Node) -> fx.Node:
+    """All of an input as a matrix."""
+    with graph.inserting_before(product):
+        return graph.call_function(_aten.reshape.default, (source, [-1, columns]))
 
 
 def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, size: int, more: int) -> tuple[fx.Node, fx.Node]:
