@@ -59,6 +59,7 @@ def compile_graph(
         CaptureError: Inductor could not compile it; says why.
     """
     options = {name: value for name, value in _OPTIONS.items() if _known(name)}
+    owner = module.graph.owning_module
     if thorough:
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
     try:
@@ -72,7 +73,7 @@ def compile_graph(
         ):
             # torch's notices about its own code, and advice on settings, which are the user's.
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
-            module.graph.owning_module = module  # passes look for it
+            module.graph.owning_module = module  # passes look for it, see ``graph_module``
             compiled: Callable[..., Sequence[torch.Tensor]]
             compiled = torch._inductor.compile(module, list(inputs), options={**options, **waiting})
             return compiled
@@ -82,7 +83,7 @@ def compile_graph(
             fix='Options(fuse="library") or "none"',
         ) from error
     finally:
-        module.graph.owning_module = None  # see ``graph_module``
+        module.graph.owning_module = owner
 
 
 @contextmanager

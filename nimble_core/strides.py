@@ -138,6 +138,8 @@ def _piece(target: torch.Tensor, source: torch.Tensor) -> torch.dtype | None:
         return None
     if (target.is_contiguous() and source.is_contiguous()) or target.is_complex() or not target.numel():
         return None
+    if torch.is_grad_enabled() and (source.requires_grad or target.requires_grad):  # pieces are integers
+        return None
     for piece in _PIECES:
         if piece.itemsize > target.itemsize and _in_pieces(target, piece) and _in_pieces(source, piece):
             return piece

@@ -267,6 +267,15 @@ def backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
     return made @ WEIGHT, made.t() @ x, made.sum(0)
 
 
+def group_norm_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """Of inputs, and a gradient that has to be contiguous."""
+    x = torch.linspace(-1, 1, 42, dtype=torch.float64).view(2, 3, 7)
+    found = _aten.native_group_norm_backward(
+        gradient, x, x[:, :1, 0], x[:, 1:2, 0], None, 2, 3, 7, 1, [True, False, False]
+    )
+    return found[0]  # type: ignore[no-any-return]
+
+
 def widen(module: fx.GraphModule) -> int:
     decisions = Decisions(fake_timer([1.0]))
     return pad_products(module, CPU, decisions, compiled=True, constant=False, copied_in=1)
@@ -307,6 +316,46 @@ def test_the_last_terms_of_long_sums_come_apart_where_a_weight_would_be_copied(c
     assert ("_in_parts" in targets(module)) != constant
 
 
+def test_sums_by_parts_round_as_whole_ones_do() -> None:
+    """The sum of all but the last terms may be too large for its type."""
+    left, right = torch.full((2, 129), 10.0).half(), torch.full((129, 4), 100.0).half()
+    left[:, 128] = -640
+    found = padding._in_parts(F.pad(left, (0, 7)), right, 129)
+    assert torch.equal(found, torch.full((2, 4), 64_000.0).half())
+
+
+def test_conjugated_gradients_stay_as_they_are() -> None:
+    weight = torch.randn(7, 4, dtype=torch.complex64)
+    one = recorded(lambda g: g.conj() @ weight, torch.randn(6, 7, dtype=torch.complex64))
+    module = unchanged_by(widen, one, 1e-5)
+    assert fusing._widened(one.signature, module) is one.signature
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_kernels_that_do_not_look_at_strides_get_what_they_got(view: bool) -> None:
+    """Where the gradient is computed: its other readers look at a part of the padded one."""
+
+    def forward(x: torch.Tensor) -> Any:
+        gradient = x.cos()
+        return gradient.view(6, 7) @ WEIGHT, group_norm_backward(gradient.view(2, 3, 7) if view else gradient)
+
+    counted = []
+    one = recorded(forward, torch.randn(*((6, 7) if view else (2, 3, 7)), dtype=torch.float64))
+    unchanged_by(lambda module: counted.append(pad(module)), one)
+    assert counted == [1]
+
+
+@pytest.mark.parametrize(("each_ns", "count"), [(0.4, 2), (0.6, 0)])
+def test_a_weight_is_padded_for_each_product_that_reads_it(
+    each_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padding, "_WORTH", 1.0)
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: (x.sin() @ weight.t(), x.cos() @ weight.t()), torch.randn(6, 4))
+    decisions = Decisions(lambda calls: [1.5, 1.0, each_ns])  # two products, two of padded ones, two paddings
+    assert pad_products(lift(one.recording), CPU, decisions, compiled=True, constant=False) == count
+
+
 @pytest.mark.parametrize("rows", [3, 6])
 def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
     gradient, x = torch.randn(rows // 3, 3, 7, dtype=torch.float64), torch.randn(rows, 4).double()
@@ -331,6 +380,8 @@ def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
         (lambda g: g.t() @ g, (7, 7)),  # its rows are odd as well
         (lambda g: g.view(-1, 7) @ WEIGHT, (2, 21)),  # the matrix has other rows
         (lambda g: g[:, :, 0] @ WEIGHT, (6, 7, 2)),  # or is a part
+        (lambda g: (g.view(6, 7) @ WEIGHT, group_norm_backward(g)), (2, 3, 7)),  # kernels that do not look at strides
+        (lambda g: (g @ WEIGHT, group_norm_backward(g.view(2, 3, 7))), (6, 7)),
     ],
 )
 def test_inputs_that_others_look_at_stay_as_they_are(forward: Any, sizes: tuple[int, ...]) -> None:

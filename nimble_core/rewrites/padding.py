@@ -37,6 +37,19 @@ _LIBRARY_CALLS = frozenset(
     {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
 )
 """What a compiler leaves to libraries: their results are padded by a copy, all others as they are made."""
+_ONLY_SIZES = frozenset({_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default})
+"""Views that show the same elements in the same order."""
+_ELEMENTWISE = frozenset(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
+_STRIDED = frozenset(
+    getattr(_aten, name)
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "sum", "mean", "amax", "argmax", "max", "_to_copy", "clone", "copy", "cat",
+        "index", "gather", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+        "native_layer_norm", "native_layer_norm_backward", "hardswish_backward", "leaky_relu_backward", "elu_backward",
+        "constant_pad_nd",
+    )
+)  # fmt: skip
+"""Operators that follow the strides of what they read, or copy it where they want it otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +171,19 @@ def _odd_size(product: _Product) -> int:
 
 
 def _takes_any_strides(reader: fx.Node) -> bool:
-    """Whether an operator computes the same of a tensor that is not row after row in memory."""
-    if reader.op == "output" or reader.target in (restrided, laid_out):
+    """Whether an operator, and who reads its views, computes the same of a tensor that is not row after row in memory.
+
+    Not all of torch's do: of some, autograd's formulas give kernels what is contiguous already, and these do not look.
+    """
+    if reader.op == "output" or reader.target in (restrided, laid_out, _in_parts):
         return True
-    return isinstance(reader.target, OpOverload) and reader.target.namespace == "aten" and not pinned(reader)
+    if not isinstance(reader.target, OpOverload) or pinned(reader):
+        return False
+    if is_view(reader.target) or reader.target is _aten.reshape.default:
+        return all(map(_takes_any_strides, reader.users))
+    if reader.target.namespace != "aten":
+        return False
+    return not _ELEMENTWISE.isdisjoint(reader.target.tags) or reader.target.overloadpacket in _STRIDED
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
@@ -184,11 +206,12 @@ def _terms_come_apart(product: _Product, size: int, compiled: bool, constant: bo
 
 
 def _bases(products: Sequence[_Product], size: int, apart: Collection[fx.Node]) -> list[fx.Node]:
-    """Matrices that are to be padded, once each."""
+    """Matrices that are to be padded: once each, and the model's own for each product that reads them."""
     operands = (
         one for product in products for one in (product.left, *([] if product.node in apart else [product.right]))
     )
-    return list(dict.fromkeys(one.base for one in operands if size in one.sizes))
+    bases = [one.base for one in operands if size in one.sizes]
+    return [one for at, one in enumerate(bases) if one.op == "get_attr" or one not in bases[:at]]
 
 
 def _padded_for_nothing(base: fx.Node, compiled: bool, constant: bool) -> bool:
@@ -200,9 +223,17 @@ def _padded_for_nothing(base: fx.Node, compiled: bool, constant: bool) -> bool:
 
 def _source(node: fx.Node) -> fx.Node:
     """What a view looks at; the node itself if it is none."""
+    views = _views(node)
+    return views[-1].all_input_nodes[0] if views else node
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """The node and what it is a view of, as far as these are views."""
+    found = []
     while node.op == "call_function" and (is_view(node.target) or node.target is _aten.reshape.default):
+        found.append(node)
         node = node.all_input_nodes[0]
-    return node
+    return found
 
 
 def _may_widen(base: fx.Node, source: fx.Node, size: int) -> bool:
@@ -212,7 +243,10 @@ def _may_widen(base: fx.Node, source: fx.Node, size: int) -> bool:
         return False
     whole = matrix.numel == given.numel and matrix.sizes[1] == size
     dense = all(row_by_row(one.sizes, one.strides) for one in (matrix, given))
-    return whole and dense and all(one.op != "output" and _takes_any_strides(one) for one in _readers(source))
+    if not whole or not dense or not all(one.target in _ONLY_SIZES for one in _views(base)):
+        return False
+    returned = any(one.op == "output" for one in _readers(source))
+    return not returned and all(map(_takes_any_strides, source.users))
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -295,9 +329,10 @@ def _widen(graph: fx.Graph, source: fx.Node, size: int, more: int) -> fx.Node:
 def _in_parts(left: torch.Tensor, right: torch.Tensor, terms: int) -> torch.Tensor:
     """``left[:, :terms] @ right``, where the rows of ``left`` are padded, and ``terms`` is odd."""
     even = terms - terms % (_ALIGNED_BYTES // left.element_size())
-    most = _aten.mm.default(_aten.slice.Tensor(left, 1, 0, even), _aten.slice.Tensor(right, 0, 0, even))
-    rest = _aten.slice.Tensor(left, 1, even, terms), _aten.slice.Tensor(right, 0, even, terms)
-    found: torch.Tensor = _aten.addmm.default(most, *rest)
+    # The small sum is the one that is rounded to the result's type before it is added.
+    last = _aten.mm.default(_aten.slice.Tensor(left, 1, even, terms), _aten.slice.Tensor(right, 0, even, terms))
+    others = _aten.slice.Tensor(left, 1, 0, even), _aten.slice.Tensor(right, 0, 0, even)
+    found: torch.Tensor = _aten.addmm.default(last, *others)
     return found
 
 
