@@ -221,6 +221,7 @@ class Backward:
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
+    _closed: bool = False
     _node: Any = None
     _without: dict[frozenset[int], tuple[frozenset[int], bool]] = field(default_factory=dict)
     _hooked: frozenset[int] = frozenset()
@@ -319,6 +320,7 @@ class Backward:
 
     def close(self) -> None:
         """Free what replays."""
+        self._closed = True
         self.executable.close()
         self.sparing = None
         if self._spare is not None:
@@ -495,7 +497,16 @@ class Backward:
         return pending, self._round
 
     def end(self, pending: _Pending, number: int) -> None:
-        """The backward of a forward comes. Raises InputError if another forward has overwritten what it needs."""
+        """The backward of a forward comes.
+
+        Raises:
+            InputError: what it needs is gone: another forward has overwritten it, or the engine was closed.
+        """
+        if self._closed:
+            raise InputError(
+                "the backward of a forward whose engine was closed since: by close(), or by prepare() for such inputs",
+                fix="call backward() before that, or the forward again after it",
+            )
         if self.fixed and number != self._round:
             raise InputError(
                 "the backward of an earlier forward: a later one has overwritten what it needs, or a first try of it",

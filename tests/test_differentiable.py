@@ -1199,6 +1199,24 @@ def test_what_the_backward_writes_itself_is_no_write_of_others(how: str) -> None
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
+@pytest.mark.parametrize("how", ["close", "prepare"])
+def test_a_backward_after_its_engine_was_closed_is_refused(how: str) -> None:
+    found, net, _ = prepared("resnet")
+    inputs, targets = found.draw()
+    loss = loss_of(found, net, inputs, targets)
+    if how == "close":
+        net.close()
+    else:
+        net.prepare(inputs, training=True)
+    with pytest.raises(InputError, match="engine was closed since"):
+        loss.backward()
+    assert all(one.grad is None for one in net.parameters())
+    if how == "prepare":
+        loss_of(found, net, inputs, targets).backward()
+        assert any(one.grad is not None for one in net.parameters())
+        net.close()
+
+
 def test_checkpoints_go_back_and_forth() -> None:
     found, net, eager = prepared("resnet")
     loss_of(found, net, *found.draw()).backward()
