@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Autocast", "autocast_name", "autocast_type"]
+__all__ = ["Autocast", "autocast_name", "autocast_type", "no_autocast"]
 
 
 def autocast_type(device: str) -> torch.dtype | None:
@@ -17,6 +19,18 @@ def autocast_type(device: str) -> torch.dtype | None:
 def autocast_name(casts: torch.dtype | None) -> str:
     """That in words."""
     return "off" if casts is None else str(casts).removeprefix("torch.")
+
+
+@contextmanager
+def no_autocast(device: str) -> Iterator[None]:
+    """Inside, nothing is cast, as in a backward: what its forward cast has gradients of its own.
+
+    Source:
+        PyTorch documentation, "Automatic Mixed Precision package": backward passes under autocast are not recommended,
+        their operators run in the types that autocast chose for the forward's.
+    """
+    with torch.autocast(device, enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

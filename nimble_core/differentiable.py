@@ -24,6 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.branches import any_number, branch_of, issued_without, vanishing
+from nimble_core.casts import autocast_name, autocast_type
 from nimble_core.devices.base import Executable
 from nimble_core.errors import InputError
 from nimble_core.origins import warn
@@ -222,6 +223,7 @@ class Backward:
     _latest: weakref.ref[_Pending] | None = None
     _round: int = 0
     _closed: bool = False
+    _said: bool = False
     _node: Any = None
     _without: dict[frozenset[int], tuple[frozenset[int], bool]] = field(default_factory=dict)
     _hooked: frozenset[int] = frozenset()
@@ -489,6 +491,16 @@ class Backward:
         self._round += 1
         self.renew()
 
+    def say_of_casts(self, casts: torch.dtype) -> None:
+        """Warn, once, that a backward was called under autocast, which a replay is not."""
+        if not self._said:
+            self._said = True
+            warn(
+                f"backward() was called under torch.autocast to {autocast_name(casts)}: replayed, it casts nothing, as "
+                "outside of it, where eager's would cast products that the forward left in float32. Call it after the "
+                "with block"
+            )
+
     def begin(self) -> tuple[_Pending, int]:
         """A forward was run: its backward may come, until the next forward."""
         pending = _Pending()
@@ -624,6 +636,9 @@ class _Replay(torch.autograd.Function):
                 fix="jacobian(vectorize=False), or one backward after the other with retain_graph=True; or run this "
                 "forward on the model itself",
             )
+        casts = autocast_type(half.templates[0].device.type)
+        if casts is not None:
+            half.say_of_casts(casts)
         saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
         half.end(ctx.pending, ctx.round)
         versions = half.versions()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nimble_core.around import Around
+from nimble_core.casts import no_autocast
 from nimble_core.devices.base import Device
 from nimble_core.errors import InputError
 from nimble_core.lift import lift
@@ -75,7 +76,8 @@ class ForwardBackward(Around):
             if not self.differentiable:
                 raise InputError(
                     "no output depends on a parameter or input that requires a gradient",
-                    fix="prepare(..., training=False), or unfreeze parameters",
+                    fix="unfreeze parameters, or do not detach outputs; where the model itself differentiates, "
+                    "torch.autograd.grad(..., create_graph=True); or prepare(..., training=False)",
                 )
             wanted = [outputs[at] for at in self.differentiable]
             self.outputs = len(outputs)
@@ -84,7 +86,7 @@ class ForwardBackward(Around):
             named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
             leaves = [tensors[position] for position in self.leaves]
             reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
-            with phase("backward"), _hooks_silent(named.values()):
+            with phase("backward"), no_autocast(wanted[0].device.type), _hooks_silent(named.values()):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
                 _require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
                 gradients_made = _standing_alone(

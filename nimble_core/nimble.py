@@ -186,6 +186,9 @@ class Nimble(torch.nn.Module):
         InputError: ``model`` is neither.
     """
 
+    _freed = False
+    """Whether something was prepared, and closed since."""
+
     def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:
         super().__init__()
         if not callable(model) or isinstance(model, type):
@@ -238,6 +241,8 @@ class Nimble(torch.nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool = False, plan: Plan | None = None
     ) -> Engine:
         """The engine that ``prepare`` would add; the caller's to close, or to have adopted. Raises as ``prepare``."""
+        if not isinstance(training, bool):
+            raise InputError(f"training={training!r} is neither True nor False", fix="True or False")
         if training and plan is not None:
             raise InputError(
                 "a plan is one schedule; prepare(training=True) makes two, of forward and of backward",
@@ -370,9 +375,10 @@ class Nimble(torch.nn.Module):
             training = mode and any(engine.backward is not None for engine in self._engines)
             return self.prepare(*args, training=training, **kwargs).forward(*args, **kwargs)
         if not self._engines:
+            since = " any more: close(), or a move or conversion, freed what was" if self._freed else ""
             raise InputError(
-                f"nothing is prepared in this Nimble of {_name(self._model)}",
-                fix="call prepare(*example_inputs) on it first",
+                f"nothing is prepared in this Nimble of {_name(self._model)}{since}",
+                fix=f"call prepare(*example_inputs) on it {'again' if since else 'first'}",
             )
         for engine in self._engines:
             if engine.mode == mode and engine.autocast and engine.signature.bind(args, kwargs) is not None:
@@ -410,6 +416,8 @@ class Nimble(torch.nn.Module):
         with self._swapping:
             engines = self._engines
             object.__setattr__(self, "_engines", ())
+            if engines:
+                object.__setattr__(self, "_freed", True)
         for engine in engines:
             engine.close()
 

@@ -66,10 +66,15 @@ class Options:
             value = getattr(self, name)
             if value not in choices:
                 raise InputError(f"Options({name}={value!r}) is not a choice", fix=f"one of {', '.join(choices)}")
-        for name, kind in (("budget_s", (int, float)), ("max_streams", int), ("memory_limit", int)):
+        for name, kind, fix in (
+            ("budget_s", (int, float), "seconds, 0 or more"),
+            ("max_streams", int, "how many, at least 1, or None"),
+            ("memory_limit", int, "bytes, or None"),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and name != "budget_s")):
-                raise InputError(f"Options({name}={value!r}) is not a number", fix="see help(Options)")
+                number = "a whole number" if kind is int else "a number"
+                raise InputError(f"Options({name}={value!r}) is not {number}", fix=fix)
         if not isinstance(self.strict, bool):
             raise InputError(f"Options(strict={self.strict!r}) is neither True nor False", fix="True or False")
         if self.policy != "auto":

@@ -141,7 +141,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         ReportFileError: not a plan, damaged, or written by a newer version.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(os.fspath(path), "rb") as file:  # a number would be what is open under it
         data = file.read(MAX_BYTES + 1)
     try:
         return Plan.from_json(data)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nimble_core.accumulators import require_no_node_hooks
 from nimble_core.around import Around, require_gradients, require_training_mode
-from nimble_core.casts import autocast_name, autocast_type
+from nimble_core.casts import autocast_name, autocast_type, no_autocast
 from nimble_core.errors import DeviceError, InputError
 from nimble_core.nimble import Engine, Nimble
 from nimble_core.operators import overlaps_itself, storage_address
@@ -166,7 +166,7 @@ class WholeStep(Around):
                 scaled = loss if self.share == 1.0 else loss * self.share
                 if self.scaler is not None:
                     scaled = scaled * _scale_of(self.scaler, loss.device)[0]
-            with phase("backward"):
+            with phase("backward"), no_autocast(loss.device.type):
                 found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
                 made = {name: one for name, one in zip(trained, found, strict=True) if one is not None}
                 gradients = _apart(made, [*data, *trained.values(), *self.buffers()])
@@ -374,7 +374,7 @@ class TrainStep:
             raise InputError(f"accumulate={accumulate!r} is not a number of steps", fix="1 or more")
         number: object = clip_grad_norm
         if number is not None and not (isinstance(number, Real) and float(number) > 0):
-            raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not positive", fix="a norm, or None")
+            raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not positive", fix="a positive number, or None")
         device = next((one.device for one in model.parameters()), None)
         if device is None:
             raise InputError("the model has no parameters to train")

@@ -575,6 +575,8 @@ class _Comparison:
 
 
 def _require_training(training: bool, how: Mapping[str, Any], accumulate: Any) -> None:
+    if not isinstance(training, bool):
+        raise InputError(f"training={training!r} is neither True nor False", fix="True or False")
     given = [name for name, value in how.items() if value is not None]
     if accumulate != 1:
         raise InputError(

@@ -1731,6 +1731,77 @@ def test_modules_that_share_gradients_are_refused() -> None:
         Nimble(nn.DataParallel(nn.Linear(8, 4)), QUICK).prepare(torch.randn(6, 8), training=True)
 
 
+class Island(nn.Module):
+    """A product in float32 in the midst of those that autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(hidden.float())
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [Island, attention])
+def test_a_backward_is_no_part_of_the_autocast_around_prepare(
+    make: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    eager = make().train()
+    model, x = copy.deepcopy(eager), torch.randn(3, 10, 16)
+    with torch.autocast("cpu", dtype):
+        net = Nimble(model, Options(tune="off", fuse="none")).prepare(x, training=True)
+    for one in (net, eager):
+        with torch.autocast("cpu", dtype):
+            out = one(x)
+        out.float().sin().sum().backward()
+    assert all(one.grad is not None for one in net.parameters())
+    assert_same_gradients(net, eager)
+    net.close()
+
+
+def test_a_backward_called_under_autocast_casts_nothing_and_says_so_once() -> None:
+    torch.manual_seed(0)
+    eager = Island().train()
+    model, x = copy.deepcopy(eager), torch.randn(3, 10, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        net = Nimble(model, Options(tune="off")).prepare(x, training=True)
+        with pytest.warns(NimbleWarning, match=r"backward\(\) was called under torch.autocast to bfloat16"):
+            net(x).sum().backward()
+        net.zero_grad()
+        net(x).sum().backward()  # no warning is an error here
+        out = eager(x)
+    out.sum().backward()
+    assert_same_gradients(net, eager)
+    net.close()
+
+
+@pytest.mark.parametrize("norm", ["layer", "group", "batch"])
+def test_compiled_forwards_keep_what_eagers_backwards_read_in_eagers_types(norm: str) -> None:
+    """Norms of mixed types: compilers keep their statistics in another one."""
+    torch.manual_seed(0)
+    made = {"layer": nn.LayerNorm(8), "group": nn.GroupNorm(2, 8), "batch": nn.BatchNorm1d(8)}[norm]
+    eager = nn.Sequential(nn.Linear(8, 8), made).train()
+    model, x = copy.deepcopy(eager), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        net = Nimble(model, Options(tune="off", fuse="inductor")).prepare(x, training=True)
+    assert net.engines[0].recorded.recording.program.fuse == "inductor", net.engines[0].notes
+    for one in (net, eager):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = one(x)
+        out.float().sin().sum().backward()
+    for mine, theirs in zip(net.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=3e-2, atol=3e-2)
+    net.close()
+
+
 def test_another_autocast_than_prepared_is_refused() -> None:
     net, _ = pair(nn.Linear(8, 4), torch.randn(6, 8))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast was off then"):

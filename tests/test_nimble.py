@@ -1796,3 +1796,21 @@ def test_zeros_of_other_signs_are_other_inputs() -> None:
     with pytest.raises(InputError, match=r"expected 0\.0, given -0\.0"):
         net(torch.ones(2), -0.0)
     net.close()
+
+
+def test_what_was_freed_says_so() -> None:
+    net = Nimble(nn.Linear(2, 2))
+    with pytest.raises(InputError, match=r"nothing is prepared in this Nimble of Linear\n"):
+        net(torch.ones(1, 2))
+    net.prepare(torch.ones(1, 2)).double()
+    with pytest.raises(InputError, match=r"any more: close\(\), or a move or conversion"):
+        net(torch.ones(1, 2).double())
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_whether_to_train_is_yes_or_no(value: Any) -> None:
+    model = nn.Linear(2, 2).train()
+    with pytest.raises(InputError, match="is neither True nor False"):
+        Nimble(model).prepare(torch.ones(1, 2), training=value)
+    with pytest.raises(InputError, match="is neither True nor False"):
+        compare(model, torch.ones(1, 2), training=value)

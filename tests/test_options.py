@@ -41,6 +41,15 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         replace(Options(), **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"), [("max_streams", 2.5, "how many"), ("memory_limit", "1GB", "bytes")]
+)
+def test_a_number_of_the_wrong_kind_is_told_what_is_wanted(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(InputError, match="is not a whole number") as caught:
+        Options(**{name: value})
+    assert wanted in caught.value.fix
+
+
 def test_what_is_no_number_is_not_called_negative() -> None:
     with pytest.raises(InputError, match=r"budget_s=nan\) is not a number"):
         Options(budget_s=float("nan"))

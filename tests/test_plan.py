@@ -122,6 +122,12 @@ def test_json_gives_the_same_plan_back(case: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one.plan.json"]
 
 
+def test_a_number_is_no_path() -> None:
+    """It would be what happens to be open under it."""
+    with pytest.raises(TypeError):
+        load_plan(0)  # type: ignore[arg-type]
+
+
 def test_ten_thousand_calls_stay_small() -> None:
     report = CASES["ten thousand"]()
     for schedule in report.schedules:

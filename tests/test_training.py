@@ -807,6 +807,33 @@ def test_a_step_prepared_inside_autocast_reads_weights_live() -> None:
     train_both(given, step, eager)
 
 
+class Island(nn.Module):
+    """A product in float32 in the midst of those that autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(hidden.float())
+
+
+def test_the_backward_of_a_step_is_no_part_of_the_autocast_around_it() -> None:
+    torch.manual_seed(0)
+    model, x, y = Island().train(), torch.randn(4, 8), torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.mse_loss(model(x), y)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK).prepare(x, y)
+        step(x, y)
+    for (name, found), one in zip(step.gradients.items(), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=0.0, atol=0.0, msg=name)
+    step.close()
+
+
 def scaler_on_host() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
 

@@ -189,18 +189,29 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False, free: int = 0
 
 
 def results_laid_out(module: fx.GraphModule, *, free: int = 0) -> fx.GraphModule:
-    """What gives results of ``module``, but for the first ``free``, eager's strides where a compiler returned others.
+    """What gives results of ``module`` eager's types, and but for the first ``free`` eager's strides, where a compiler
+    returned others.
 
-    Compilers pad the rows of products, and may hand out the padded memory for what the graph says is contiguous.
+    Compilers pad the rows of products, and may hand out the padded memory for what the graph says is contiguous. They
+    keep statistics of norms in float32 where torch's kernels for the host round them to half precision.
     """
     graph = fx.Graph()
     kept: list[fx.Node] = []
     for position, result in enumerate(_results(module)):
         one = graph.placeholder(f"result_{position}")
-        recorded = reference_of(result) if isinstance(result, fx.Node) and position >= free else None
-        kept.append(one if recorded is None else add_call(graph, laid_out, (one, recorded.strides), (result,)))
+        recorded = reference_of(result) if isinstance(result, fx.Node) else None
+        if recorded is not None:
+            one = add_call(graph, typed, (one, recorded.dtype), (result,))
+            if position >= free:
+                one = add_call(graph, laid_out, (one, recorded.strides), (result,))
+        kept.append(one)
     graph.output(tuple(kept))
     return graph_module(torch.nn.Module(), graph)
+
+
+def typed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``tensor`` as the type of this name; itself if it is."""
+    return tensor.to(getattr(torch, dtype))
 
 
 def _results(module: fx.GraphModule) -> tuple[Any, ...]:
