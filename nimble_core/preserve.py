@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from nimble_core.around import Around
 from nimble_core.errors import CaptureError
 from nimble_core.exports import exports_seen
 from nimble_core.operators import has_memory, parts_of, shown_by, storage_address, written_tensors
@@ -560,7 +561,7 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             with exports_seen(writes.exported):
                 return model(*args, **kwargs)
         except RuntimeError as error:
-            refusal = _refusal(error, module_paths(model))
+            refusal = _refusal(error, module_paths(model), differentiates=isinstance(model, Around))
             if refusal is None:
                 raise
             raise refusal from error
@@ -596,14 +597,26 @@ def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                 tensor.data = alias
 
 
-def _refusal(error: RuntimeError, modules: Mapping[int, str]) -> CaptureError | None:
-    """Ours, for what autograd refuses without saying where; None for other errors."""
+def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:
+    """Ours, for what autograd refuses without saying where; None for other errors.
+
+    Args:
+        error: of the model.
+        modules: paths by id.
+        differentiates: whether what ran is a model and its backward, with gradients on.
+    """
     text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if "leaf Variable that requires grad" in text:
         return CaptureError(
             "an input or parameter that requires a gradient is written in place",
             where=_place(*place_of(frame, modules)),
             fix="inplace=False in that layer, or prepare with an input that requires no gradient",
+        )
+    if not differentiates and "does not require grad and does not have a grad_fn" in text:
+        return CaptureError(
+            "the model differentiates in its own forward, and what is prepared for inference runs without gradients",
+            where=_place(*place_of(frame, modules)),
+            fix="with torch.enable_grad(): around what it differentiates",
         )
     if "use_reentrant=True" in text:
         return CaptureError(

@@ -1156,7 +1156,9 @@ class _Recorder(TorchDispatchMode):
         if traits.looks or checks:
             why, fix = (
                 "gives the host a value computed on the device",
-                "compute it on the device, or pass it as an input",
+                "give momentum a number: with None torch reads how many batches there were"
+                if _in_batch_norm(frame)
+                else "compute it on the device, or pass it as an input",
             )
         elif shape_depends_on_data(func, args, kwargs):
             if traits.puts and self.device.type == "cpu":
@@ -1275,3 +1277,12 @@ class _Recorder(TorchDispatchMode):
                 if storage >= known:
                     self._fresh[storage] = tensor
         return result
+
+
+def _in_batch_norm(frame: FrameType | None) -> bool:
+    """Whether this is torch's own layer, whose line users cannot change."""
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.modules.batchnorm.__file__:
+            return True
+        frame = frame.f_back
+    return False

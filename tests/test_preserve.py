@@ -481,3 +481,27 @@ def test_what_is_put_back_is_put_back_to_the_end() -> None:
             one.zero_()
         generator.set_state(state)
     assert before <= 2 < after
+
+
+class Forces(nn.Module):
+    """The gradient of an energy, as in molecular dynamics."""
+
+    def __init__(self, *, on: bool) -> None:
+        super().__init__()
+        self.energy, self.on = nn.Linear(3, 1), on
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.on or torch.is_grad_enabled()):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).tanh().sum(), x)[0]
+
+
+def test_models_that_differentiate_are_told_to_switch_gradients_on() -> None:
+    x = torch.randn(2, 3)
+    with pytest.raises(CaptureError, match="the model differentiates in its own forward") as caught:
+        Nimble(Forces(on=False)).prepare(x)
+    assert caught.value.where.startswith("the model at test_preserve.py:")
+    assert "torch.enable_grad()" in caught.value.fix
+    model = Forces(on=True)
+    with torch.no_grad():
+        torch.testing.assert_close(Nimble(model).prepare(x)(x), model(x))

@@ -1029,3 +1029,10 @@ def test_calls_that_are_not_as_expected_are_recorded(one: Callable[..., Any], ot
     ]
     assert found.program.storages == plain.program.storages
     assert found.refs == plain.refs
+
+
+def test_batch_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
+    model = nn.BatchNorm1d(4, momentum=None).train()
+    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+        Nimble(model).prepare(torch.randn(3, 4), training=True)
+    assert caught.value.fix == "give momentum a number: with None torch reads how many batches there were"
