@@ -24,6 +24,7 @@ from nimble_core.measurement import Measurement, Ratio, quantile, ratio
 from nimble_core.program import Call
 from nimble_core.schedule import Schedule
 from nimble_viz.report import Report
+from nimble_viz.views.labels import trains
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -253,6 +254,8 @@ def diff(old: Report, new: Report) -> Difference:
     pairs = match_calls(olds, news)
     gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
     notes = [] if same_kernels else ["kernels of different makers: eager calls are compared, without streams and costs"]
+    if trains(old) != trains(new):
+        notes.append("one is of training steps, the other of inference: neither is slower or faster than the other")
     moved: tuple[Moved, ...] = ()
     recosted: tuple[CostChange, ...] = ()
     if same_kernels:

@@ -452,3 +452,10 @@ def test_ten_thousand_calls_with_many_changes_take_seconds() -> None:
     new = [replace(one, operator="a.other.default") if k % 50 == 0 else one for k, one in enumerate(calls)]
     found = diff(report_of(calls), report_of(new))
     assert len(found.added) == len(found.removed) == 200
+
+
+def test_training_and_inference_are_not_the_same_work() -> None:
+    said = "one is of training steps, the other of inference"
+    assert any(note.startswith(said) for note in diff(sample_report(), training_report()).notes)
+    for same in (sample_report(), training_report()):
+        assert not any(note.startswith(said) for note in diff(same, same).notes)
