@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nimble_core.around import require_training_mode
+from nimble_core.casts import no_autocast
 from nimble_core.errors import InputError
 from nimble_core.gradients import perturbed
 from nimble_core.optimizers import CapturedOptimizer
@@ -106,7 +107,7 @@ class TrainingRun:
                 with mark("loss"):
                     loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
                     scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            with mark("backward"):
+            with mark("backward"), no_autocast(loss.device.type):
                 scaled.backward()
             if self.optimizer is not None:
                 with mark("optimizer"):

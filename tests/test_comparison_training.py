@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from test_training import Island
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +29,7 @@ from nimble_viz.peers import resolve_peers
 from nimble_viz.progress import Progress
 from nimble_viz.report import HostSync, Report
 from nimble_viz.text import plain_text
-from nimble_viz.training import Training
+from nimble_viz.training import Training, TrainingRun
 from nimble_viz.views.dag import nest
 from nimble_viz.views.payload import unpack, view_data
 from nimble_viz.views.phases import PHASES, phase_syncs, phases, span_phases
@@ -783,3 +784,15 @@ def test_what_cannot_be_cast_scaled_or_clipped() -> None:
 def test_what_is_for_training_alone(more: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="training=True"):
         compare(nn.Linear(2, 2), torch.ones(2), **more)
+
+
+def test_eagers_backward_is_no_part_of_the_autocast_around_a_comparison() -> None:
+    torch.manual_seed(0)
+    model, x, y = Island().train(), torch.randn(4, 8), torch.randn(4, 8)
+    loss_fn = nn.functional.mse_loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, _, found = TrainingRun(model, loss_fn, None, dict(model.named_parameters()))((x,), y)
+    assert all(map(torch.equal, found.values(), expected))
