@@ -24,6 +24,7 @@ from test_training import (
     PROBLEMS,
     Aliases,
     Gan,
+    Island,
     Nested,
     Recomputed,
     Residual,
@@ -1731,21 +1732,8 @@ def test_modules_that_share_gradients_are_refused() -> None:
         Nimble(nn.DataParallel(nn.Linear(8, 4)), QUICK).prepare(torch.randn(6, 8), training=True)
 
 
-class Island(nn.Module):
-    """A product in float32 in the midst of those that autocast casts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        with torch.autocast("cpu", enabled=False):
-            return self.second(hidden.float())
-
-
 def attention() -> nn.Module:
-    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -1755,7 +1743,7 @@ def test_a_backward_is_no_part_of_the_autocast_around_prepare(
 ) -> None:
     torch.manual_seed(0)
     eager = make().train()
-    model, x = copy.deepcopy(eager), torch.randn(3, 10, 16)
+    model, x = copy.deepcopy(eager), torch.randn(3, 10, 8)
     with torch.autocast("cpu", dtype):
         net = Nimble(model, Options(tune="off", fuse="none")).prepare(x, training=True)
     for one in (net, eager):
@@ -1770,7 +1758,7 @@ def test_a_backward_is_no_part_of_the_autocast_around_prepare(
 def test_a_backward_called_under_autocast_casts_nothing_and_says_so_once() -> None:
     torch.manual_seed(0)
     eager = Island().train()
-    model, x = copy.deepcopy(eager), torch.randn(3, 10, 16)
+    model, x = copy.deepcopy(eager), torch.randn(3, 10, 8)
     with torch.autocast("cpu", torch.bfloat16):
         net = Nimble(model, Options(tune="off")).prepare(x, training=True)
         with pytest.warns(NimbleWarning, match=r"backward\(\) was called under torch.autocast to bfloat16"):
