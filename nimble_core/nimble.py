@@ -23,7 +23,7 @@ from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce, hooks_of_users
 from nimble_core.fusing import follow
 from nimble_core.judging import eager_cases
-from nimble_core.options import Options, require_options
+from nimble_core.options import Options, require_flag, require_options
 from nimble_core.origins import warn
 from nimble_core.overlaps import Apart
 from nimble_core.pipeline import (
@@ -241,8 +241,7 @@ class Nimble(torch.nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool = False, plan: Plan | None = None
     ) -> Engine:
         """The engine that ``prepare`` would add; the caller's to close, or to have adopted. Raises as ``prepare``."""
-        if not isinstance(training, bool):
-            raise InputError(f"training={training!r} is neither True nor False", fix="True or False")
+        require_flag(training, f"training={training!r}")
         if training and plan is not None:
             raise InputError(
                 "a plan is one schedule; prepare(training=True) makes two, of forward and of backward",

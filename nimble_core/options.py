@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nimble_core.errors import InputError
 from nimble_core.policies import resolve_policy
 
-__all__ = ["Options", "require_options"]
+__all__ = ["Options", "require_flag", "require_options"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "fuse": ("auto", "none", "library", "inductor"),
@@ -75,8 +75,7 @@ class Options:
             if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and name != "budget_s")):
                 number = "a whole number" if kind is int else "a number"
                 raise InputError(f"Options({name}={value!r}) is not {number}", fix=fix)
-        if not isinstance(self.strict, bool):
-            raise InputError(f"Options(strict={self.strict!r}) is neither True nor False", fix="True or False")
+        require_flag(self.strict, f"Options(strict={self.strict!r})")
         if self.policy != "auto":
             resolve_policy(self.policy)
         if self.max_streams is not None and self.max_streams < 1:
@@ -86,6 +85,12 @@ class Options:
             raise InputError(f"Options(budget_s={self.budget_s}) is {what}", fix="seconds, 0 or more")
         if self.memory_limit is not None and self.memory_limit < 0:
             raise InputError(f"Options(memory_limit={self.memory_limit}) is negative", fix="bytes, or None")
+
+
+def require_flag(value: object, called: str) -> None:
+    """Raise InputError unless ``value`` is True or False; ``called`` is what was written."""
+    if not isinstance(value, bool):
+        raise InputError(f"{called} is neither True nor False", fix="True or False")
 
 
 def require_options(options: object) -> None:

@@ -20,7 +20,7 @@ from nimble_core.costs import Costs, uniform_costs
 from nimble_core.errors import InputError, NimbleError
 from nimble_core.graph import predecessors
 from nimble_core.measurement import TIE, Measurement, interleave, ratio
-from nimble_core.options import Options, require_options
+from nimble_core.options import Options, require_flag, require_options
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns
@@ -575,8 +575,7 @@ class _Comparison:
 
 
 def _require_training(training: bool, how: Mapping[str, Any], accumulate: Any) -> None:
-    if not isinstance(training, bool):
-        raise InputError(f"training={training!r} is neither True nor False", fix="True or False")
+    require_flag(training, f"training={training!r}")
     given = [name for name, value in how.items() if value is not None]
     if accumulate != 1:
         raise InputError(

@@ -125,7 +125,7 @@ def test_json_gives_the_same_plan_back(case: str, tmp_path: Path) -> None:
 def test_a_number_is_no_path() -> None:
     """It would be what happens to be open under it."""
     with pytest.raises(TypeError):
-        load_plan(0)  # type: ignore[arg-type]
+        load_plan(0)  # type: ignore[arg-type]  # what is tested
 
 
 def test_ten_thousand_calls_stay_small() -> None:
