@@ -322,6 +322,29 @@ def test_closing_frees_the_memory(wide: Wide) -> None:
 
 
 @torch.no_grad()
+def test_a_capture_gets_memory_that_ended_ones_hold(wide: Wide) -> None:
+    """No other capture may have it, and torch gives nothing back in the midst of one."""
+    x, ended = inputs(256), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(ended):
+        torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    ended.reset()
+    expected = wide(x)
+    held = torch.cuda.memory_reserved()
+    assert held > 1 << 30
+    room = held + (8 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        net = Nimble(wide, Options(fuse="none", tune="off")).prepare(x)
+        assert torch.equal(net(x), expected)
+        with pytest.raises(DeviceError, match="out of memory"):
+            Nimble(wide, Options(fuse="none", tune="off")).prepare(x.repeat(32, 1, 1, 1))
+        assert torch.equal(net(x), expected)
+        net.close()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@torch.no_grad()
 def test_autocast_and_channels_last(wide: Wide) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.float16):

@@ -420,7 +420,7 @@ def test_every_eager_call_is_traced(fuse: str) -> None:
     program, eager = recorded.recording.program, recorded.eager.recording.program
     assert {index for call in program.calls for index in call.eager} == set(range(len(eager.calls)))
     convolutions = sum("convolution" in call.operator for call in eager.calls)
-    assert unmapped(program) <= convolutions, "changes of layout at most: how many, timing decides"
+    assert unmapped(program) <= 2 * convolutions, "changes of layout around them at most: how many, timing decides"
     for call in program.calls:
         if call.eager:
             assert all(origin.line > 0 and origin.file for origin in call.origins)

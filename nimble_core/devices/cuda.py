@@ -6,14 +6,15 @@ Program, each call on its stream, with exactly the schedule's waits between stre
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from statistics import median
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -51,6 +52,31 @@ __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 _TIMED_CALLS = 10
 _CUDNN_TRIALS = 4
 """Routines that cuDNN times for a convolution that it meets: each takes milliseconds, and it names the likely first."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _with_room(capture: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Capture once more if memory ran out, with what torch and Python still hold of earlier work given back.
+
+    Inside of a capture neither can give anything back: torch keeps the memory of ended captures, which no other capture
+    may have, and Python's collector is paused.
+    """
+
+    @wraps(capture)
+    def captured(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return capture(*args, **kwargs)
+        except DeviceError as error:
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+        with capturing:
+            gc.collect()
+            torch.cuda.empty_cache()
+        return capture(*args, **kwargs)
+
+    return captured
 
 
 class CudaDevice:
@@ -92,6 +118,7 @@ class CudaDevice:
             run_until_settled(model, args, kwargs)
             self.synchronize()
 
+    @_with_room
     def record(
         self,
         model: Callable[..., Any],
@@ -119,6 +146,7 @@ class CudaDevice:
         layout = lay_out(program, schedule, recording.asks, skip=self._unplaced)
         return replace(layout, beside_nbytes=sum(ref.nbytes for ref in program.inputs))
 
+    @_with_room
     def capture(
         self,
         recording: Recording,
@@ -214,6 +242,7 @@ class CudaDevice:
                     events[call] = event
         return bounds
 
+    @_with_room
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
         """Plain one-stream capture of the module, every launch included, seen or not."""
         with _errors_explained():
@@ -444,7 +473,6 @@ def _errors_explained() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
         raise DeviceError(
             "CUDA out of memory: " + str(error).splitlines()[0],
             fix="free memory, use a smaller batch, or cap streams with Options(max_streams=...)",
