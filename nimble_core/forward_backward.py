@@ -120,7 +120,7 @@ def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, op
         )
         if options.outputs == "static" and made != eagers:
             return joint
-        with step("choose layout"), state_kept(joint):
+        with step("choose layout"), no_autocast(joint.signature.device.type), state_kept(joint):
             modules = [lift(one.recording) for one in (joint, other)]
             runs = [partial(module, *joint.signature.tensors) for module in modules]
             plain_ns, turned_ns = device.call_times_ns(runs)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.attribution import attributed
+from nimble_core.casts import no_autocast
 from nimble_core.devices.base import Device
 from nimble_core.errors import CaptureError, NimbleError
 from nimble_core.graph import build_graph
@@ -84,7 +85,9 @@ def fuse(
     decisions = Decisions(
         device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
     )
-    with state_kept(recorded):  # compiled kernels write running statistics where no dispatcher sees it
+    # Casts were recorded as calls: around these, autocast would cast what its user computes in full precision.
+    # And compiled kernels write running statistics where no dispatcher sees it.
+    with no_autocast(recorded.signature.device.type), state_kept(recorded):
         return _fused(device, recorded, kind, decisions, thorough=thorough, step=step)
 
 
@@ -124,6 +127,7 @@ def _fused(
             where=recording.unseen_where,
             fix='Options(fuse="none")',
         )
+    _require_types(kind, recording.program, recorded.recording.program)
     if recorded.trained:
         _require_layouts(kind, recording.program, recorded.recording.program, recorded.copied_out)
     program = attributed(recording.program, recorded.recording.program)
@@ -277,6 +281,16 @@ def _given_names(recorded: Recorded) -> dict[str, str]:
     return {
         f"given_{slot}": storages[recording.storage_of[slot]].name or f"constant {slot}" for slot in recording.given
     }
+
+
+def _require_types(kind: str, made: Program, eager: Program) -> None:
+    """Raise CaptureError for a result of another type than eager's."""
+    for at, (mine, theirs) in enumerate(zip(made.outputs, eager.outputs, strict=True)):
+        if mine.dtype != theirs.dtype:
+            raise CaptureError(
+                f"result {at} of the {kind} kernels is {mine.dtype}, eager's is {theirs.dtype}",
+                fix='Options(fuse="none"), and report this model',
+            )
 
 
 def _require_layouts(kind: str, made: Program, eager: Program, free: int) -> None:

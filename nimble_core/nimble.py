@@ -186,7 +186,7 @@ class Nimble(torch.nn.Module):
         InputError: ``model`` is neither.
     """
 
-    _freed = False
+    _freed: tuple[bool, ...] = ()
     """Whether something was prepared, and closed since."""
 
     def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:
@@ -371,7 +371,7 @@ class Nimble(torch.nn.Module):
         if answer == "eager":
             return self._model(*args, **kwargs)
         if answer == "prepare":
-            training = mode and any(engine.backward is not None for engine in self._engines)
+            training = mode and any((*(engine.backward is not None for engine in self._engines), *self._freed))
             return self.prepare(*args, training=training, **kwargs).forward(*args, **kwargs)
         if not self._engines:
             since = " any more: close(), or a move or conversion, freed what was" if self._freed else ""
@@ -416,7 +416,7 @@ class Nimble(torch.nn.Module):
             engines = self._engines
             object.__setattr__(self, "_engines", ())
             if engines:
-                object.__setattr__(self, "_freed", True)
+                object.__setattr__(self, "_freed", tuple(engine.backward is not None for engine in engines))
         for engine in engines:
             engine.close()
 

@@ -13,7 +13,7 @@ import torch
 
 from nimble_core.errors import NimbleWarning
 
-__all__ = ["label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
+__all__ = ["in_batch_norm", "label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
 
 # With the slash: torchvision's code is not torch's.
 _TORCH_ROOT = f"{torch.__path__[0]}/"
@@ -52,6 +52,15 @@ def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, 
                 return path, *_outside_torch(frame, fallback)
         frame = frame.f_back
     return "", file, line
+
+
+def in_batch_norm(frame: FrameType | None) -> bool:
+    """Whether the code that issued a call is torch's own layer, whose lines users cannot change."""
+    while frame is not None and frame.f_code.co_filename.startswith(_passed):
+        if frame.f_code.co_filename == torch.nn.modules.batchnorm.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def line_inside(frame: FrameType | None) -> tuple[str, int]:

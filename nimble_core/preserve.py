@@ -616,7 +616,7 @@ def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates:
         return CaptureError(
             "the model differentiates in its own forward, and what is prepared for inference runs without gradients",
             where=_place(*place_of(frame, modules)),
-            fix="with torch.enable_grad(): around what it differentiates",
+            fix="with torch.enable_grad(): around what it differentiates, of tensors that require a gradient there",
         )
     if "use_reentrant=True" in text:
         return CaptureError(

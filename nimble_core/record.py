@@ -58,7 +58,7 @@ from nimble_core.operators import (
     written_tensors,
     written_where_true,
 )
-from nimble_core.origins import line_inside, module_paths, place_of
+from nimble_core.origins import in_batch_norm, line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
 from nimble_core.preserve import Change, Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
@@ -1157,7 +1157,7 @@ class _Recorder(TorchDispatchMode):
             why, fix = (
                 "gives the host a value computed on the device",
                 "give momentum a number: with None torch reads how many batches there were"
-                if _in_batch_norm(frame)
+                if in_batch_norm(frame)
                 else "compute it on the device, or pass it as an input",
             )
         elif shape_depends_on_data(func, args, kwargs):
@@ -1277,12 +1277,3 @@ class _Recorder(TorchDispatchMode):
                 if storage >= known:
                     self._fresh[storage] = tensor
         return result
-
-
-def _in_batch_norm(frame: FrameType | None) -> bool:
-    """Whether this is torch's own layer, whose line users cannot change."""
-    while frame is not None:
-        if frame.f_code.co_filename == torch.nn.modules.batchnorm.__file__:
-            return True
-        frame = frame.f_back
-    return False

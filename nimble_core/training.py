@@ -33,10 +33,14 @@ from nimble_core.plan import Plan
 from nimble_core.strides import share_bytes, with_strides_of
 from nimble_core.structure import builder, flatten, leaf_paths
 
-__all__ = ["TrainStep", "WholeStep", "require_no_target"]
+__all__ = ["TrainStep", "WholeStep", "require_no_class", "require_no_target"]
 
 Turn = Literal["only", "first", "middle", "last"]
 _MIDDLE: tuple[Turn, ...] = ("middle",)
+_NO_LOSS = (
+    "return loss.mean(), or unfreeze parameters; where the model itself differentiates, "
+    "torch.autograd.grad(..., create_graph=True)"
+)
 _BUCKETS = 4
 _BUCKETED_NBYTES = 4 << 20
 """From here on an update of all parameters takes longer than a few more launches: 5 µs, at an H200's bandwidth."""
@@ -370,6 +374,7 @@ class TrainStep:
         require_local(model)
         if not callable(loss_fn):
             raise InputError(f"loss_fn is a {type(loss_fn).__name__}", fix="pass a function or module")
+        require_no_class(loss_fn)
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
             raise InputError(f"accumulate={accumulate!r} is not a number of steps", fix="1 or more")
         number: object = clip_grad_norm
@@ -591,6 +596,13 @@ def _require_own(model: torch.nn.Module, loss_fn: object, parameters: Sequence[t
         )
 
 
+def require_no_class(loss_fn: Callable[..., Any]) -> None:
+    """Raise InputError for the class of a loss: called, it makes one."""
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise InputError(f"loss_fn is the class {name}", fix=f"pass an instance: loss_fn={name}()")
+
+
 def require_no_target(loss_fn: Callable[..., Any], give: str) -> None:
     """Raise InputError for a loss that cannot be called with the output alone, as far as it tells what it takes.
 
@@ -698,7 +710,7 @@ def _require_loss(loss: object) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         why = "no gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else shown
-        raise InputError(f"the loss is not a scalar to differentiate: {why}", fix="return loss.mean(), or unfreeze")
+        raise InputError(f"the loss is not a scalar to differentiate: {why}", fix=_NO_LOSS)
     if loss.is_complex():
         raise InputError(
             f"the loss is not a scalar to differentiate: it is complex ({loss.dtype})",

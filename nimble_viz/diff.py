@@ -143,8 +143,8 @@ class Difference:
         removed: calls of the old one only.
         moved: matched calls that the chosen plans put on different streams.
         recosted: matched calls whose cost changed beyond its spread.
-        chosen: the chosen runs against each other; None if neither was measured.
-        speeds: every run that was measured, old ones first.
+        chosen: the chosen runs against each other; None if neither was measured, or they do not the same work.
+        speeds: every run that was measured, old ones first; likewise.
         facts: model, dtype, batch, kernels, chosen plan, number of calls, complete or not.
         plans: of each plan streams and waits.
         host_syncs: of the eager run, counts by kind and source line.
@@ -152,6 +152,7 @@ class Difference:
         checks: equality of each replay with eager.
         environment: where it was measured, settings included.
         notes: what could not be compared, and why.
+        unlike: why the two do not the same work; empty if they may.
     """
 
     model: str
@@ -169,6 +170,7 @@ class Difference:
     checks: tuple[Change, ...] = ()
     environment: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    unlike: str = ""
 
     @property
     def changes(self) -> dict[str, tuple[Change, ...]]:
@@ -253,9 +255,11 @@ def diff(old: Report, new: Report) -> Difference:
     fused = old.eager is not None or new.eager is not None
     pairs = match_calls(olds, news)
     gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
+    unlike = ""
     notes = [] if same_kernels else ["kernels of different makers: eager calls are compared, without streams and costs"]
     if trains(old) != trains(new):
-        notes.append("one is of training steps, the other of inference: neither is slower or faster than the other")
+        unlike = "one is of training steps, the other of inference"
+        notes.append(f"times: {unlike}")
     moved: tuple[Moved, ...] = ()
     recosted: tuple[CostChange, ...] = ()
     if same_kernels:
@@ -271,8 +275,8 @@ def diff(old: Report, new: Report) -> Difference:
         removed=tuple(call for k, call in enumerate(olds) if k not in gone),
         moved=moved,
         recosted=recosted,
-        chosen=_chosen(old, new),
-        speeds=_speeds(old, new),
+        chosen=None if unlike else _chosen(old, new),
+        speeds=() if unlike else _speeds(old, new),
         facts=_changes(_facts(old, fused), _facts(new, fused)),
         plans=_changes(_plans(old), _plans(new)),
         host_syncs=_changes(_host_syncs(old), _host_syncs(new)),
@@ -280,6 +284,7 @@ def diff(old: Report, new: Report) -> Difference:
         checks=_changes({one.name: _result(one) for one in old.checks}, {one.name: _result(one) for one in new.checks}),
         environment=environment_changes(old.environment, new.environment),
         notes=tuple(notes),
+        unlike=unlike,
     )
 
 

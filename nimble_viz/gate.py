@@ -219,7 +219,7 @@ def _comparable(report: Report, baseline: Report, any_environment: bool) -> tupl
     if subject(report) != subject(baseline):
         raise InputError(
             f"the baseline is about {', '.join(subject(baseline))}, the report about {', '.join(subject(report))}",
-            fix="take a baseline of the same model, dtype and batch",
+            fix="take a baseline of the same model, dtype and batch, and of training for training",
         )
     changes = environment_changes(baseline.environment, report.environment)
     words = "; ".join(f"{one.name} {_said(one.old)}, now {_said(one.new)}" for one in changes)

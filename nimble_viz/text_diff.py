@@ -47,7 +47,8 @@ def headline(found: Difference) -> str:
         (sum(len(some) for name, some in found.changes.items() if name != "environment"), "other fact", "changed"),
     ]
     parts = [f"{plural(count, noun)} {what}" for count, noun, what in counts if count]
-    speed = _chosen_words(found.chosen) if found.chosen else "No chosen run was measured"
+    why = f"No times are compared ({found.unlike})" if found.unlike else "No chosen run was measured"
+    speed = _chosen_words(found.chosen) if found.chosen else why
     return f"{speed}; {', '.join(parts) if parts else 'nothing else changed'}."
 
 

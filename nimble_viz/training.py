@@ -27,7 +27,7 @@ from nimble_core.preserve import preserved
 from nimble_core.program import Phase
 from nimble_core.signature import take_apart
 from nimble_core.structure import builder, flatten
-from nimble_core.training import WholeStep, require_no_target
+from nimble_core.training import WholeStep, require_no_class, require_no_target
 from nimble_viz.measure.profile import PHASE
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ class Training:
                 fix="loss_fn=a function or module of (output, target); a model that returns its loss: "
                 "loss_fn=lambda output: output.loss",
             )
+        require_no_class(loss_fn)
         if target is None:
             require_no_target(loss_fn, "target=...")
         if not any(one.requires_grad for one in model.parameters()):

@@ -1816,3 +1816,17 @@ def test_inputs_go_by_the_names_of_the_call() -> None:
     with pytest.raises(InputError, match=r"kwargs\['mask'\] required no gradient then"):
         net(torch.randn(6, 8), mask=torch.randn(6, 4, requires_grad=True))
     net.close()
+
+
+def test_what_was_freed_is_prepared_for_training_again() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(3, 8)
+    net = Nimble(model, Options(tune="off", fuse="none", on_new_shape="prepare")).prepare(x, training=True)
+    for free in (net.close, net.float):
+        free()
+        net(x).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad = None
+    net.eval()
+    net.close()
+    assert not net(x).requires_grad
+    net.close()

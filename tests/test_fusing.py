@@ -556,3 +556,38 @@ def test_a_function_around_a_module(model: nn.Module) -> None:
         found, expected = net(y), model(y)
     torch.testing.assert_close(found["out"], expected)
     assert torch.equal(found["same"], y)
+
+
+class Router(nn.Module):
+    """What decides is computed in full precision, whatever autocast is around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decide, self.expert = nn.Linear(64, 4), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            chances = self.decide(x)
+        return chances, self.expert(x).relu()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fuse", FUSED)
+def test_what_autocast_leaves_in_full_precision_stays_there(fuse: str, training: bool, device: str) -> None:
+    torch.manual_seed(0)
+    eager = Router().to(device).train(training)
+    model, x = copy.deepcopy(eager), torch.randn(16, 64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        net = Nimble(model, quick(fuse)).prepare(x, training=training)
+        assert engine(net).recorded.recording.program.fuse == fuse
+        found, expected = net(x), eager(x)
+    assert [one.dtype for one in found] == [one.dtype for one in expected] == [torch.float32, torch.bfloat16]
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=2e-2, atol=2e-2)
+    if training:
+        for out in (found, expected):
+            (out[0].square().sum() + out[1].float().sum()).backward()
+        torch.testing.assert_close(model.decide.weight.grad, eager.decide.weight.grad)
+        torch.testing.assert_close(model.expert.weight.grad, eager.expert.weight.grad, rtol=2e-2, atol=2e-2)
+    net.close()

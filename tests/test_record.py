@@ -1036,3 +1036,18 @@ def test_batch_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
     with pytest.raises(CaptureError, match="gives the host a value") as caught:
         Nimble(model).prepare(torch.randn(3, 4), training=True)
     assert caught.value.fix == "give momentum a number: with None torch reads how many batches there were"
+
+
+class Scaled(nn.Module):
+    """A parametrization that reads a value."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * weight.sum().item()
+
+
+def test_what_batch_norm_calls_is_not_batch_norm() -> None:
+    model = nn.BatchNorm1d(4).train()
+    nn.utils.parametrize.register_parametrization(model, "weight", Scaled())
+    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+        Nimble(model).prepare(torch.randn(3, 4), training=True)
+    assert "momentum" not in caught.value.fix

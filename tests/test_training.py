@@ -1427,6 +1427,7 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(make: Callable[..., Any
         ({"model": torch.relu}, "not a torch.nn.Module"),
         ({"model": nn.ReLU()}, "no parameters"),
         ({"loss_fn": 3}, "loss_fn is a int"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss(.|\n)*loss_fn=MSELoss\(\)"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"accumulate": True}, "accumulate=True"),
         ({"accumulate": 1.5}, "accumulate=1.5"),
