@@ -7,13 +7,14 @@ a library sets to zero in them before its kernel runs can be set earlier, for al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nimble_core.allocations import Ask
 from nimble_core.arena import ALIGNMENT, NOTHING_LENT, Lent, Needs
 from nimble_core.program import Program
 from nimble_core.schedule import Schedule
+from nimble_core.staggered import COUNTERS_NBYTES, staggered
 
 __all__ = ["CELL_NBYTES", "SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
 
@@ -35,15 +36,18 @@ class Block:
         nbytes: the most that any of them asks for.
         storage: the storage it holds when the call is over, None for what the call frees again.
         home: ``"arena"`` (shared with storages that are dead by then), ``"front"`` and ``"kept"`` (its own for good,
-            below and above the arena), ``"cell"`` (the same above kept, tiny, and nothing that lasts),
-            ``"workspace"`` (the call's own while it runs, in the arena) or ``"scratch"`` (the same, above all).
-        offset: within front, kept or the cells.
+            below and above the arena), ``"cell"`` (the same above kept, tiny, and nothing that lasts), ``"staggered"``
+            (above them, see ``nimble_core.staggered``), ``"workspace"`` (the call's own while it runs, in the arena) or
+            ``"scratch"`` (the same, above all).
+        offset: within front, kept, the cells or what is staggered.
+        untouched: bytes at its beginning that nothing touches between the beginning of a replay and the call.
     """
 
     nbytes: int
     storage: int | None
     home: str
     offset: int = 0
+    untouched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,9 @@ class Layout:
         asked: how many allocations each call makes, and of how many bytes together.
         front_nbytes: what lies below the arena.
         kept_nbytes: what lies above it.
-        cells_nbytes: what lies above that, and below scratch.
+        cells_nbytes: what lies above that.
+        staggered_nbytes: what lies above that, and below scratch.
+        chains: calls that have a workspace there, in the order in which they use the same memory.
         beside_nbytes: what an engine holds beside all that: buffers for its inputs, constants.
         lent: memory that is there already.
         lent_address: where.
@@ -74,6 +80,8 @@ class Layout:
     front_nbytes: int = 0
     kept_nbytes: int = 0
     cells_nbytes: int = 0
+    staggered_nbytes: int = 0
+    chains: tuple[tuple[int, ...], ...] = ()
     beside_nbytes: int = 0
     lent: Lent = NOTHING_LENT
     lent_address: int = 0
@@ -100,18 +108,21 @@ def lay_out(
     asks: Sequence[Sequence[Ask]] = (),
     *,
     skip: frozenset[str] = frozenset(),
+    stagger: bool = True,
     alignment: int = ALIGNMENT,
 ) -> Layout:
     """Decide where each allocation of each call may live.
 
     Small blocks are handed out by address: of a call's small results only the first that is used later can go to the
-    arena. What is asked for before it lies below the arena, what comes after it above, then cells, scratch above all.
+    arena. What is asked for before it lies below the arena, what comes after it above, then cells, then what is
+    staggered, scratch above all.
 
     Args:
         program: the calls and what they touch.
         schedule: gives the issue order: a storage is made by the first call that touches it.
         asks: what each call asks for, as recorded; empty: for nothing but its results.
         skip: operators whose calls are not placed.
+        stagger: whether workspaces with counters have memory of their own.
         alignment: of every block.
     """
     made, touched = _made_by(program, schedule)
@@ -121,22 +132,26 @@ def lay_out(
     front, kept, cells = (_Shelf(alignment) for _ in range(3))
     scratch: list[int] = []
     workspaces: list[int] = []
-    asked: list[tuple[int, int]] = []
-    for call in program.calls:
-        all_asks = _asked(program, made[call.index], asks[call.index] if asks else ())
-        asked.append((len(all_asks), sum(ask.nbytes for ask in all_asks)))
-        if call.operator in skip:
-            blocks.append(())
-            scratch.append(0)
-            workspaces.append(0)
-            continue
-        slots = _served(all_asks)
-        alive = [slot.storage is not None and (touched[slot.storage] > 1 or slot.storage in outputs) for slot in slots]
-        wanted = [place for place, slot in enumerate(slots) if slot.small and alive[place]]
-        first, last = (wanted[0], wanted[-1]) if wanted else (-1, -1)
+    all_asks = [_asked(program, made[call.index], asks[call.index] if asks else ()) for call in program.calls]
+    asked = [(len(of_call), sum(ask.nbytes for ask in of_call)) for of_call in all_asks]
+    all_slots = [
+        [] if call.operator in skip else _served(of_call) for call, of_call in zip(program.calls, all_asks, strict=True)
+    ]
+    lasting = {storage for storage, count in enumerate(touched) if count > 1} | outputs
+    counting = {call: place for call, slots in enumerate(all_slots) if (place := _counting(slots, lasting)) is not None}
+    counters = {
+        call: (all_slots[call][place].nbytes, all_slots[call][place].zeroed) for call, place in counting.items()
+    }
+    chains = staggered(schedule, counters, alignment) if stagger else ()
+    apart = {call: place for chain in chains for call, place in chain.items()}
+    ends = [apart[call].offset + _aligned(counters[call][0], alignment) for call in apart]
+    for call, slots in enumerate(all_slots):
+        alive = [slot.storage in lasting for slot in slots]
+        first, last = _small_ones(slots, alive)
         own: list[Block] = []
         for place, slot in enumerate(slots):
-            home, offset = "scratch" if slot.small else "workspace", 0
+            home, offset, untouched = "scratch" if slot.small else "workspace", 0, 0
+            above = any(block.home in ("staggered", "scratch") and block.nbytes <= SMALL_NBYTES for block in own)
             if alive[place] and slot.storage is not None and (not slot.small or place == first):
                 home = "arena"
                 arena[slot.storage] = slot.nbytes
@@ -144,9 +159,11 @@ def lay_out(
                 home, offset = "front", front.put(slot.nbytes)
             elif slot.small and place <= last:
                 home, offset = "kept", kept.put(slot.nbytes)
-            elif slot.small and slot.nbytes <= CELL_NBYTES and all(block.home != "scratch" for block in own):
-                home, offset = "cell", cells.put(slot.nbytes)
-            own.append(Block(slot.nbytes, slot.storage, home, offset))
+            elif call in apart and place == counting[call]:
+                home, offset, untouched = "staggered", apart[call].offset, apart[call].untouched
+            elif slot.small and slot.nbytes <= CELL_NBYTES and not above:
+                home, offset, untouched = "cell", cells.put(slot.nbytes), slot.nbytes
+            own.append(Block(slot.nbytes, slot.storage, home, offset, untouched))
         blocks.append(tuple(own))
         for homes, running in (("scratch", scratch), ("workspace", workspaces)):
             running.append(sum(_aligned(block.nbytes, alignment) for block in own if block.home == homes))
@@ -159,7 +176,29 @@ def lay_out(
         front_nbytes=front.nbytes,
         kept_nbytes=kept.nbytes,
         cells_nbytes=cells.nbytes,
+        staggered_nbytes=max(ends, default=0),
+        chains=tuple(map(tuple, chains)),
     )
+
+
+def _small_ones(slots: Sequence[_Slot], alive: Sequence[bool]) -> tuple[int, int]:
+    """The first and the last small block whose content lasts; -1 if none does."""
+    wanted = [place for place, slot in enumerate(slots) if slot.small and alive[place]]
+    return (wanted[0], wanted[-1]) if wanted else (-1, -1)
+
+
+def _counting(slots: Sequence[_Slot], lasting: Collection[int]) -> int | None:
+    """The block that is a workspace with counters, too large for a cell, and may lie above cells; None if none is.
+
+    Small blocks are handed out by address: it has to come after those that last, and before those that are scratch.
+    """
+    _, last = _small_ones(slots, [slot.storage in lasting for slot in slots])
+    for place, slot in enumerate(slots):
+        counts = 0 < slot.zeroed <= COUNTERS_NBYTES and slot.nbytes > CELL_NBYTES
+        beside = (one for one in slots[last + 1 : place] if one.small and one.nbytes > CELL_NBYTES)
+        if counts and (not slot.small or (place > last and not any(beside))):
+            return place
+    return None
 
 
 class _Shelf:
@@ -207,6 +246,7 @@ class _Slot:
     nbytes: int
     storage: int | None = None
     free: bool = False
+    zeroed: int = 0
 
 
 def _served(asks: Sequence[Ask]) -> list[_Slot]:
@@ -227,6 +267,8 @@ def _served(asks: Sequence[Ask]) -> list[_Slot]:
         else:
             slot = _Slot(small, 0 if small else next_claim(ask.nbytes, _last_claim(slots)), 0)
             slots.append(slot)
+        # Counters are looked for in workspaces that hold nothing else, before or after.
+        slot.zeroed = ask.zeroed if ask.storage is None and not fits else 0
         slot.nbytes, slot.storage, slot.free = max(slot.nbytes, ask.nbytes), ask.storage, False
         holder.append(slot)
     return slots

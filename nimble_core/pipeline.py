@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import gt
 from typing import TYPE_CHECKING, Any
 
@@ -349,7 +350,7 @@ def whole_note(device: Device, recorded: Recorded) -> str:
     if device.kind == "cuda":
         done, why = "captured as a whole, on one stream", f"{recording.unseen} launches belong to no call that was seen"
     else:
-        done, why = "called as it is, without autograd", _OUT_OF_SIGHT
+        done, why = "called as it is", _OUT_OF_SIGHT
     return f"the model is {done}: {why} ({recording.unseen_where})"
 
 
@@ -449,7 +450,8 @@ def _captured(
     try:
         if executable.raw is not None and executable.raw.owner:
             reused = reuse_hazards(layout.sized(program), ordered, memory) if layout and memory else ()
-            check_emitted(ordered, executable.raw, (*recorded.graph.edges, *reused), program)
+            shared = (pair for chain in (layout.chains if layout else ()) for pair in pairwise(chain))
+            check_emitted(ordered, executable.raw, (*recorded.graph.edges, *reused, *shared), program)
     except BaseException:
         executable.close()
         raise
@@ -458,7 +460,8 @@ def _captured(
 
 def _beside(layout: Layout) -> int:
     """Bytes that a layout asks for beside arena and scratch."""
-    return layout.front_nbytes + layout.kept_nbytes + layout.cells_nbytes + layout.beside_nbytes
+    kept = layout.front_nbytes + layout.kept_nbytes
+    return kept + layout.cells_nbytes + layout.staggered_nbytes + layout.beside_nbytes
 
 
 def _with_memory(
@@ -468,13 +471,15 @@ def _with_memory(
     limit: int | None,
     unplanned: int,
     costs: Costs | None,
+    *,
+    stagger: bool = True,
 ) -> tuple[Schedule, Layout | None, MemoryPlan | None]:
     """The schedule, with order added where a limit asks for it, and where its storages lie: checked.
 
-    ``unplanned`` bytes are known to be held beside all that is planned.
+    ``unplanned`` bytes are known to be held beside all that is planned. Workspaces are staggered where there is room.
     """
     recording, program = recorded.recording, recorded.recording.program
-    layout = device.lay_out(recording, schedule)
+    layout = device.lay_out(recording, schedule, stagger=stagger)
     if layout is None or len(program.storages) > _PLANNED_STORAGES:
         return schedule, None, plan_memory(program, schedule, place=())
     if recorded.lender is not None:
@@ -483,6 +488,8 @@ def _with_memory(
     memory = plan_memory(program, schedule, needs=layout.needs, place=layout.arena)
     beside = _beside(layout) + unplanned
     if limit is not None and memory.held_nbytes + beside > limit:
+        if layout.staggered_nbytes:
+            return _with_memory(device, recorded, schedule, limit, unplanned, costs, stagger=False)
         try:
             schedule, memory = limit_memory(
                 recorded.graph,
@@ -501,7 +508,7 @@ def _with_memory(
                 fix="raise the limit, or prepare smaller inputs",
             ) from error
         check_schedule(recorded.graph, schedule, program)
-        other = device.lay_out(recording, schedule) or layout
+        other = device.lay_out(recording, schedule, stagger=False) or layout
         layout = _borrowing(other, recorded, recorded.lender) if recorded.lender else other
         if any(
             memory.offsets[storage] < 0 or program.storages[storage].nbytes < nbytes

@@ -153,7 +153,7 @@ def eager_peak(device: Device, recorded: Recorded) -> int:
     before (inputs, parameters) apart.
     """
     recording, calls = recorded.recording, len(recorded.recording.program.calls)
-    layout = device.lay_out(recording, Schedule("single", (0,) * calls, tuple(range(calls)), ()))
+    layout = device.lay_out(recording, Schedule("single", (0,) * calls, tuple(range(calls)), ()), stagger=False)
     if layout is None:
         return serial_peak(recording.program)
     running = list(map(add, layout.scratch, layout.workspaces))

@@ -115,8 +115,11 @@ class Device(Protocol):
         where that has to be asked after each call.
         """
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
-        """What of the calls' memory can be planned; None if the device looks after its memory itself."""
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
+        """What of the calls' memory can be planned; None if the device looks after its memory itself.
+
+        Not to ``stagger`` workspaces takes less memory and more time, on devices that do.
+        """
 
     def capture(
         self,

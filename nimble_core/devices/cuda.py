@@ -138,12 +138,12 @@ class CudaDevice:
             counter = CaptureCounter(probe, self.device, trace)
             return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout | None:
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
         """Everything that calls allocate, but for calls that were seen to allocate in another way."""
         program = recording.program
         if not places_memory() or len(recording.asks) < len(program.calls):
             return None
-        layout = lay_out(program, schedule, recording.asks, skip=self._unplaced)
+        layout = lay_out(program, schedule, recording.asks, skip=self._unplaced, stagger=stagger)
         return replace(layout, beside_nbytes=sum(ref.nbytes for ref in program.inputs))
 
     @_with_room
@@ -176,7 +176,7 @@ class CudaDevice:
                 outputs = arena.settled(outputs)
                 issuer.tensors.clear()
                 arena.capture_ended()
-                raw, held = self._instantiated(graph, bounds, recording, arena.cells, before)
+                raw, held = self._instantiated(graph, bounds, recording, arena.untouched, before)
         except BaseException:
             issuer.tensors.clear()
             arena.close()
@@ -360,7 +360,7 @@ class CudaDevice:
         graph: torch.cuda.CUDAGraph,
         bounds: Sequence[tuple[int, int]],
         recording: Recording,
-        cells: range,
+        untouched: Sequence[Mapping[int, Sequence[range]]],
         reserved_before: int,
     ) -> tuple[RawGraph, int]:
         """Make a captured graph ready to launch; its nodes and edges, and the bytes it took.
@@ -369,7 +369,8 @@ class CudaDevice:
             graph: as captured.
             bounds: of each call, its first node and the first after it.
             recording: of the calls.
-            cells: addresses that are each the workspace of one call, or nothing.
+            untouched: addresses that nothing touches between the beginning of a replay and a call, by call, of what
+                lies together.
             reserved_before: bytes that torch's allocator held before the capture.
         """
         handle = graph.raw_cuda_graph()
@@ -383,7 +384,7 @@ class CudaDevice:
             waiting = {call for call, func in functions.items() if isinstance(func, Relaunch) and func.waits}
             library = {call for call, func in functions.items() if getattr(func, "namespace", "") == "aten"}
             with torch.cuda.device(self.device):
-                raw = zeroed_at_once(handle, raw, cells)
+                raw = zeroed_at_once(handle, raw, untouched)
             wanted = launched_ahead(raw, waiting, library)
             raw = linked(handle, raw, sorted(set(raw.ahead) & set(wanted)))
             with suppress(DeviceError):  # such edges are a gain, and nothing is wrong without

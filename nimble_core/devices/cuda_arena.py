@@ -61,7 +61,7 @@ class CudaArena:
         self._placer: Placer | None = None
         self._block: torch.Tensor | None = None
         self.inputs: dict[int, int] = {}
-        self.cells = range(0)
+        self.untouched: list[dict[int, list[range]]] = []
         if layout is None or memory is None:
             return
         placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
@@ -69,20 +69,23 @@ class CudaArena:
         shared = layout.front_nbytes
         kept = shared + memory.nbytes
         cells = kept + layout.kept_nbytes
-        scratch = cells + layout.cells_nbytes
+        apart = cells + layout.cells_nbytes
+        scratch = apart + layout.staggered_nbytes
         self.nbytes = scratch + memory.scratch_nbytes
         if not any(layout.blocks):
             return
         self._placer = Placer(device.index)
         self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
         start = self._block.data_ptr() + _GUARD_BYTES
-        self.cells = range(start + cells, start + scratch)
 
         def located(offset: int) -> int:
             in_arena = start + shared + offset - memory.start
             return in_arena if offset >= memory.start else layout.lent_address + offset
 
         self.inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
+        # Cells lie beside the first chain: one node may set all of that to zero.
+        self.untouched = [{} for _ in layout.chains or [()]]
+        chain_of = {call: number for number, calls in enumerate(layout.chains) for call in calls}
         for call, blocks in enumerate(layout.blocks):
             running = {
                 "scratch": start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0),
@@ -98,11 +101,16 @@ class CudaArena:
                     address = start + kept + block.offset
                 elif block.home == "cell":
                     address = start + cells + block.offset
+                elif block.home == "staggered":
+                    address = start + apart + block.offset
                 else:
                     address = running[block.home]
                     running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
                 if block.storage is not None:
                     self._address[block.storage] = address
+                if block.untouched:
+                    chain = chain_of[call] if block.home == "staggered" else 0
+                    self.untouched[chain].setdefault(call, []).append(range(address, address + block.untouched))
                 planned.append((address, block.nbytes))
             self._planned.append(planned)
         self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]

@@ -103,7 +103,7 @@ class HostDevice:
         """One live run, recorded. Raises CaptureError."""
         return record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
 
-    def lay_out(self, recording: Recording, schedule: Schedule) -> Layout:
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout:
         """What calls can fill; results that an operator must allocate itself, outputs among them, are its own."""
         return lay_out_buffers(recording)
 
