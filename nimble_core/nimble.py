@@ -39,6 +39,7 @@ from nimble_core.pipeline import (
     whole_note,
 )
 from nimble_core.plan import Plan, make_plan, plan_notes, schedule_of
+from nimble_core.preserve import requirements_kept
 from nimble_core.record import recording_here
 from nimble_core.recording import Recording
 from nimble_core.schedule import Schedule
@@ -249,7 +250,8 @@ class Nimble(torch.nn.Module):
             )
         # What a preparation makes stays; only training and compilers leave garbage that is worth collecting meanwhile.
         unfused = self._options.fuse == "none" and not training
-        with preparing(), collector_paused() if unfused else nullcontext():
+        paused = collector_paused() if unfused else nullcontext()
+        with preparing(), requirements_kept(args, kwargs), paused:
             if training:
                 return _prepare_training(self._model, args, kwargs, self._options)
             return _prepare(self._model, args, kwargs, self._options, plan)

@@ -46,6 +46,7 @@ __all__ = [
     "only_watches",
     "preserved",
     "random_state_kept",
+    "requirements_kept",
     "run_preserved",
     "run_until_settled",
 ]
@@ -595,6 +596,19 @@ def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         for tensor, alias in before:
             if shown_by(tensor) != shown_by(alias):
                 tensor.data = alias
+
+
+@contextmanager
+def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inputs require a gradient, or none, as before: a model that differentiates may ask for that of them."""
+    tensors = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor) and one.is_leaf]
+    before = [one.requires_grad for one in tensors]
+    try:
+        yield
+    finally:
+        for tensor, required in zip(tensors, before, strict=True):
+            if tensor.is_leaf and tensor.requires_grad != required:
+                tensor.requires_grad_(required)
 
 
 def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:

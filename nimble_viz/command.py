@@ -141,6 +141,8 @@ def _call(spec: str, training: bool) -> tuple[Any, tuple[Any, ...], dict[str, An
         given = f"{given} of {', '.join(map(str, made))}{f', with unknown {unknown}' if unknown else ''}"
     if training:
         raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {_TRAINING_FACTORY}")
+    if isinstance(made, dict) and "training" in made:
+        raise InputError(f"{spec} gave {given}", fix="leave 'training' out, and start with --training")
     raise InputError(
         f"{spec} gave {given}, not (model, args) or (model, args, kwargs)",
         fix="return the model, a tuple of its inputs and, if it takes any, a dict of keyword inputs",

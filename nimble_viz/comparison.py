@@ -106,6 +106,7 @@ def compare(
     """
     from nimble_core.origins import warn
     from nimble_core.pipeline import check_inputs, device_for, preparing
+    from nimble_core.preserve import requirements_kept
     from nimble_viz.sources import pass_over_machinery
 
     refuse_unknown(compare, unknown)
@@ -139,7 +140,8 @@ def compare(
         model, args, named = step.whole, step.arguments, {}
     signature = check_inputs(model, args, named)
     run = _Comparison(model, args, named, signature, device or device_for(signature.device), options, peers, step)
-    with preparing(), step.gradients_kept() if step else nullcontext(), progress or default_progress() as told:
+    kept = step.gradients_kept() if step else nullcontext()
+    with preparing(), requirements_kept(args, named), kept, progress or default_progress() as told:
         try:
             run.measure(told)
         except KeyboardInterrupt:

@@ -42,7 +42,9 @@ def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) 
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
         near = nearest(name, known)
-        if name in _OPTIONS:
+        if name == "training":
+            fix = "compare(..., training=True, loss_fn=...) is of training steps"
+        elif name in _OPTIONS:
             fix = f"options=Options({name}=...)"
         elif near:
             fix = f"{near[0]}=...; or, if it is an input of the model, kwargs={{{name!r}: ...}}"

@@ -39,6 +39,8 @@ def wrong():
     return model
 def step():
     return {"model": model, "args": [1], "kwargs": {"scale": 2}, "target": 3, "loss_fn": max, "clip_grad_norm": 0.5}
+def trained():
+    return {"model": model, "args": [1], "training": True}
 def misspelt():
     return {"model": model, "args": [1], "loss": max}
 number = 7
@@ -241,6 +243,8 @@ def test_a_factory_that_does_not_say_how_to_train(
 ) -> None:
     assert main(["compare", f"{factory}:two", "--training"]) == 2
     assert "gave tuple, which does not say how to train" in capsys.readouterr().err
+    assert main(["compare", f"{factory}:trained"]) == 2
+    assert "leave 'training' out, and start with --training" in capsys.readouterr().err
     assert main(["compare", f"{factory}:misspelt", "--training"]) == 2
     assert "gave dict of model, args, loss, with unknown 'loss'" in capsys.readouterr().err
     assert not called

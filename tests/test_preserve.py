@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, Options, TrainStep
 from nimble_core.preserve import Guard, installed_by_runs, preserved, run_preserved
+from nimble_viz import compare
 
 # -- dispatch modes ------------------------------------------------------------------------------------------------
 
@@ -505,3 +506,29 @@ def test_models_that_differentiate_are_told_to_switch_gradients_on() -> None:
     model = Forces(on=True)
     with torch.no_grad():
         torch.testing.assert_close(Nimble(model).prepare(x)(x), model(x))
+
+
+class Asking(Forces):
+    """It asks its input for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(on=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(self.energy(x.requires_grad_()).tanh().sum(), x)[0]
+
+
+def test_inputs_require_what_they_did() -> None:
+    model, x = Asking(), torch.randn(2, 3)
+    net = Nimble(model, Options(fuse="none", tune="off")).prepare(x)
+    assert not x.requires_grad
+    compare(model, x, options=Options(fuse="none", tune="off"))
+    assert not x.requires_grad
+    with torch.no_grad():
+        found = net(x)
+    torch.testing.assert_close(found, model(x))
+    assert x.requires_grad, "as the model asks for"
+    Nimble(model).prepare(x).close()
+    assert x.requires_grad
+    net.close()
