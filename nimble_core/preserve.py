@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, filterfalse, repeat
@@ -30,12 +30,13 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from nimble_core.around import Around
-from nimble_core.errors import CaptureError
+from nimble_core.errors import CaptureError, InputError
 from nimble_core.exports import exports_seen
 from nimble_core.operators import has_memory, parts_of, shown_by, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
 from nimble_core.strides import elements_once
+from nimble_core.structure import flatten
 
 __all__ = [
     "Change",
@@ -601,7 +602,9 @@ def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Inputs require a gradient, or none, as before: a model that differentiates may ask for that of them."""
-    tensors = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor) and one.is_leaf]
+    tensors: list[torch.Tensor] = []
+    with suppress(InputError):  # who prepares says so in the user's words
+        tensors = [one for one in flatten((tuple(args), dict(kwargs)))[0] if one.is_leaf]
     before = [one.requires_grad for one in tensors]
     try:
         yield
