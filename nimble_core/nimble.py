@@ -188,7 +188,7 @@ class Nimble(torch.nn.Module):
     """
 
     _freed: tuple[bool, ...] = ()
-    """Whether something was prepared, and closed since."""
+    """Of what was prepared, and closed since: whether it trained."""
 
     def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:
         super().__init__()
