@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_rows import asked_rows
 
-from benchmarks import counters, cuda
+from benchmarks import counters
 from benchmarks.counters import AT_ONCE, EACH, both, line, main, sharing
 from nimble_core.devices.host import HostDevice
-from nimble_core.host_info import environment
 
 
 def test_both_ways_are_measured_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,14 +41,8 @@ def test_the_way_without_lays_out_as_ever() -> None:
 def test_rows_that_the_file_holds_are_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, asked = tmp_path / "rows.json", []
-
-    def measured(module: str, *options: str) -> dict[str, Any]:
-        asked.append((module, *options))
-        return {"graphs": {AT_ONCE: [], EACH: []}, "times": {}}
-
-    monkeypatch.setattr(cuda, "in_a_process", measured)
-    monkeypatch.setattr(cuda, "environment", lambda _: environment("cpu"))
+    out = tmp_path / "rows.json"
+    asked = asked_rows(monkeypatch, {"graphs": {AT_ONCE: [], EACH: []}, "times": {}})
     main(["--out", str(out), "--models", "BERT-base 128", "--row", "float32, 1, library"])
     main(["--out", str(out), "--models", "BERT-base 128", "GPT-2 128"])
     assert asked[0] == ("benchmarks.counters", "--models", "BERT-base 128", "--row", "float32, 1, library")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from benchmark_rows import asked_rows
 from torch import nn
 
-from benchmarks import cuda, siblings
+from benchmarks import siblings
 from benchmarks.siblings import APART, MERGED, both, line, main
-from nimble_core.host_info import environment
 
 
 class Twins(nn.Module):
@@ -39,14 +38,8 @@ def test_both_ways_of_a_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
 def test_rows_that_the_file_holds_are_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, asked = tmp_path / "rows.json", []
-
-    def measured(module: str, *options: str) -> dict[str, Any]:
-        asked.append((module, *options))
-        return {}
-
-    monkeypatch.setattr(cuda, "in_a_process", measured)
-    monkeypatch.setattr(cuda, "environment", lambda _: environment("cpu"))
+    out = tmp_path / "rows.json"
+    asked = asked_rows(monkeypatch, {})
     main(["--out", str(out), "--models", "DARTS", "--dtypes", "float16"])
     main(["--out", str(out), "--models", "DARTS"])
     assert [one[-1] for one in asked] == ["float16", "float32"]
