@@ -23,7 +23,7 @@ def autocast_name(casts: torch.dtype | None) -> str:
 
 @contextmanager
 def no_autocast(device: str) -> Iterator[None]:
-    """Inside, nothing is cast, as in a backward: what its forward cast has gradients of its own.
+    """Inside, nothing is cast, as in a backward, or where casts are calls already: what was to be cast has been.
 
     Source:
         PyTorch documentation, "Automatic Mixed Precision package": backward passes under autocast are not recommended,

@@ -138,28 +138,25 @@ def lay_out(
         [] if call.operator in skip else _served(of_call) for call, of_call in zip(program.calls, all_asks, strict=True)
     ]
     lasting = {storage for storage, count in enumerate(touched) if count > 1} | outputs
-    counting = {call: place for call, slots in enumerate(all_slots) if (place := _counting(slots, lasting)) is not None}
-    counters = {
-        call: (all_slots[call][place].nbytes, all_slots[call][place].zeroed) for call, place in counting.items()
-    }
+    counting = {call: slot for call, slots in enumerate(all_slots) if (slot := _counting(slots, lasting))}
+    counters = {call: (slot.nbytes, slot.zeroed) for call, slot in counting.items()}
     chains = staggered(schedule, counters, alignment) if stagger else ()
     apart = {call: place for chain in chains for call, place in chain.items()}
-    ends = [apart[call].offset + _aligned(counters[call][0], alignment) for call in apart]
+    ends = [place.offset + _aligned(counting[call].nbytes, alignment) for call, place in apart.items()]
     for call, slots in enumerate(all_slots):
-        alive = [slot.storage in lasting for slot in slots]
-        first, last = _small_ones(slots, alive)
+        first, last = _small_ones(slots, lasting)
         own: list[Block] = []
         for place, slot in enumerate(slots):
             home, offset, untouched = "scratch" if slot.small else "workspace", 0, 0
             above = any(block.home in ("staggered", "scratch") and block.nbytes <= SMALL_NBYTES for block in own)
-            if alive[place] and slot.storage is not None and (not slot.small or place == first):
+            if slot.storage is not None and slot.storage in lasting and (not slot.small or place == first):
                 home = "arena"
                 arena[slot.storage] = slot.nbytes
             elif slot.small and place < first:
                 home, offset = "front", front.put(slot.nbytes)
             elif slot.small and place <= last:
                 home, offset = "kept", kept.put(slot.nbytes)
-            elif call in apart and place == counting[call]:
+            elif call in apart and slot is counting[call]:
                 home, offset, untouched = "staggered", apart[call].offset, apart[call].untouched
             elif slot.small and slot.nbytes <= CELL_NBYTES and not above:
                 home, offset, untouched = "cell", cells.put(slot.nbytes), slot.nbytes
@@ -181,23 +178,23 @@ def lay_out(
     )
 
 
-def _small_ones(slots: Sequence[_Slot], alive: Sequence[bool]) -> tuple[int, int]:
+def _small_ones(slots: Sequence[_Slot], lasting: Collection[int]) -> tuple[int, int]:
     """The first and the last small block whose content lasts; -1 if none does."""
-    wanted = [place for place, slot in enumerate(slots) if slot.small and alive[place]]
+    wanted = [place for place, slot in enumerate(slots) if slot.small and slot.storage in lasting]
     return (wanted[0], wanted[-1]) if wanted else (-1, -1)
 
 
-def _counting(slots: Sequence[_Slot], lasting: Collection[int]) -> int | None:
+def _counting(slots: Sequence[_Slot], lasting: Collection[int]) -> _Slot | None:
     """The block that is a workspace with counters, too large for a cell, and may lie above cells; None if none is.
 
     Small blocks are handed out by address: it has to come after those that last, and before those that are scratch.
     """
-    _, last = _small_ones(slots, [slot.storage in lasting for slot in slots])
+    _, last = _small_ones(slots, lasting)
     for place, slot in enumerate(slots):
         counts = 0 < slot.zeroed <= COUNTERS_NBYTES and slot.nbytes > CELL_NBYTES
         beside = (one for one in slots[last + 1 : place] if one.small and one.nbytes > CELL_NBYTES)
         if counts and (not slot.small or (place > last and not any(beside))):
-            return place
+            return slot
     return None
 
 

@@ -68,12 +68,8 @@ class CaptureProbe:
         driver = self._driver
         asked = driver.cuGraphGetNodes(driver.CUgraph(init_value=self._graph), self.nodes())
         found, _ = _checked(asked, "cuGraphGetNodes")
-        kinds = {
-            node: _checked(driver.cuGraphNodeGetType(found[node]), "cuGraphNodeGetType")[0]
-            for node in nodes
-            if node < len(found)
-        }
-        fills = {node: _zeroed(driver, found[node]) for node, kind in kinds.items() if _kind(kind.name) == "memset"}
+        there = [node for node in nodes if node < len(found)]
+        fills = {node: _zeroed(driver, found[node]) for node in there if _kind_of(driver, found[node]) == "memset"}
         return {node: reach for node, reach in fills.items() if reach}
 
     def last(self, stream: int) -> tuple[int, ...]:
@@ -99,7 +95,7 @@ def read_graph(handle: int) -> RawGraph:
         return RawGraph((), (), ())
     found, _ = _checked(driver.cuGraphGetNodes(graph, count), "cuGraphGetNodes")
     nodes = tuple(int(node) for node in found)
-    kinds = tuple(_kind(_checked(driver.cuGraphNodeGetType(node), "cuGraphNodeGetType")[0].name) for node in found)
+    kinds = tuple(_kind_of(driver, node) for node in found)
     get_edges = _of_edges(driver, "cuGraphGetEdges")
     *_, edge_count = _checked(get_edges(graph, 0), "cuGraphGetEdges")
     if not edge_count:
@@ -273,5 +269,7 @@ def _launch(driver: Any, node: Any) -> Launch:
     return Launch(name, grid, (int(found.blockDimX), int(found.blockDimY), int(found.blockDimZ)))
 
 
-def _kind(name: str) -> str:
+def _kind_of(driver: Any, node: Any) -> str:
+    (kind,) = _checked(driver.cuGraphNodeGetType(node), "cuGraphNodeGetType")
+    name: str = kind.name
     return name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
