@@ -34,6 +34,7 @@ from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
 from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
+from nimble_core.scripted import forget_compiled
 from nimble_core.signature import Signature, require_plain
 from nimble_core.static import changed_constant, check_outputs, check_static, other_values
 from nimble_core.structure import builder
@@ -277,6 +278,8 @@ def record_static(
     with collector_paused():  # no decorator, whose frame would be taken for the user's
         with step("record"):
             recording, refused = _record_as_eager(device, model, signature, args, kwargs)
+            if recording.unseen and forget_compiled(model):  # kernels of TorchScript's own may be what was not seen
+                recording, refused = _record_as_eager(device, model, signature, args, kwargs)
         with step("record again"):
             build = builder(signature.structure)
             again_args, again_kwargs = build(other_values(signature.tensors))

@@ -35,6 +35,7 @@ from nimble_core.exports import exports_seen
 from nimble_core.operators import has_memory, parts_of, shown_by, storage_address, written_tensors
 from nimble_core.origins import module_paths, place_of
 from nimble_core.recording import flat_tensors
+from nimble_core.scripted import operator_by_operator, scripted_parts
 from nimble_core.strides import elements_once
 from nimble_core.structure import flatten
 
@@ -47,9 +48,9 @@ __all__ = [
     "only_watches",
     "preserved",
     "random_state_kept",
+    "rehearse",
     "requirements_kept",
     "run_preserved",
-    "run_until_settled",
 ]
 
 
@@ -569,17 +570,11 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             raise refusal from error
 
 
-def run_until_settled(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run ``model`` once, or twice where TorchScript runs a part of it; see ``run_preserved``.
-
-    TorchScript profiles its first run and optimises in the second: constants are compared then, which is no call of
-    the model.
-    """
-    parts = model.modules() if isinstance(model, torch.nn.Module) else (model,)
-    scripted = [part for part in parts if isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction)]
-    for part in scripted:
+def rehearse(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run ``model`` once as recordings do, TorchScript operator by operator; see ``run_preserved``."""
+    for part in scripted_parts(model):
         getattr(part, "forward", None)  # torch keeps it as an attribute from its first use on: no run changes that
-    for _ in range(2 if scripted else 1):
+    with operator_by_operator():
         run_preserved(model, args, kwargs)
 
 

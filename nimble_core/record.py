@@ -64,6 +64,7 @@ from nimble_core.preserve import Change, Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
 from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
+from nimble_core.scripted import operator_by_operator
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
 
@@ -163,7 +164,7 @@ def record(
                 live = counter is None and stand_in is None
                 escapes = exports_seen(recorder.exported) if live else nullcontext()
             seen = launches_seen(recorder.launched, recorder.inside_operator, recorder.reached_elsewhere)
-            with escapes, _tensors_lifted_first(), _said_to_record(), seen, recorder:
+            with escapes, operator_by_operator(), _tensors_lifted_first(), _said_to_record(), seen, recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
             outputs, structure = flatten(result, what="output")
             if stand_in:

@@ -150,6 +150,9 @@ def _twin(model: Callable[..., Any], copies: dict[int, Any]) -> Callable[..., An
             if isinstance(tensor, torch.Tensor):
                 copies.setdefault(id(tensor), _leaf(tensor))
     twin: Callable[..., Any] = copy.deepcopy(model, dict(copies))
+    for module in _owner(twin).modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()  # cuDNN warns of weights apart from each other, and copies them in each run
     return twin
 
 

@@ -865,6 +865,21 @@ def test_a_launcher_that_is_not_known_is_noticed_and_never_raced(fuse: Any) -> N
 
 
 @torch.no_grad()
+def test_a_copy_from_the_host_in_what_is_captured_as_a_whole_is_refused_in_words() -> None:
+    kernel = launched_by_the_driver()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[x, out, x.numel()])
+        return out + torch.tensor(3.0).type_as(x)
+
+    x = torch.randn(64, device="cuda")
+    with pytest.raises(CaptureError, match=r"the model cannot be captured: .* during CUDA graph capture"):
+        Nimble(model, Options(fuse="none")).prepare(x)
+    assert model(x).isfinite().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("fuse", KINDS)
 def test_such_a_launcher_inside_an_operator_with_a_schema_is_a_call(fuse: str) -> None:
     kernel = launched_by_the_driver()

@@ -399,3 +399,20 @@ def test_random_numbers_have_no_reference(training: bool) -> None:
         assert no_reference(found, "draws random numbers")
     else:
         assert found.outputs is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_in_float64_have_their_weights_in_one_piece(kind: type[nn.LSTM | nn.GRU]) -> None:
+    model, x = kind(8, 8, num_layers=2, bidirectional=True).eval().cuda(), torch.randn(3, 2, 8, device="cuda")
+    warned = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        found = truth(model, x)
+    finally:
+        torch.set_warn_always(warned)
+    with torch.no_grad():
+        expected, _ = flatten(model(x), what="output")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other)

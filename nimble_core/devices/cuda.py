@@ -35,7 +35,7 @@ from nimble_core.layout import Layout, lay_out
 from nimble_core.locks import capturing, launching
 from nimble_core.observation import TIMED, Launch, observation, tell_by_id, tell_by_order
 from nimble_core.occupancy import Multiprocessors
-from nimble_core.preserve import random_state_kept, run_until_settled
+from nimble_core.preserve import random_state_kept, rehearse
 from nimble_core.ranges import call_ranges, capture_range, replays_marked
 from nimble_core.rawgraph import CaptureProbe, linked, links_change, read_graph, read_launches, zeroed_at_once
 from nimble_core.record import record
@@ -115,7 +115,7 @@ class CudaDevice:
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
         with capturing, random_state_kept(self.device), _errors_explained():
-            run_until_settled(model, args, kwargs)
+            rehearse(model, args, kwargs)
             self.synchronize()
 
     @_with_room
@@ -482,6 +482,14 @@ def _errors_explained() -> Iterator[None]:
         raise CaptureError(
             "CUDA refused the capture: " + str(error).splitlines()[0],
             fix="run the model once in eager mode first; keep synchronising operators out of the prepared module",
+        ) from error
+    except RuntimeError as error:
+        refused = [line for line in str(error).splitlines() if "during CUDA graph capture" in line]
+        if not refused:
+            raise
+        raise CaptureError(
+            f"the model cannot be captured: {refused[-1].removeprefix('RuntimeError: ')}",
+            fix="make tensors on the device, outside of the prepared module, or keep what copies them out of it",
         ) from error
 
 

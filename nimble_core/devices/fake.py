@@ -16,7 +16,7 @@ from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.graph import build_graph
 from nimble_core.layout import Layout, lay_out
-from nimble_core.preserve import run_until_settled
+from nimble_core.preserve import rehearse
 from nimble_core.program import Call, Program
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
@@ -95,7 +95,7 @@ class FakeDevice:
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run the model once; leaves no trace in its state and takes no time."""
-        run_until_settled(model, args, kwargs)
+        rehearse(model, args, kwargs)
 
     def record(
         self,

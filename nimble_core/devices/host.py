@@ -36,7 +36,7 @@ from nimble_core.errors import CaptureError, DeviceError, NimbleError
 from nimble_core.host_info import cpu_name
 from nimble_core.layout import Layout
 from nimble_core.measurement import quantile
-from nimble_core.preserve import run_until_settled
+from nimble_core.preserve import rehearse
 from nimble_core.ranges import capture_range, replays_marked
 from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
@@ -87,8 +87,8 @@ class HostDevice:
         """Do nothing: a host replay has finished when it returns."""
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run the model, or twice what TorchScript runs; leaves no trace in its state."""
-        run_until_settled(model, args, kwargs)
+        """Run the model; leaves no trace in its state."""
+        rehearse(model, args, kwargs)
 
     def record(
         self,
