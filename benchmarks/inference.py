@@ -7,8 +7,9 @@ copied and with static ones, all from the call to the finished result, inputs co
 them bare replays of ours and of eager's kernels on one stream. Each sample comes after an untimed run of the same. All
 outputs are held against eager's and against float64 on fresh inputs; a peer that fails is reported with the reason.
 
-Where there is a GPU, tuned eager runs before anything else: cuDNN keeps one choice for each convolution and process,
-and so everyone has that of its benchmark. Ours is prepared before the peers, and pays for loading the compiler.
+Where there is a GPU, tuned eager runs before anything else: cuDNN keeps one choice for each convolution, layout and
+process, and so everyone who runs channels last has that of its benchmark. Ours is prepared before the peers, and pays
+for loading the compiler.
 
 Rows are written as they finish, and a row that the file holds is not measured again; rows that failed are tried again
 after the others. ``--warm-only`` compiles ahead of time, several models at once, into the directory of ``--cache``.

@@ -6,6 +6,7 @@ results. Where there are none, it says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from statistics import geometric_mean, median
@@ -30,6 +31,7 @@ from benchmarks.rows import BEST, Results, speed_of
 from benchmarks.train_zoo import TASKS
 from benchmarks.training import (
     DROP_IN,
+    IN_A_ROW,
     MORE_WAYS,
     OURS,
     OVERHEAD,
@@ -279,19 +281,19 @@ def sentences(results: Results) -> list[str]:
     rows: Rows = results["rows"]
     found = _summary(rows)
     said = []
-    for group, over in found["speed over"].items():
-        named = {OVERHEAD: f"`{OVERHEAD}`", BEST: "the best peer", "eager": "eager"}
-        values = [
-            f"{_mean(over[name]['step'])} over {text} ({_mean(over[name]['drop-in'])})"
-            for name, text in named.items()
-            if over[name]["step"]["rows"] or over[name]["drop-in"]["rows"]
-        ]
-        count = over["eager"]["step"]["rows"]
-        if values:
-            said.append(
-                f"**Geometric means**, {group}, {count} row{'s' * (count != 1)}, whole step (drop-in): "
-                f"{', '.join(values)}."
-            )
+    heads = {
+        "speed over": "Geometric means**",
+        "speed in a row over": f"{IN_A_ROW} steps in a row**, of which only the last is waited for",
+    }
+    for group in found["speed over"]:
+        for what, head in heads.items():
+            over = found[what][group]
+            if values := _means(over):
+                count = over["eager"]["step"]["rows"]
+                rows_of = f"{group}, {count} row{'s' * (count != 1)}, whole step (drop-in)"
+                said.append(f"**{head}, {rows_of}: {', '.join(values)}.")
+    if least := _least_in_a_row(rows):
+        said.append(f"**Least of the best peer, {IN_A_ROW} steps in a row**: {least}.")
     said += missed(rows)
     said.append(_preparation(rows))
     if far := found["distance to limit"]["explained"]:
@@ -299,6 +301,8 @@ def sentences(results: Results) -> list[str]:
             f"**Far from the limit**: {len(far)} of {len(found['distance to limit']['by row'])} rows are above "
             f"{EXPLAINED_ABOVE:g} times theirs; why is said for each beside all rows."
         )
+    if broken := _breaks(rows):
+        said.append(f"**Graph breaks** of Dynamo: {'; '.join(broken)}.")
     if left := found["left out"]:
         said.append(f"**Left out**, with the reason beside all rows: {'; '.join(left)}.")
     if failed := results.get("failed"):
@@ -310,6 +314,45 @@ def sentences(results: Results) -> list[str]:
     if digits := results.get("digits"):
         said.append(f"**A real data set**: {about_digits(digits)[0]}.")
     return as_list(said)
+
+
+def _means(over: Mapping[str, Any]) -> list[str]:
+    """Geometric means over those that are quoted, of the whole step and of the drop-in."""
+    named = {OVERHEAD: f"`{OVERHEAD}`", BEST: "the best peer", "eager": "eager"}
+    return [
+        f"{_mean(over[name]['step'])} over {text} ({_mean(over[name]['drop-in'])})"
+        for name, text in named.items()
+        if over[name]["step"]["rows"] or over[name]["drop-in"]["rows"]
+    ]
+
+
+def _least_in_a_row(rows: Rows) -> str:
+    """The row in which each of ours gains least on its best peer, where the host may run ahead."""
+    said = []
+    for way, name in NAMES.items():
+        speeds = {
+            key: value
+            for key, row in rows.items()
+            if equal(row, way) and "in a row" in row and (value := speed_of(row["in a row"], BEST, way))
+        }
+        if speeds:
+            key = min(speeds, key=speeds.__getitem__)
+            said.append(f"{name} {_precise(speeds[key])} on {key}")
+    return ", ".join(said)
+
+
+def _breaks(rows: Rows) -> list[str]:
+    """Where a compiler left some of the step to Python: how often, whose, on how many rows."""
+    found = Counter(
+        (name, note)
+        for row in rows.values()
+        for name, one in row["ways"].items()
+        for note in (one.get("note") or "").split("; ")
+        if note.startswith("graph breaks")
+    )
+    return [
+        f"{note.removeprefix('graph breaks: ')} in `{name}` on {count} rows" for (name, note), count in found.items()
+    ]
 
 
 def _summary(rows: Rows) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def _say_that_it_stays() -> None:
     _said.set()
     warn(
         "CUPTI stays in this process, since a profiler brought it in before, or CUDA graphs were launched without "
-        "torch while kernels were timed: launching a CUDA graph takes 0.2 to 0.4 µs a node longer here, whoever does "
+        "torch while kernels were timed: launching a CUDA graph takes 0.2 to 0.6 µs a node longer here, whoever does "
         "(docs/profiling.md says more)"
     )
 

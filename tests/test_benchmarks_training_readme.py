@@ -308,3 +308,28 @@ def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path) -> None:
 
 def test_keys_are_those_of_the_suite() -> None:
     assert keyed(full()).keys() == {Row("A CIFAR", "tf32", 32, ()).key}
+
+
+# -- what the first tables do not show -----------------------------------------------------------------------------
+
+
+def in_a_row(row: dict[str, Any], step: float, drop_in: float) -> dict[str, Any]:
+    speed = {way: {"eager": {"value": value}} for way, value in (("step", step), ("drop-in", drop_in))}
+    return {**row, "in a row": {"speed": speed}}
+
+
+def test_steps_in_a_row_are_quoted_beside_those_that_are_waited_for() -> None:
+    assert "in a row" not in said(full())
+    page = said(in_a_row(full(), 2.0, 1.0), in_a_row(full("B CIFAR"), 8.0, 4.0), full("C CIFAR"))
+    assert "**10 steps in a row**, of which only the last is waited for, CIFAR, tf32, 2 rows" in page
+    assert "4.00x over the best peer (2.00x), 4.00x over eager (2.00x)." in page
+    least = "whole step 2.000x on A CIFAR, tf32, batch 32, drop-in 1.000x on A CIFAR, tf32, batch 32."
+    assert f"**Least of the best peer, 10 steps in a row**: {least}" in page
+
+
+def test_graph_breaks_are_counted() -> None:
+    assert "Graph breaks" not in said(full())
+    rows = [full(), full("B CIFAR")]
+    for row in rows:
+        row["ways"]["compile-step"] = {"measured": True, "prepare s": 1.0, "note": "graph breaks: 2; and more"}
+    assert "**Graph breaks** of Dynamo: 2 in `compile-step` on 2 rows." in said(*rows)
