@@ -20,7 +20,7 @@ class EqualityCheck:
         tolerance: bound on ``error``. Against eager it follows from the lowest precision at work; against float64
             from eager's own error.
         input_effect: how far eager's own outputs move between two inputs, same measure: what makes the check
-            meaningful. Below ten times the tolerance the check is void and does not pass.
+            meaningful. Below ten times the tolerance, and ten times the error, the check is void and does not pass.
         passed: error within tolerance, outputs finite, and the check not void.
         reason: why it did not pass; empty otherwise.
         eager_error: ``‖eager - truth‖ / ‖truth‖``, where truth is the model's output in float64, for the output that

@@ -6,7 +6,7 @@ that as eager is, up to a small factor.
 
 Random weights can make a check meaningless: outputs that hardly depend on the input pass whatever a replay does, and
 NaN equals nothing. So the check also measures how far eager's own outputs move between two inputs, and does not pass
-unless that is well above the bound.
+unless that is well above the bound, or well above what the replay is off.
 
 Gradients need more. One that is zero in exact arithmetic (of a convolution's bias before BatchNorm, of the keys' bias
 in attention) consists of rounding only, and a branch that rounding decides (ReLU, max pooling) moves a gradient by
@@ -181,6 +181,11 @@ class _Verdict:
         return self.effect > 0 and self.effect >= _VOID_BELOW * self.bound
 
     @property
+    def followed(self) -> bool:
+        """Whether a replay that ignores its inputs could not have come so near: as telling, by a tighter bound."""
+        return self.effect > 0 and self.effect >= _VOID_BELOW * self.error
+
+    @property
     def margin(self) -> float:
         """Share of the bound that is used up."""
         return self.error / self.bound if self.bound else math.inf if self.error else 0.0
@@ -208,6 +213,9 @@ def check_equality(
     With ``perturbed`` outputs (a training step's) what the perturbation did to a tensor counts like eager's own error,
     if it is more. All is measured against the greater of the truth's and eager's norm, so that tensors of pure rounding
     count as such.
+
+    Of the outputs at least one has to move between inputs by ten times its bound, or ten times what the replay is off
+    there. Of a training step only the first counts.
 
     Where eager is infinite, a replay has to be as infinite; what is compared is the rest. NaN makes the check void.
 
@@ -267,7 +275,9 @@ def check_equality(
                 errors = [error for error, one in pairs if one.telling or not one.right]
         if names:
             verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
-        reason = _reason(verdicts)
+        # Of a training step the loss, which hardly moves, would answer for gradients that rounding drowns.
+        shown_by = [one.followed if moved is None else one.telling for one in verdicts]
+        reason = _reason(verdicts, shown=any(shown_by))
     if errors is None:
         errors = _worst([_errors(out, eager[case]) for case, out in kept]) if alike else [math.inf]
     by_truth = [one for one in verdicts if one.own is not None]
@@ -430,7 +440,7 @@ def _finite(runs: Sequence[Sequence[torch.Tensor]]) -> bool:
     return all_finite(tensor for outputs in runs for tensor in outputs)
 
 
-def _reason(verdicts: Sequence[_Verdict]) -> str:
+def _reason(verdicts: Sequence[_Verdict], *, shown: bool) -> str:
     worst = max(verdicts, key=lambda one: one.margin)
     subject = f"{worst.name} differs" if worst.name else "outputs differ"
     where = " at one element" if worst.peak else ""
@@ -439,7 +449,7 @@ def _reason(verdicts: Sequence[_Verdict]) -> str:
     if not worst.right:
         own = f"eager's by {worst.own:.1e}"
         return f"{subject} from float64's{where} by {worst.error:.1e}, {own}: at most {worst.bound:.1e} would pass"
-    if any(one.telling for one in verdicts):
+    if shown:
         return ""
     most = max(verdicts, key=lambda one: one.effect)
     return f"{DROWNED} {most.effect:.1e} between inputs, too little for tolerance {most.bound:.0e}"
