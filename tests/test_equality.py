@@ -545,7 +545,7 @@ def test_a_replay_passes_by_its_error_and_eagers(own: float, theirs: float, seed
     if abs(theirs / bound - 1) > 1e-6:
         assert check.differs == (theirs > bound)
         if theirs < bound:
-                assert check.passed == (check.input_effect >= 10 * theirs)
+            assert check.passed == (check.input_effect >= 10 * theirs)
 
 
 def test_lowest_precision() -> None:
