@@ -32,6 +32,7 @@ from nimble_core.layout import SMALL_NBYTES, Layout
 from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
+from nimble_core.random_states import seed_otherwise
 from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
 from nimble_core.scripted import forget_compiled
@@ -284,7 +285,12 @@ def record_static(
             build = builder(signature.structure)
             again_args, again_kwargs = build(other_values(signature.tensors))
             again = Signature(again_args, again_kwargs)
-            with random_state_kept(signature.device), announced(refused is not None), expecting(recording):
+            with (
+                random_state_kept(signature.device, recording.generators),
+                announced(refused is not None),
+                expecting(recording),
+            ):
+                seed_otherwise(signature.device, recording.generators)
                 # A branch on random numbers of Python or numpy shows as well.
                 random.seed(_OTHER_SEED)
                 if "numpy" in sys.modules:

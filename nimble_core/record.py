@@ -62,6 +62,7 @@ from nimble_core.origins import in_batch_norm, line_inside, module_paths, place_
 from nimble_core.phases import current_phase
 from nimble_core.preserve import Change, Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
+from nimble_core.random_states import RandomStates, state_of
 from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
 from nimble_core.rewritten import Rewritten
 from nimble_core.scripted import operator_by_operator
@@ -173,20 +174,32 @@ def record(
         except RuntimeError as error:
             if "weakref associated" in str(error):
                 raise recorder.refused_swap(error) from error
+            if counter and "CUDAGeneratorImpl::" in str(error):
+                raise _random_state_set(recorder.raised_at(error)) from error
             raise
         finally:
             moved = recorder.put_memory_back()
             recorder.addresses.let_go()
-        changed, drawn = guard.changed_attributes() | moved, guard.drawn()
+        changed, drawn, seeds = guard.changed_attributes() | moved, guard.drawn(), recorder.sets_random_state()
         carried = recorder.carried(changed, model)
     if carried and any(call.phase == "backward" for call in recording.program.calls):
         raise _refused_to_carry(carried)
-    notes = tuple(_notes(changed, carried, drawn))
+    notes = tuple(_notes(changed, carried, drawn, seeds=seeds))
     return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=notes))
 
 
-def _notes(changed: Changes, carried: Mapping[str, _Carried], drawn: Sequence[str]) -> Iterator[str]:
+def _random_state_set(where: str) -> NotStaticError:
+    return NotStaticError(
+        "the forward sets random state, or puts it back, which a replay does not repeat",
+        where=where,
+        fix="set it outside of the model, or draw outside and pass the numbers in",
+    )
+
+
+def _notes(changed: Changes, carried: Mapping[str, _Carried], drawn: Sequence[str], *, seeds: bool) -> Iterator[str]:
     """What the forward does in Python that replays do not, in words."""
+    if seeds:
+        yield "the forward sets torch's random state, which a replay does not repeat"
     if drawn:
         yield (
             f"the forward draws from {' and '.join(drawn)}: what was drawn in preparation is frozen in every replay, "
@@ -426,6 +439,9 @@ class _Recorder(TorchDispatchMode):
         self._constant: set[int] = set()  # storages whose values depend on neither inputs nor parameters
         self._written: set[int] = set()
         self._generator: int | None = None
+        live = counter is None and stand_in is None
+        self._states = RandomStates(expected.generators) if expected and live else None
+        self._random_state = torch.get_rng_state() if live else None
         self._nodes = counter.nodes() if counter else 0
         self._next_node = torch._C._autograd._get_sequence_nr()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
@@ -504,12 +520,18 @@ class _Recorder(TorchDispatchMode):
         # Calls that draw random numbers keep their order: on the host each changes the generator, and in a capture each
         # is given the place in the stream of numbers that those issued before it left. Attention without dropout draws
         # none.
-        state = torch.get_rng_state() if traits.seeded and not (self.counter or self.stand_in) else None
+        generator = kwargs.get("generator")
+        state = state_of(generator) if traits.seeded and not (self.counter or self.stand_in) else None
         result = self._run(func, args, kwargs, frame)
         if state is None:
             draws = traits.seeded and draws_numbers(func, args, kwargs)
+            if self._states and func.namespace != "aten":
+                self._states.skip()
         else:
-            draws = kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
+            now = state_of(generator)
+            draws = generator is not None or not torch.equal(state, now)
+            if draws and self._states and not self._states.follow(generator, state, now):
+                raise _random_state_set(self._where(traits.text, frame))
         writes = [self._written_ref(tensor) for tensor in written] if written else []
         for ref in writes:
             if ref.storage in self._exported:
@@ -574,6 +596,8 @@ class _Recorder(TorchDispatchMode):
         if self.counter:
             self._notice_unseen(None)
         self._notice_changes(self._exported, "before the end", None)
+        if self._states and self._generator is not None and not self._states.settled():
+            raise _random_state_set("after the last draw of random numbers")
         for tensor in outputs:
             if tensor.device != self.device:
                 raise CaptureError(
@@ -655,6 +679,17 @@ class _Recorder(TorchDispatchMode):
             where=self._where("torch.utils.swap_tensors", frame),
             fix="exchange names (a, b = b, a), or copy values",
         )
+
+    def sets_random_state(self) -> bool:
+        """Whether random state is another one, though nothing was drawn, and no operator could have out of sight."""
+        if self._random_state is None or torch.equal(self._random_state, torch.get_rng_state()):
+            return False
+        return self._generator is None and all(call.operator.startswith("aten.") for call in self._calls)
+
+    def raised_at(self, error: BaseException) -> str:
+        """Where the model was when torch raised ``error``, in words."""
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        return self._where(f"torch's {frame.f_code.co_name}", frame)
 
     def put_memory_back(self) -> Changes:
         """Let the tensors that were there before the run show what they did; what it gave other memory, by name."""

@@ -1,0 +1,189 @@
+"""Random state that a model sets is refused: replays draw on from where the last draw left off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nimble_core import CaptureError, Nimble, NimbleWarning, NotStaticError, Options, TrainStep
+from nimble_core.random_states import RandomStates, seed_otherwise, state_of
+
+QUICK = Options(tune="off")
+REFUSED = "sets random state"
+OWN = torch.Generator()
+OWN_ON_GPU: list[torch.Generator] = []
+
+
+def seeds(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x + torch.randn_like(x)
+
+
+def forks(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        noise = torch.randn_like(x)
+    return x + noise
+
+
+def forks_and_draws_on(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        noise = torch.randn_like(x)
+    return x + noise * torch.rand_like(x)
+
+
+def seeds_after_a_draw(x: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn_like(x)
+    torch.manual_seed(0)
+    return x + noise
+
+
+def repeats(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    noise = torch.randn_like(x)
+    torch.set_rng_state(state)
+    return x + noise
+
+
+def seeds_its_own(x: torch.Tensor) -> torch.Tensor:
+    OWN.manual_seed(7)
+    return x + torch.randn(x.shape, generator=OWN)
+
+
+def repeats_its_own(x: torch.Tensor) -> torch.Tensor:
+    state = OWN.get_state()
+    noise = torch.randn(x.shape, generator=OWN)
+    OWN.set_state(state)
+    return x + noise
+
+
+SETTING = (seeds, forks, forks_and_draws_on, seeds_after_a_draw, repeats, seeds_its_own, repeats_its_own)
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[None]:
+    own = OWN.get_state()
+    with torch.random.fork_rng():
+        yield
+    OWN.set_state(own)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize("model", SETTING)
+def test_random_state_that_a_model_sets_is_refused(model: Callable[[torch.Tensor], torch.Tensor], seed: Any) -> None:
+    if seed is not None:  # what the model sets is what there is already
+        torch.manual_seed(seed)
+        OWN.manual_seed(seed)
+    before, own = torch.get_rng_state(), OWN.get_state()
+    with pytest.raises(NotStaticError, match=REFUSED):
+        Nimble(model, QUICK).prepare(torch.zeros(2, 4))
+    assert torch.equal(before, torch.get_rng_state())
+    # Which generators a model draws from is known when it does: what it was set to before is the state that is kept.
+    now = OWN.get_state()
+    assert torch.equal(now, OWN.manual_seed(7).get_state() if model is seeds_its_own else own)
+
+
+class Dropped(nn.Module):
+    """Sets a seed before it drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return nn.functional.dropout(self.linear(x), 0.5)
+
+
+def test_in_training_too() -> None:
+    model, x = Dropped(), torch.ones(2, 4)
+    with pytest.raises(NotStaticError, match=REFUSED):
+        Nimble(model, QUICK).prepare(x, training=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(NotStaticError, match=REFUSED):
+        TrainStep(model, nn.MSELoss(), optimizer, options=QUICK).prepare(x, torch.ones(2, 4))
+
+
+def draws_of_all_kinds(x: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.dropout(x, 0.5) + torch.randn(x.shape, generator=OWN)
+    with torch.random.fork_rng():
+        pass  # nothing is drawn inside
+    y = y + torch.empty_like(x).normal_(generator=torch.default_generator) + torch.rand_like(x)
+    return y * torch.bernoulli(torch.full_like(x, 0.5), generator=OWN)
+
+
+def test_draws_alone_go_on_as_in_eager() -> None:
+    x = torch.ones(3, 5)
+    net = Nimble(draws_of_all_kinds, QUICK).prepare(x)
+    before, own = torch.get_rng_state(), OWN.get_state()
+    expected = [draws_of_all_kinds(x) for _ in range(3)]
+    torch.set_rng_state(before)
+    OWN.set_state(own)
+    assert all(torch.equal(net(x), one) for one in expected)
+
+
+def test_a_seed_that_nothing_is_drawn_from_is_noted() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return x + 1
+
+    with pytest.warns(NimbleWarning, match="sets torch's random state"):
+        net = Nimble(model, QUICK).prepare(torch.ones(2))
+    assert torch.equal(net(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_an_operator_that_is_not_torchs_may_draw_out_of_sight() -> None:
+    library = torch.library.Library("nimble_draws", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor")
+    library.impl("noise", lambda x: x + torch.randn(x.shape), "CPU")
+    net = Nimble(lambda x: torch.rand_like(x) + torch.ops.nimble_draws.noise(x) * torch.rand_like(x), QUICK)
+    net.prepare(torch.ones(3))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(["default", "first", "second", "set", "set first"]), max_size=8))
+def test_what_is_followed_is_what_was_drawn(steps: list[str]) -> None:
+    own = {"first": torch.Generator(), "second": torch.Generator()}
+    with torch.random.fork_rng():
+        seed_otherwise(torch.device("cpu"), own.values())
+        draws, followed = RandomStates(list(own.values())), True
+        for step in steps:
+            if step == "set":
+                torch.manual_seed(3)
+            elif step == "set first":
+                own["first"].manual_seed(3)
+            else:
+                generator = own.get(step)
+                before = state_of(generator)
+                torch.rand(2, generator=generator)
+                followed &= draws.follow(generator, before, state_of(generator))
+        for generator in own.values():  # each is drawn from, or it would not be known
+            before = state_of(generator)
+            torch.rand(2, generator=generator)
+            followed &= draws.follow(generator, before, state_of(generator))
+        assert (followed and draws.settled()) == {"set", "set first"}.isdisjoint(steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, 7, 99])
+@pytest.mark.parametrize("model", [seeds, forks, seeds_after_a_draw])
+def test_random_state_that_a_model_sets_on_a_gpu(model: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+    before = torch.cuda.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        with pytest.raises(CaptureError, match="random state"):
+            Nimble(model, QUICK).prepare(torch.zeros(2, 4, device="cuda"))
+        x = torch.zeros(2, 4, device="cuda")
+        net = Nimble(lambda x: nn.functional.dropout(x + 1, 0.5), QUICK).prepare(x)
+        torch.manual_seed(seed)
+        first = net(x).clone()
+        torch.manual_seed(seed)
+        assert torch.equal(net(x), first)
+    finally:
+        torch.cuda.set_rng_state(before)
