@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Gap", "all_finite", "finite", "gaps", "numbers"]
+__all__ = ["Gap", "all_finite", "comparable", "finite", "gaps", "numbers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +78,11 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether no element of any of them is infinite or no number."""
     import torch
 
-    return all(numbers([torch.isfinite(tensor.detach()).all() for tensor in tensors]))
+    return all(numbers([torch.isfinite(comparable(tensor.detach())).all() for tensor in tensors]))
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; float8 in float32, which holds each of its numbers: torch compares and fills few of those types."""
+    import torch
+
+    return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor

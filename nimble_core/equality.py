@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.candidates import EqualityCheck
-from nimble_core.distances import Gap, all_finite, finite, gaps, numbers
+from nimble_core.distances import Gap, all_finite, comparable, finite, gaps, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,10 @@ TOLERANCE = {
     "float16": 5e-3,
     "bfloat16": 2e-2,
     "float8_e4m3fn": 1e-1,
+    "float8_e4m3fnuz": 1e-1,
     "float8_e5m2": 2e-1,
+    "float8_e5m2fnuz": 2e-1,
+    "float8_e8m0fnu": 8e-1,
 }
 """Bound on ``‖replay - eager‖ / ‖eager‖``, where there is no float64 reference, by the lowest precision at work."""
 
@@ -63,11 +66,15 @@ _FLOOR = {
     "float16": 4e-3,
     "bfloat16": 8e-3,
     "float8_e4m3fn": 1e-1,
+    "float8_e4m3fnuz": 1e-1,
     "float8_e5m2": 2e-1,
+    "float8_e5m2fnuz": 2e-1,
+    "float8_e8m0fnu": 8e-1,
 }
 """Errors against float64 that pass however exact eager is. float32: what Winograd convolution makes. TF32 and float16:
 weights that were folded and rounded once more; that error is the same everywhere, so that no pooling averages it as it
 does eager's (2.2e-3 and 6.9e-4 on NASNet-A mobile in float16). bfloat16: two roundings; more would hide mistakes.
+float8: 1.6 times what one rounding may do at most, which is a half in e8m0fnu, of powers of two alone.
 """
 
 _FACTOR = 3.0
@@ -79,6 +86,7 @@ _PEAK = 4.0
 """How much wider bounds on single elements are than those on norms: greatest elements of errors scatter more, above all
 where rounding decides branches."""
 _PRECISIONS = tuple(TOLERANCE)
+_SCALES = "float8_e8m0fnu"
 _REAL = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 
 
@@ -113,14 +121,16 @@ def tolerance_for(outputs: Sequence[torch.Tensor], lowest: str = "") -> float:
 def lowest_precision(program: Program) -> str:
     """The least precise floating dtype that a call of ``program`` reads or writes; empty if there is none.
 
-    Under autocast this is what the products are computed in, whatever type the outputs have. O(accesses).
+    Under autocast this is what the products are computed in, whatever type the outputs have. e8m0fnu does not count:
+    it holds scales, and how they are rounded is undone where numbers are divided by them first. O(accesses).
 
     >>> from nimble_core.program import Access, Call, Program, TensorRef
     >>> accesses = [Access(TensorRef(0, 0, (1,), (1,), dtype, 2), False) for dtype in ("float32", "float16", "int64")]
     >>> lowest_precision(Program((Call(0, "aten.mm.default", (), tuple(accesses)),), (), (), ()))
     'float16'
     """
-    return _loosest(access.ref.dtype for call in program.calls for access in call.accesses)
+    dtypes = (access.ref.dtype for call in program.calls for access in call.accesses)
+    return _loosest(dtype for dtype in dtypes if dtype != _SCALES)
 
 
 def _loosest(dtypes: Iterable[str]) -> str:
@@ -245,8 +255,9 @@ def check_equality(
         alike_there = all(_alike_at(infinite[case], out, eager[case]) for case, out in kept)
         others = [*enumerate(references or ()), *enumerate(perturbed or ())]
         known = [(case, one) for case, one in others if one is not None and _alike(one, eager[case])]
-        # Rounding may decide what overflows, in float16 most of all, or whether a logarithm is of zero.
-        decided = precision != "float16" and all(_alike_at(infinite[case], one, eager[case]) for case, one in known)
+        # Rounding may decide what overflows, in float16 and float8 most of all, or whether a logarithm is of zero.
+        decided = not precision.startswith(("float16", "float8"))
+        decided = decided and all(_alike_at(infinite[case], one, eager[case]) for case, one in known)
         kept = [(case, _without(infinite[case], out)) for case, out in kept]
         eager = [_without(where, outputs) for where, outputs in zip(infinite, eager, strict=True)]
         eager_finite = _finite(eager)
@@ -424,16 +435,17 @@ def _usable(
 def _infinities(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Where each is infinite; complex numbers that are stay, which makes checks void."""
     nowhere = _torch().zeros_like
-    return [nowhere(one, dtype=_torch().bool) if one.is_complex() else one.isinf() for one in outputs]
+    return [nowhere(one, dtype=_torch().bool) if one.is_complex() else comparable(one).isinf() for one in outputs]
 
 
 def _alike_at(where: Sequence[torch.Tensor], out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bool:
-    return all(numbers([((a == b) | ~at).all() for at, a, b in zip(where, out, reference, strict=True)]))
+    pairs = zip(where, map(comparable, out), map(comparable, reference), strict=True)
+    return all(numbers([((a == b) | ~at).all() for at, a, b in pairs]))
 
 
 def _without(where: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``outputs`` with zeros ``where`` eager is infinite."""
-    return [one.masked_fill(at, 0) for at, one in zip(where, outputs, strict=True)]
+    return [comparable(one).masked_fill(at, 0) for at, one in zip(where, outputs, strict=True)]
 
 
 def _finite(runs: Sequence[Sequence[torch.Tensor]]) -> bool:

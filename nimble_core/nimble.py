@@ -23,6 +23,7 @@ from nimble_core.folded import Folded
 from nimble_core.freshness import Watch, announce, hooks_of_users
 from nimble_core.fusing import follow
 from nimble_core.judging import eager_cases
+from nimble_core.nearest import nearest
 from nimble_core.options import Options, require_flag, require_options
 from nimble_core.origins import warn
 from nimble_core.overlaps import Apart
@@ -389,13 +390,16 @@ class Nimble(torch.nn.Module):
                     fix="call under the same torch.autocast as prepare(...), or prepare(...) under this one as well, "
                     'or use Options(on_new_shape="prepare" or "eager")',
                 )
-        for engine in self._engines:
-            if engine.mode == mode:
-                raise InputError(
-                    f"no engine is prepared for these inputs: {engine.signature.explain(args, kwargs)}",
-                    where=f"prepared: {engine.signature}",
-                    fix='prepare(...) for them as well, or use Options(on_new_shape="prepare" or "eager")',
-                )
+        prepared = [engine for engine in self._engines if engine.mode == mode]
+        if prepared:
+            called = self._model.input_names if isinstance(self._model, Around) else ()
+            elsewhere = [one.autocast is not None and not one.autocast.holds() for one in prepared]
+            near, listed = nearest([one.signature for one in prepared], elsewhere, args, kwargs, called)
+            raise InputError(
+                f"no engine is prepared for these inputs: {near.explain(args, kwargs)}",
+                where=f"prepared: {listed}",
+                fix='prepare(...) for them as well, or use Options(on_new_shape="prepare" or "eager")',
+            )
         if any(engine.backward is not None for engine in self._engines):
             # Training evaluates in between.
             self._say(f"not prepared in {'training' if mode else 'evaluation'} mode: runs in eager")

@@ -1,12 +1,15 @@
 """Random state that a model sets (``torch.manual_seed``, ``fork_rng``, ``Generator.set_state``): no call of a replay.
 
-A replay draws on from wherever the last draw left off, so between draws nothing else may change a generator's state.
-On the host that is looked at. In a capture torch refuses to set a seed, unless to what it is; so the second recording
-begins with other seeds than the first. What puts a state back there without a seed is not seen.
+A replay draws on from wherever the last draw left off, so a model may change a generator's state by draws alone. Other
+threads may draw from torch's own meanwhile, so what shows it is another seed, or a state that a draw has left behind.
+The second recording begins with seeds of ours, so that a seed shows that was there before, too.
+
+In a capture torch refuses to set a seed, unless to what it is. What puts a state back there without a seed is not seen.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,43 +33,35 @@ def seed_otherwise(device: torch.device, generators: Iterable[torch.Generator]) 
 
 def state_of(generator: torch.Generator | None) -> torch.Tensor:
     """State of a generator on the host; None is torch's own."""
-    return torch.get_rng_state() if generator is None else generator.get_state()
+    return (generator or torch.default_generator).get_state()
 
 
 class RandomStates:
-    """Follows the states of generators on the host through the draws of a model.
-
-    Operators are given a generator as a new object each time, so the user's own are told apart by their states.
+    """Follows generators on the host through the draws of a model that began after ``seed_otherwise``.
 
     Args:
-        own: those of the user's that the model draws from, in states that nothing else has.
+        own: those of the user's that the model draws from.
     """
 
     def __init__(self, own: Sequence[torch.Generator]) -> None:
-        self._own = own
-        self._default = torch.get_rng_state()
-        self._untouched = [one.get_state() for one in own]
-        self._left: list[torch.Tensor] = []
+        self._generators = [torch.default_generator, *own]
+        self._seeds = {one.initial_seed() for one in self._generators}
+        self._left_behind: set[bytes] = set()
 
-    def follow(self, generator: torch.Generator | None, before: torch.Tensor, after: torch.Tensor) -> bool:
-        """Note a draw. False if the state before it is none that a draw, or the beginning, has left."""
-        default, left = torch.equal(before, self._default), _among(before, self._left)
-        if default:
-            self._default = after  # the user may give torch's own, too
-        if left or generator is not None:
-            self._left = [*(one for one in self._left if not torch.equal(one, before)), after]
-        return default or (generator is not None and (left or _among(before, self._untouched)))
-
-    def skip(self) -> None:
-        """Take torch's own state as it is: an operator that is not torch's may have drawn from it."""
-        self._default = torch.get_rng_state()
+    def follow(self, generator: torch.Generator | None, before: torch.Tensor) -> bool:
+        """Note a draw from a generator in the state ``before``. False if the model has set that."""
+        state = _bytes(before)
+        known = (generator or torch.default_generator).initial_seed() in self._seeds and state not in self._left_behind
+        self._left_behind.add(state)
+        return known
 
     def settled(self) -> bool:
-        """Whether all are in the states in which the last draws left them."""
-        return torch.equal(torch.get_rng_state(), self._default) and all(
-            _among(one.get_state(), self._left) for one in self._own
+        """Whether no generator has been given another seed, or a state that a draw has left behind."""
+        return all(
+            one.initial_seed() in self._seeds and _bytes(one.get_state()) not in self._left_behind
+            for one in self._generators
         )
 
 
-def _among(state: torch.Tensor, states: Iterable[torch.Tensor]) -> bool:
-    return any(torch.equal(state, one) for one in states)
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())

@@ -180,7 +180,7 @@ def record(
         finally:
             moved = recorder.put_memory_back()
             recorder.addresses.let_go()
-        changed, drawn, seeds = guard.changed_attributes() | moved, guard.drawn(), recorder.sets_random_state()
+        changed, drawn, seeds = guard.changed_attributes() | moved, guard.drawn(), recorder.sets_seed()
         carried = recorder.carried(changed, model)
     if carried and any(call.phase == "backward" for call in recording.program.calls):
         raise _refused_to_carry(carried)
@@ -441,7 +441,7 @@ class _Recorder(TorchDispatchMode):
         self._generator: int | None = None
         live = counter is None and stand_in is None
         self._states = RandomStates(expected.generators) if expected and live else None
-        self._random_state = torch.get_rng_state() if live else None
+        self._seed = torch.initial_seed() if live else None
         self._nodes = counter.nodes() if counter else 0
         self._next_node = torch._C._autograd._get_sequence_nr()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
@@ -525,12 +525,10 @@ class _Recorder(TorchDispatchMode):
         result = self._run(func, args, kwargs, frame)
         if state is None:
             draws = traits.seeded and draws_numbers(func, args, kwargs)
-            if self._states and func.namespace != "aten":
-                self._states.skip()
         else:
-            now = state_of(generator)
-            draws = generator is not None or not torch.equal(state, now)
-            if draws and self._states and not self._states.follow(generator, state, now):
+            moved = not torch.equal(state, state_of(generator))
+            draws = generator is not None or moved
+            if moved and self._states and not self._states.follow(generator, state):
                 raise _random_state_set(self._where(traits.text, frame))
         writes = [self._written_ref(tensor) for tensor in written] if written else []
         for ref in writes:
@@ -680,11 +678,9 @@ class _Recorder(TorchDispatchMode):
             fix="exchange names (a, b = b, a), or copy values",
         )
 
-    def sets_random_state(self) -> bool:
-        """Whether random state is another one, though nothing was drawn, and no operator could have out of sight."""
-        if self._random_state is None or torch.equal(self._random_state, torch.get_rng_state()):
-            return False
-        return self._generator is None and all(call.operator.startswith("aten.") for call in self._calls)
+    def sets_seed(self) -> bool:
+        """Whether torch has another seed than before, though nothing was drawn."""
+        return self._seed is not None and self._generator is None and self._seed != torch.initial_seed()
 
     def raised_at(self, error: BaseException) -> str:
         """Where the model was when torch raised ``error``, in words."""

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.accumulators import require_no_node_hooks
@@ -383,6 +384,7 @@ class TrainStep:
         device = next((one.device for one in model.parameters()), None)
         if device is None:
             raise InputError("the model has no parameters to train")
+        _require_initialised(model, loss_fn)
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise InputError(
                 f"autocast={autocast!r} is no type to compute in", fix="torch.bfloat16, torch.float16 or None"
@@ -583,6 +585,19 @@ class TrainStep:
     def __repr__(self) -> str:
         chosen = f", {self.engine.executable.schedule.policy}" if self.engine else ""
         return f"TrainStep({type(self.model).__name__}, {type(self.optimizer).__name__}{chosen})"
+
+
+def _require_initialised(model: torch.nn.Module, loss_fn: object) -> None:
+    """Raise InputError for a lazy module that never ran, in the words of ``Nimble.prepare``.
+
+    What is frozen does not hinder an optimizer, and may yet be initialised before ``prepare``, which asks again.
+    """
+    named = [*model.named_parameters()]
+    if isinstance(loss_fn, torch.nn.Module):
+        named += loss_fn.named_parameters("loss_fn")
+    for name, one in named:
+        if one.requires_grad and isinstance(one, UninitializedParameter):
+            raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
 
 
 def _require_own(model: torch.nn.Module, loss_fn: object, parameters: Sequence[torch.Tensor]) -> None:

@@ -16,9 +16,10 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,14 @@ def _profile(given: argparse.Namespace) -> int:
     ended: int | Exception = 0
     if given.script.suffix == ".nimble":
         raise InputError(f"{given.script} is a report", fix=f"python -m nimble_viz show {given.script}")
-    if given.script.name.endswith((".json", ".json.gz")):
+    is_trace = given.script.name.endswith((".json", ".json.gz"))
+    misplaced = _misplaced(given.arguments, given.options)
+    if misplaced and not given.quiet:
+        names = f"{', '.join(misplaced)} {'was' if len(misplaced) == 1 else 'were'}"
+        went = f"{names} ignored: a trace takes none" if is_trace else f"{names} given to {given.script.name}"
+        command = f"python -m nimble_viz profile {' '.join(misplaced.values())} {given.script}"
+        print(f"{went}; options of ours come before it: {command}", file=sys.stderr, flush=True)
+    if is_trace:
         from nimble_viz.trace_files import from_trace
 
         with _files():
@@ -214,6 +222,12 @@ def _profile(given: argparse.Namespace) -> int:
     if isinstance(ended, Exception):
         raise ended
     return ended
+
+
+def _misplaced(arguments: Sequence[str], options: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``options``, by name, that a script is given, and how each is written; after ``--`` all is its own."""
+    names = [one.partition("=")[0] for one in takewhile(lambda one: one != "--", arguments)]
+    return {name: options[name] for name in names if name in options}
 
 
 def _kept(save: Path | None) -> str:
@@ -454,7 +468,18 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in commands.choices.values():
         command.add_argument("--traceback", action="store_true", help="show errors with their traceback")
+    profiled.set_defaults(options=_long_options(profiled))
     return parser
+
+
+def _long_options(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Its own long options but ``--help``, which scripts have as well, and how each is written: ``--html PATH``."""
+    found = {}
+    for action in parser._actions:  # argparse has no public list of them
+        for name in action.option_strings:
+            if name.startswith("--") and name != "--help":
+                found[name] = f"{name} {action.metavar}" if action.metavar else name
+    return found
 
 
 def _add_gate(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample_reports import sample_report
 
@@ -22,9 +22,10 @@ import nimble_viz.comparison
 from nimble_core.errors import CaptureError, InputError
 from nimble_core.options import Options
 from nimble_viz import __version__, load
-from nimble_viz.command import _TRAINING, _factories, load_factory, main
+from nimble_viz.command import _TRAINING, _factories, _parser, load_factory, main
 from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress
+from nimble_viz.report import Report
 
 ROOT = Path(__file__).parent.parent
 FACTORY = """
@@ -342,6 +343,68 @@ def test_a_file_that_says_nothing_is_bad_input_to_every_command(
     places = line.replace("GOOD", str(good)).replace("BAD", str(tmp_path / "bad")).replace("out.", f"{tmp_path}/out.")
     assert main(places.split()) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+OURS = ("--html", "--save", "--warmup", "--timed", "--profiled", "--stop", "--quiet", "--traceback")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Arguments of the scripts that were profiled."""
+    run: list[list[str]] = []
+
+    def profile_script(script: Path, arguments: list[str], **_: Any) -> tuple[Report, int]:
+        run.append(arguments)
+        return sample_report(12), 0
+
+    monkeypatch.setattr("nimble_viz.profiling.profile_script", profile_script)
+    return run
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.sampled_from(["--epochs", "3", "-o", "--help", "--htm", "html", "", "--", "--html=p", *OURS]), max_size=5
+    ).filter(lambda arguments: arguments[:1] != ["--"])  # which argparse takes for its own
+)
+def test_options_after_the_script_are_its_own_and_those_like_ours_are_said(
+    scripts: list[list[str]], capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    scripts.clear()
+    capsys.readouterr()
+    assert main(["profile", "train.py", *arguments]) == 0
+    shown = capsys.readouterr()
+    assert scripts == [arguments]
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    names = {one.removesuffix("=p") for one in before} & set(OURS)
+    assert len(shown.err.splitlines()) == bool(names)
+    said = shown.err.partition(" w")[0]
+    assert set(said.split(", ")) - {""} == names
+    assert shown.out  # the report, whatever the script was told
+    assert main(["profile", "--quiet", "train.py", *arguments]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_how_an_option_of_ours_is_written(scripts: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "a/train.py", "--lr", "1", "--html", "a.html", "--stop", "--html=b"]) == 0
+    assert capsys.readouterr().err == (
+        "--html, --stop were given to train.py; options of ours come before it: "
+        "python -m nimble_viz profile --html PATH --stop a/train.py\n"
+    )
+    assert main(["profile", "none.json", "--save", "a.nimble"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("--save was ignored: a trace takes none; ")
+    assert said[0].endswith("profile --save PATH none.json")
+    assert len(scripts) == 1
+
+
+def test_the_readme_writes_options_of_profile_before_the_script() -> None:
+    lines = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "viz profile " in line]
+    assert lines
+    for line in lines:
+        words = line.partition("#")[0].split()
+        found = _parser().parse_args(words[words.index("profile") :])
+        assert not {one.partition("=")[0] for one in found.arguments} & set(OURS), line
 
 
 def test_as_a_program(tmp_path: Path) -> None:

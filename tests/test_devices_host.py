@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import multiprocessing
@@ -32,18 +33,20 @@ from nimble_core.costs import uniform_costs
 from nimble_core.devices import filling, hostcode
 from nimble_core.devices.base import PlacementError
 from nimble_core.devices.host import HostDevice, HostExecutable
-from nimble_core.errors import DeviceError, ScheduleError
+from nimble_core.errors import DeviceError, NimbleError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
 from nimble_core.judging import eager_cases, from_same_state
 from nimble_core.layout import Layout
+from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, capture, record_static, state_kept
-from nimble_core.policies import nimble, single
+from nimble_core.policies import nimble, resolve_policy, single
 from nimble_core.policies.base import plan_streams
 from nimble_core.recording import Recording, Step
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import EXACT
 from nimble_core.structure import flatten
+from nimble_core.training import TrainStep
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
@@ -520,6 +523,160 @@ def test_an_error_names_the_call_and_leaves_the_executable_usable(worker: int) -
         assert __file__.rpartition("/")[2] in caught.value.where
         assert isinstance(caught.value.__cause__, IndexError)
     assert same(executable.run([good, table]), expected)
+    executable.close()
+
+
+class Counting(nn.Module):
+    """Looks rows up, and changes what stays on the way: in program order some before, some after."""
+
+    def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.norm = nn.BatchNorm1d(4)
+        self.counts = nn.ParameterList(nn.Parameter(torch.zeros(4), requires_grad=False) for _ in range(3))
+
+    def forward(
+        self, table: torch.Tensor, written: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> list[torch.Tensor]:
+        found = []
+        for kind, which in self.steps:
+            if kind == "look up":
+                found.append((table * which).index_select(0, (first, second)[which % 2]))
+            elif kind == "count":
+                self.counts[which].add_(1)
+            elif kind == "normalise":
+                found.append(self.norm(table))
+            elif kind == "draw":
+                found.append(torch.rand(2) + which)
+            elif kind == "write":
+                written[which].mul_(2)
+            else:
+                found.append((table @ table.t()).exp())
+        return [*found, table.sum()]
+
+    def state(self, written: torch.Tensor) -> list[torch.Tensor]:
+        return [one.clone() for one in (*self.state_dict().values(), written, torch.get_rng_state())]
+
+
+counting = st.lists(
+    st.tuples(
+        st.sampled_from(["look up", "look up", "count", "count", "normalise", "draw", "write", "compute"]),
+        st.integers(0, 2),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counting, st.randoms(use_true_random=False), st.booleans(), st.booleans())
+def test_a_call_that_fails_leaves_what_stays_as_eager_leaves_it(
+    steps: list[tuple[str, int]], draw: random.Random, one_fails: bool, in_turn: bool
+) -> None:
+    good, bad, table = torch.tensor([0, 1]), torch.tensor([0, 9]), torch.randn(4, 4)
+    args = (table, torch.ones(4, 3).t() if draw.random() < 0.5 else torch.ones(3, 4), good, good.clone())
+    model = Counting(steps)
+    made = Prepared(model, *args)
+    order = None
+    if not in_turn:
+        ranks = [draw.random() for _ in range(made.graph.size)]
+        hazards = networkx.DiGraph(made.graph.edges)
+        hazards.add_nodes_from(range(made.graph.size))
+        order = list(networkx.lexicographical_topological_sort(hazards, key=ranks.__getitem__))
+    executable = made.capture(drawn_streams(made.graph, draw, draw.randint(1, 3), order))
+    begin = copy.deepcopy(model.state_dict())
+    for indices in ((good, good), (bad, good) if one_fails else (bad, bad), (good, bad), (good, good)):
+        left = []
+        for run in (model, lambda *given: executable.run(given)):
+            model.load_state_dict(begin)
+            torch.manual_seed(3)
+            written = torch.ones(3, 4)  # in other strides than the recorded ones, or not
+            with torch.no_grad():
+                try:
+                    run(table, written, *indices)
+                    failed = False
+                except (IndexError, DeviceError):
+                    failed = True
+            left.append((failed, model.state(written)))
+        (eager_failed, expected), (failed, found) = left
+        assert failed == eager_failed
+        assert all(map(torch.equal, found, expected))
+    executable.close()
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.c = nn.Buffer(torch.zeros(()))
+
+    def forward(self, i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        e = self.embedding(i)
+        self.c += 1
+        return e + self.bn(x)
+
+
+POLICIES = ["single", "nimble", "critical_path", "opara", "torchsched", "contention"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_an_embedding_that_fails_leaves_buffers_alone(policy: str, streams: int) -> None:
+    model, good, x = Embedded(), torch.tensor([1, 2, 3]), torch.randn(3, 4)
+    made = Prepared(model, good, x)
+    executable = made.capture(resolve_policy(policy)(made.graph, made.costs, max_streams=streams))
+    for _ in range(3):
+        with pytest.raises(DeviceError, match="out of range"):
+            executable.run([torch.tensor([1, 9, 3]), x])
+    assert int(model.c) == int(model.bn.num_batches_tracked) == 0
+    assert not model.bn.running_mean.any()  # type: ignore[union-attr]
+    executable.run([good, x])
+    assert int(model.c) == int(model.bn.num_batches_tracked) == 1
+    executable.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_a_training_step_whose_loss_fails_changes_what_eager_changes(policy: str, streams: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, good = torch.randn(4, 4), torch.tensor([0, 1, 2, 3])
+    options = Options(fuse="none", policy=policy, max_streams=streams)
+    step = TrainStep(model, nn.CrossEntropyLoss(), optimizer, options=options).prepare(x, good)
+    before = copy.deepcopy(model.state_dict())
+    step(x, good)
+    after = copy.deepcopy(model.state_dict())
+    for count in (2, 3, 4):
+        with pytest.raises(NimbleError, match="out of bounds"):
+            step(x, torch.tensor([9, 1, 2, 3]))
+        assert int(model[1].num_batches_tracked) == count  # the forward came to that
+    assert [int(kept["step"]) for kept in optimizer.state.values()] == [1] * 4
+    assert all(torch.equal(one, after[name]) for name, one in model.named_parameters())
+    assert not any(torch.equal(one, before[name]) for name, one in model.named_parameters())
+    step(x, good)
+    assert [int(kept["step"]) for kept in optimizer.state.values()] == [2] * 4
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_programs_without_calls_that_fail_get_no_more_waits(name: str, policy: str) -> None:
+    model, args = CASES[name]()
+    made = Prepared(model, *args)
+    executable = made.capture(resolve_policy(policy)(made.graph, made.costs, max_streams=3))
+    assert executable.issued is executable.schedule
+    executable.close()
+
+
+def test_waits_for_calls_that_may_fail_are_not_the_schedules() -> None:
+    made = Prepared(Embedded(), torch.tensor([1, 2, 3]), torch.randn(3, 4))
+    schedule = nimble(made.graph, made.costs)
+    executable = made.capture(schedule)
+    assert executable.schedule is schedule
+    assert executable.counts is schedule.counts
+    assert len(executable.issued.syncs) > len(schedule.syncs)
+    check_schedule(made.graph, executable.issued, made.recording.program)
     executable.close()
 
 

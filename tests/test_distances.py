@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core import distances
-from nimble_core.distances import Gap, all_finite, gaps, numbers
+from nimble_core.distances import Gap, all_finite, comparable, gaps, numbers
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool)
+FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8"))
+DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool),
+    *FLOAT8,
+)
 
 
 @st.composite
@@ -54,6 +58,23 @@ def test_what_is_no_number_is_infinitely_far(value: float) -> None:
     assert gaps([broken])[0].norm == math.inf
     assert not all_finite([fine, broken])
     assert all_finite([fine, torch.tensor([1, 2]), torch.empty(0)])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_number_of_float8_stays_what_it_is(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    same = comparable(every)
+    torch.testing.assert_close(same.double(), every.double(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(same.to(dtype).view(torch.uint8)[~same.isnan()], every.view(torch.uint8)[~same.isnan()])
+    assert [all_finite([one]) for one in every] == every.double().isfinite().tolist()
+    assert all_finite([every[every.double().isfinite()]])
+    assert not all_finite([every])
+
+
+@given(st.sampled_from(DTYPES))
+def test_what_torch_can_compare_is_not_copied(dtype: torch.dtype) -> None:
+    tensor = torch.ones(2).to(dtype)
+    assert (comparable(tensor) is tensor) == (dtype not in FLOAT8)
 
 
 def test_nothing_is_finite_and_has_no_gaps() -> None:

@@ -145,6 +145,64 @@ def test_where_rounding_decides_what_is_infinite_nothing_is_said(who: str) -> No
     assert check_equality("n", replay, cases, **{who: [out for _, out in cases]}).differs  # type: ignore[arg-type]
 
 
+FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8"))
+
+
+@given(st.sampled_from(FLOAT8), st.floats(-0.01, 0.01), st.integers(0, 99), st.booleans())
+def test_float8_that_only_rounds_elsewhere_passes_and_mistakes_do_not(
+    dtype: torch.dtype, moved: float, seed: int, exact: bool
+) -> None:
+    torch.manual_seed(seed)
+    inputs = [torch.randn(500, dtype=torch.float64) for _ in range(2)]
+    cases = [([x], [x.to(dtype), x.to(dtype).float()]) for x in inputs]
+    more: dict[str, Any] = {"references": [[x.to(dtype), x.to(dtype).float()] for x in inputs]} if exact else {}
+
+    def replay(factor: float) -> EqualityCheck:
+        def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            out = (given[0] * factor).to(dtype)
+            return [out, out.float()]
+
+        return check_equality("n", run, cases, **more)
+
+    honest = replay(1 + moved)
+    # Of powers of two one rounding is a half: where many fall elsewhere, nothing is shown.
+    assert honest.passed or (honest.void and 10 * honest.error > honest.input_effect)
+    assert honest.passed or dtype is torch.float8_e8m0fnu
+    assert replay(1.0).passed
+    for wrong in (0.0, 0.25, 4.0):
+        assert not replay(wrong).passed, wrong
+    assert check_equality("n", lambda _: cases[0][1], cases, **more).differs
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_that_is_not_finite(dtype: torch.dtype) -> None:
+    def broken(inputs: Sequence[torch.Tensor], factor: float = 1.0, fill: float = math.inf) -> list[torch.Tensor]:
+        out = inputs[0].abs() * factor
+        out[0] = fill
+        return [out.to(dtype), inputs[0]]
+
+    cases = [([x], broken([x])) for x in (A, B)]
+    infinite = bool(cases[0][1][0].float().isinf().any())
+    check = check_equality("n", broken, cases, references=[broken([x.double()]) for x in (A, B)])
+    if not infinite:  # most have no infinity: a NaN, or the greatest number
+        assert check.passed or "not finite" in check.reason
+        return
+    assert check.passed
+    assert check_equality("n", partial(broken, factor=4.0), cases).differs
+    # As in float16 rounding may decide what overflows.
+    assert check_equality("n", partial(broken, fill=57344.0), cases).void
+    fine = [([x], [x.to(dtype)]) for x in (A, B)]
+    assert check_equality("n", lambda inputs: broken(inputs)[:1], fine).differs
+
+
+def test_every_float8_has_a_tolerance() -> None:
+    for dtype in FLOAT8:
+        one = torch.ones(1).to(dtype)
+        # More than half of what one rounding does at most.
+        assert torch.finfo(dtype).eps / 2 < tolerance_for([one]) < 1
+        assert tolerance_for([one, torch.ones(1)]) == tolerance_for([one])
+
+
 def test_nan_and_infinite_complex_numbers_in_eager_stay_void() -> None:
     for bad in (torch.tensor(math.nan), torch.tensor(complex(math.inf, 0))):
         cases = [([x], [torch.cat([masked([x])[0], bad[None]])]) for x in (A, B)]
@@ -559,3 +617,6 @@ def test_lowest_precision() -> None:
     assert lowest_precision(program("float32", "float16")) == "float16"
     assert lowest_precision(program("bfloat16", "float16")) == "bfloat16"
     assert lowest_precision(program("complex64", "float64")) == "float32"
+    assert lowest_precision(program("float32", "float8_e5m2", "float8_e4m3fn")) == "float8_e5m2"
+    assert lowest_precision(program("bfloat16", "float8_e4m3fnuz", "float8_e8m0fnu")) == "float8_e4m3fnuz"  # a scale
+    assert lowest_precision(program("float8_e8m0fnu")) == ""

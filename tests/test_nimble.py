@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NimbleWarning, NotStaticError
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch
-from nimble_core.nimble import Nimble, _fold_notes, _repeatable
+from nimble_core.nimble import Nimble, _fold_notes, _nearest, _repeatable
 from nimble_core.operators import parts_of
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, device_for, record_static
@@ -683,6 +683,95 @@ def test_several_signatures() -> None:
     with pytest.raises(InputError, match="positional"):
         net()
     net.close()
+
+
+def test_a_call_is_held_against_the_nearest_signature() -> None:
+    net = Nimble(nn.Linear(4, 4), QUICK)
+    for batch in (2, 8):
+        net.prepare(torch.randn(batch, 4))
+    both = "prepared: args[0]: float32[{}, 4] on cpu; args[0]: float32[{}, 4] on cpu"
+    for x, nearest, other in (
+        (torch.randn(3, 4), 8, 2),  # as near to each: the latest
+        (torch.randn(2, 5), 2, 8),  # one of two dimensions is right
+        (torch.randn(2, 4).double(), 2, 8),
+        (torch.randn(8, 4).double(), 8, 2),
+    ):
+        with pytest.raises(InputError) as caught:
+            net(x)
+        dtype = str(x.dtype).removeprefix("torch.")
+        assert caught.value.what == (
+            f"no engine is prepared for these inputs: args[0]: expected float32[{nearest}, 4] on cpu, "
+            f"given {dtype}{list(x.shape)} on cpu"
+        )
+        assert caught.value.where == both.format(nearest, other)
+    net.eval()
+    for batch in range(10, 15):
+        net.prepare(torch.randn(batch, 4))
+    with pytest.raises(InputError, match=r"expected float32\[14, 4\]") as caught:  # the others are of training mode
+        net(torch.randn(2, 4))
+    assert caught.value.where.endswith("args[0]: float32[12, 4] on cpu; and 2 more")
+    assert "[8, 4]" not in caught.value.where
+    net.close()
+
+
+def test_inputs_that_are_no_tensors_are_listed_where_they_differ() -> None:
+    numpy = pytest.importorskip("numpy")
+    x, scale = torch.randn(3), numpy.ones(2)
+    net = Nimble(lambda x, s, mode="a", same=1: x * s, QUICK)
+    net.prepare(x, 2.0, same=1).prepare(x, 3.0, mode="b", same=1)
+    with pytest.raises(InputError, match=r"inputs: args\[1\]: expected 2.0, given 5.0") as caught:
+        net(x, 5.0, same=1)
+    first, second = "args[0]: float32[3] on cpu, args[1]: 2.0", "args[0]: float32[3] on cpu, args[1]: 3.0"
+    assert caught.value.where == f"prepared: {first}; {second}, kwargs['mode']: 'b'"
+    with pytest.raises(InputError, match=r"args\[1\]: expected 3.0, given 5.0") as caught:
+        net(x, 5.0, mode="b", same=1)
+    assert caught.value.where == f"prepared: {second}, kwargs['mode']: 'b'; {first}"
+    with pytest.raises(InputError) as caught:
+        net(x, iter([1.0]), same=1)  # which cannot be looked into
+    assert caught.value.where == "prepared: args[0]: float32[3] on cpu"
+    net.close()
+
+    net = Nimble(lambda x, held: x * float(held["scale"].sum()), QUICK).prepare(x, {"scale": scale})
+    scale[:] = 7  # changed in place: what it was is said, not what it is
+    with pytest.raises(InputError) as caught:
+        net(x, {"scale": scale})
+    assert caught.value.where == "prepared: args[0]: float32[3] on cpu, args[1]['scale']: float64[2] [1.0, 1.0]"
+    net.close()
+
+
+ANYTHING = st.recursive(
+    st.one_of(
+        st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=2).map(tuple)),
+        st.sampled_from([None, 1, 2.0, "a"]),
+        st.builds(Slotted, st.integers(0, 2)),
+    ),
+    lambda inner: st.lists(inner, max_size=2) | st.fixed_dictionaries({}, optional={"a": inner, "b": inner}),
+    max_leaves=4,
+)
+CALLS = st.tuples(st.lists(ANYTHING, max_size=2), st.dictionaries(st.sampled_from("kl"), ANYTHING, max_size=2))
+
+
+@given(st.lists(CALLS, min_size=1, max_size=5), CALLS)
+def test_the_nearest_signature_is_the_one_that_fits_if_one_does(
+    prepared: list[tuple[list[Any], dict[str, Any]]], call: tuple[list[Any], dict[str, Any]]
+) -> None:
+    @dataclass
+    class Prepared:
+        signature: Signature
+        autocast: None = None
+
+    first = torch.zeros(7)  # a tensor there has to be
+    engines: Any = [Prepared(Signature((first, *args), kwargs)) for args, kwargs in prepared]
+    args, kwargs = (first, *call[0]), call[1]
+    nearest, listed = _nearest(engines, args, kwargs, ())
+    known = [one.signature for one in engines]
+    assert any(nearest is one for one in known)
+    assert listed.startswith(str(nearest))
+    assert len(listed.split("; ")) <= 4
+    if any(one.bind(args, kwargs) is not None for one in known):
+        assert nearest.bind(args, kwargs) is not None
+    again = [*engines, Prepared(Signature(args, kwargs))]
+    assert _nearest(again, args, kwargs, ())[0].bind(args, kwargs) is not None
 
 
 def test_keyword_inputs() -> None:
@@ -1399,6 +1488,22 @@ def test_tensors_from_outside_are_read_live() -> None:
     net = Nimble(lambda x: x + outside.exp(), QUICK).prepare(torch.zeros(4))
     outside.add_(1)
     close(net(torch.zeros(4)), outside.exp())
+
+
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in dir(torch) if name.startswith("float8")])
+def test_outputs_in_float8_are_prepared_and_compared(dtype: torch.dtype) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to(dtype), x.to(torch.float8_e5m2).float()
+
+    x = torch.randn(4)
+    net = Nimble(model, FAST).prepare(torch.randn(4))
+    assert [one.dtype for one in net(x)] == [dtype, torch.float32]
+    for out, wanted in zip(net(x), model(x), strict=True):
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+    net.close()
+    report = compare(model, x, options=FAST)
+    assert report.checks
+    assert all(check.passed for check in report.checks), report.checks
 
 
 def test_a_lazy_module_is_refused_and_stays_lazy() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -146,28 +147,71 @@ def test_an_operator_that_is_not_torchs_may_draw_out_of_sight() -> None:
     net.prepare(torch.ones(3))
 
 
-@settings(max_examples=50)
-@given(st.lists(st.sampled_from(["default", "first", "second", "set", "set first"]), max_size=8))
-def test_what_is_followed_is_what_was_drawn(steps: list[str]) -> None:
+STEPS = st.lists(st.sampled_from(["default", "first", "second", "elsewhere"]), max_size=8)
+
+
+def followed(steps: list[str | Callable[[dict[str, torch.Generator]], object]]) -> bool:
+    """Whether steps pass as draws: of torch's generator, of two of the user's, of another thread; or what is called."""
     own = {"first": torch.Generator(), "second": torch.Generator()}
     with torch.random.fork_rng():
         seed_otherwise(torch.device("cpu"), own.values())
-        draws, followed = RandomStates(list(own.values())), True
+        states, known = RandomStates(list(own.values())), True
         for step in steps:
-            if step == "set":
-                torch.manual_seed(3)
-            elif step == "set first":
-                own["first"].manual_seed(3)
-            else:
-                generator = own.get(step)
-                before = state_of(generator)
-                torch.rand(2, generator=generator)
-                followed &= draws.follow(generator, before, state_of(generator))
-        for generator in own.values():  # each is drawn from, or it would not be known
-            before = state_of(generator)
-            torch.rand(2, generator=generator)
-            followed &= draws.follow(generator, before, state_of(generator))
-        assert (followed and draws.settled()) == {"set", "set first"}.isdisjoint(steps)
+            if callable(step):
+                step(own)
+                continue
+            if step != "elsewhere":
+                known &= states.follow(own.get(step), state_of(own.get(step)))
+            torch.rand(2, generator=own.get(step))
+        return known and states.settled()
+
+
+@given(STEPS)
+def test_draws_in_any_order_are_followed(steps: list[Any]) -> None:
+    assert followed(steps)
+
+
+@given(STEPS, STEPS, st.sampled_from(["default", "first", "second"]))
+def test_a_seed_shows(before: list[Any], after: list[Any], which: str) -> None:
+    def seed(own: dict[str, torch.Generator]) -> None:
+        own.get(which, torch.default_generator).manual_seed(3)
+
+    assert not followed([*before, seed, *after])
+
+
+@given(STEPS, STEPS, STEPS, st.sampled_from(["default", "first", "second"]))
+def test_a_state_that_is_put_back_shows(before: list[Any], between: list[Any], after: list[Any], which: str) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(own: dict[str, torch.Generator]) -> None:
+        kept.append(own.get(which, torch.default_generator).get_state())
+
+    def put_back(own: dict[str, torch.Generator]) -> None:
+        own.get(which, torch.default_generator).set_state(kept.pop())
+
+    # A draw by another thread first would leave a state that no draw of the model has left behind.
+    draws = [which, *between]
+    after = [step for step in after if step != "elsewhere"]
+    assert not followed([*before, keep, *draws, put_back, *after])
+
+
+def test_other_threads_may_draw_meanwhile() -> None:
+    """A preparation beside replays that draw from the same generator."""
+    x, stop = torch.ones(3, 5), Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(3)
+
+    other = Thread(target=draw)
+    other.start()
+    try:
+        for _ in range(5):
+            Nimble(lambda x: nn.functional.dropout(x, 0.5) + torch.rand_like(x), QUICK).prepare(x)
+            Nimble(lambda x: x + 1, QUICK).prepare(x)
+    finally:
+        stop.set()
+        other.join()
 
 
 @pytest.mark.gpu

@@ -1033,6 +1033,33 @@ def test_gradients_of_the_users_own_are_left_alone() -> None:
     step.close()
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_lazy_module_is_refused_until_it_ran(accumulate: int) -> None:
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)), nn.LazyLinear(1)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return loss(output).sum()  # type: ignore[no-any-return]
+
+    def make(loss_fn: Any) -> TrainStep:
+        return TrainStep(model, loss_fn, optimizer, options=QUICK, accumulate=accumulate)
+
+    x = torch.randn(2, 4)
+    with pytest.raises(InputError, match=r"parameter 1\.weight is not initialised") as caught:
+        make(loss_fn)
+    assert caught.value.fix == "run the model once on an example input first"
+    with pytest.raises(InputError) as said:
+        Nimble(model, QUICK).prepare(x)
+    assert str(said.value) == str(caught.value)
+    model(x)
+    with pytest.raises(InputError, match=r"parameter loss_fn\.weight is not initialised"):
+        make(loss)
+    loss_fn(model(x))
+    step = make(loss_fn).prepare(x)
+    assert step(x).shape == ()
+    step.close()
+
+
 def test_inputs_and_targets_are_left_alone() -> None:
     given, step, _ = both("keywords")
     inputs, targets = given.draw()

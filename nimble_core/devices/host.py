@@ -10,6 +10,9 @@ thread, MKL for the whole process: while a run of several workers lasts, MKL cal
 and so does a thread that calls torch for the first time.
 
 Memory: results that calls can be told to fill lie in one arena, at the offsets of a plan made ahead (``arena``).
+
+Failures: a call that raises leaves parameters, buffers, inputs and random state as eager leaves them. Where a schedule
+does not order the calls that may raise and those that write such, workers wait for each other besides (``failures``).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from nimble_core.devices.base import Executable, Observation, PlacementError, Ti
 from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording, lay_out_buffers
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.failures import failing_as_eager
 from nimble_core.host_info import cpu_name
 from nimble_core.layout import Layout
 from nimble_core.measurement import quantile
@@ -137,7 +141,9 @@ class HostDevice:
                 issuing("cpu"),
                 torch._C.DisableTorchFunction(),
             ):
-                executable = HostExecutable(compile_recording(recording, schedule, inputs, memory), inputs)
+                issued, memory = failing_as_eager(recording.program, schedule, memory)
+                code = compile_recording(recording, issued, inputs, memory)
+                executable = HostExecutable(code, schedule, inputs)
                 return replays_marked(executable, recording.program, schedule)
         except NimbleError:
             raise
@@ -283,11 +289,14 @@ class HostExecutable:
 
     Inputs are used where they are, never copied: calls that write them write the caller's tensors, as eager does.
     Outputs are new tensors on every run; one that aliases an input or a parameter is copied unless ``static``.
+
+    ``schedule`` is the one that was asked for; ``issued``, by which it runs, may have more waits (``failures``).
     """
 
-    def __init__(self, code: Code, inputs: Sequence[torch.Tensor]) -> None:
-        self.schedule: Schedule = code.schedule
-        self.counts: SyncCounts = code.schedule.counts
+    def __init__(self, code: Code, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> None:
+        self.schedule: Schedule = schedule
+        self.issued: Schedule = code.schedule
+        self.counts: SyncCounts = schedule.counts
         self.raw: RawGraph | None = None
         self.memory: MemoryPlan | None = code.memory
         self.arena: torch.UntypedStorage | None = code.arena
@@ -312,15 +321,17 @@ class HostExecutable:
         if any(tensor.stride() != strides for tensor, strides in zip(inputs, self._strides, strict=True)):
             # Views were recorded for these strides.
             inputs = [_laid_out(tensor, strides) for tensor, strides in zip(inputs, self._strides, strict=True)]
-        with self._lock:
-            outputs = self._runner()(inputs)
-            if self._copied and not static:
-                for position in self._copied:
-                    outputs[position] = outputs[position].detach().clone()
-        if inputs is not given:
-            with torch.no_grad():
-                for position in self._written:
-                    given[position].copy_(inputs[position])
+        try:
+            with self._lock:
+                outputs = self._runner()(inputs)
+                if self._copied and not static:
+                    for position in self._copied:
+                        outputs[position] = outputs[position].detach().clone()
+        finally:
+            if inputs is not given:  # what was written before a call failed was written
+                with torch.no_grad():
+                    for position in self._written:
+                        given[position].copy_(inputs[position])
         return outputs
 
     def replay(self) -> None:
