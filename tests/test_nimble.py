@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NimbleWarning, NotStaticError
 from nimble_core.folded import Folded
 from nimble_core.freshness import Watch
-from nimble_core.nimble import Nimble, _fold_notes, _nearest, _repeatable
+from nimble_core.nimble import Nimble, _fold_notes, _repeatable
 from nimble_core.operators import parts_of
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, device_for, record_static
@@ -737,41 +737,6 @@ def test_inputs_that_are_no_tensors_are_listed_where_they_differ() -> None:
         net(x, {"scale": scale})
     assert caught.value.where == "prepared: args[0]: float32[3] on cpu, args[1]['scale']: float64[2] [1.0, 1.0]"
     net.close()
-
-
-ANYTHING = st.recursive(
-    st.one_of(
-        st.builds(torch.zeros, st.lists(st.integers(0, 3), max_size=2).map(tuple)),
-        st.sampled_from([None, 1, 2.0, "a"]),
-        st.builds(Slotted, st.integers(0, 2)),
-    ),
-    lambda inner: st.lists(inner, max_size=2) | st.fixed_dictionaries({}, optional={"a": inner, "b": inner}),
-    max_leaves=4,
-)
-CALLS = st.tuples(st.lists(ANYTHING, max_size=2), st.dictionaries(st.sampled_from("kl"), ANYTHING, max_size=2))
-
-
-@given(st.lists(CALLS, min_size=1, max_size=5), CALLS)
-def test_the_nearest_signature_is_the_one_that_fits_if_one_does(
-    prepared: list[tuple[list[Any], dict[str, Any]]], call: tuple[list[Any], dict[str, Any]]
-) -> None:
-    @dataclass
-    class Prepared:
-        signature: Signature
-        autocast: None = None
-
-    first = torch.zeros(7)  # a tensor there has to be
-    engines: Any = [Prepared(Signature((first, *args), kwargs)) for args, kwargs in prepared]
-    args, kwargs = (first, *call[0]), call[1]
-    nearest, listed = _nearest(engines, args, kwargs, ())
-    known = [one.signature for one in engines]
-    assert any(nearest is one for one in known)
-    assert listed.startswith(str(nearest))
-    assert len(listed.split("; ")) <= 4
-    if any(one.bind(args, kwargs) is not None for one in known):
-        assert nearest.bind(args, kwargs) is not None
-    again = [*engines, Prepared(Signature(args, kwargs))]
-    assert _nearest(again, args, kwargs, ())[0].bind(args, kwargs) is not None
 
 
 def test_keyword_inputs() -> None:

@@ -414,5 +414,4 @@ def test_recurrent_layers_in_float64_have_their_weights_in_one_piece(kind: type[
         torch.set_warn_always(warned)
     with torch.no_grad():
         expected, _ = flatten(model(x), what="output")
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other)
+    assert relative_error(expected, found) < 10 * TOLERANCE["tf32"]  # which cuDNN computes them in
