@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ MAX_CHARACTERS = 200_000
 _LONGEST_LINE = 400
 _MOST_LINES = 1_000
 _AROUND = 3
+_parsing = threading.Lock()
+"""Some releases of Python 3.11 count how deep a parse is for all threads together, and fail where two parse at once."""
 _CELL_MAGIC = "get_ipython().run_cell_magic("
 _MACHINERY = (
     "nimble_viz", "IPython", "ipykernel", "ipykernel_launcher", "ipywidgets", "traitlets", "tornado", "asyncio",
@@ -79,7 +82,8 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
     >>> code_around("class A:\n  def f(self):\n    return 1\nx = (1 +\n  2)\n", [3, 5])
     [(2, 3, 'A.f'), (4, 5, '')]
     """
-    tree = ast.parse(text)
+    with _parsing:
+        tree = ast.parse(text)
     functions, statements = list(_functions(tree)), list(_statements(tree))
     found: set[tuple[int, int, str]] = set()
     for line in lines:
@@ -110,6 +114,8 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
             pieces = code_around("".join(text), used)
         except (SyntaxError, ValueError, RecursionError):
             note = "no Python code"
+        except SystemError:  # somebody else parsed meanwhile
+            note = "not read: Python failed to parse it"
     if text is None or note:
         yield SourceLines(file, min(used), "", (), note), used.total()
         return

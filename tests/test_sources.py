@@ -7,7 +7,7 @@ import linecache
 import subprocess
 import sys
 import threading
-from concurrent.futures import thread
+from concurrent.futures import ThreadPoolExecutor, thread
 from pathlib import Path
 from types import ModuleType
 
@@ -228,3 +228,19 @@ def test_every_line_is_in_exactly_one_piece_and_pieces_are_whole_functions(text:
     for first, last, name in pieces:
         assert ((first, last) in functions) == bool(name)
         assert any(first <= line <= last for line in wanted)
+
+
+def test_threads_read_sources_at_once() -> None:
+    text = "def f():\n" + "".join(f"    x{n} = [({n} + 1) * 2 for _ in range({n})]\n" for n in range(300))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: code_around(text, [5]), range(40)))
+    assert found == [[(1, 301, "f")]] * 40
+
+
+def test_where_python_fails_to_parse_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(text: str) -> None:
+        raise SystemError("AST constructor recursion depth mismatch (before=33, after=29)")
+
+    monkeypatch.setattr("nimble_viz.sources.ast.parse", fail)
+    (source,) = read_sources([call(Path(__file__).name, 3)])
+    assert source.note == "not read: Python failed to parse it"
