@@ -90,6 +90,8 @@ _UNCHECKED = frozenset(
     )
 )
 _DIVISIONS = frozenset(("div", "divide", "floor_divide", "fmod", "remainder"))
+_CONVERTING = frozenset(("fill", "linspace", "logspace", "masked_fill"))
+"""Given a number in a tensor, which the result's type may not hold."""
 _DRAWS_BY_TENSOR = frozenset(
     (
         "aten.bernoulli.Tensor",
@@ -127,7 +129,10 @@ def _may_fail(operator: str, call: Call) -> bool:
     if base.endswith("_ex"):  # says in a result what others raise
         return ("check_errors", "True") in call.arguments
     if base in _DIVISIONS:
-        return not overload.startswith("Scalar") and any("int" in ref.dtype for ref in call.reads)
+        by_number = overload == "Scalar" or overload.startswith("Scalar_mode")
+        return not by_number and any("int" in ref.dtype for ref in call.reads)
+    if base in _CONVERTING:
+        return "Tensor" in overload
     return base.startswith(_CHECKED) or operator in _DRAWS_BY_TENSOR
 
 
@@ -174,7 +179,8 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
     if not unconnected(ordered, [(rank[u], rank[v]) for u, v in wanted]):
         return schedule, memory
     graph = build_graph(program)
-    reuse = reuse_hazards(program, schedule, memory)
+    # Reuse names the last use on each stream, which has to stay the last.
+    reuse = (*reuse_hazards(program, schedule, memory), *_uses_in_turn(program, schedule))
     barriers = [
         pair
         for barrier, (before, after) in enumerate(pairwise(groups), size)
@@ -224,6 +230,20 @@ def _pairs(groups: Sequence[Sequence[int]], stream: Sequence[int], place: Sequen
             if place[other] < place[call]:
                 last[stream[call]] = call
         pairs += [(u, v) for v in after for u in last.values()]
+    return pairs
+
+
+def _uses_in_turn(program: Program, schedule: Schedule) -> list[tuple[int, int]]:
+    """Pairs of calls of one stream that use the same intermediate one after the other."""
+    latest: dict[tuple[int, int], int] = {}
+    pairs = []
+    for call in schedule.order:
+        for storage in sorted({access.ref.storage for access in program.calls[call].accesses}):
+            if program.storages[storage].role == "intermediate":
+                key = storage, schedule.stream[call]
+                if key in latest:
+                    pairs.append((latest[key], call))
+                latest[key] = call
     return pairs
 
 

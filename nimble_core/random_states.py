@@ -1,8 +1,9 @@
 """Random state that a model sets (``torch.manual_seed``, ``fork_rng``, ``Generator.set_state``): no call of a replay.
 
 A replay draws on from wherever the last draw left off, so a model may change a generator's state by draws alone. Other
-threads may draw from torch's own meanwhile, so what shows it is another seed, or a state that a draw has left behind.
-The second recording begins with seeds of ours, so that a seed shows that was there before, too.
+threads may draw from torch's own meanwhile, so what shows it is another seed, or a state that a draw has left behind;
+where other threads set it, too, nothing tells. The second recording begins with seeds of ours, so that a seed shows
+that was there before.
 
 In a capture torch refuses to set a seed, unless to what it is. What puts a state back there without a seed is not seen.
 """
@@ -10,25 +11,36 @@ In a capture torch refuses to set a seed, unless to what it is. What puts a stat
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from nimble_core.origins import warn
+
 __all__ = ["RandomStates", "seed_otherwise", "state_of"]
 
 _SEED = 20_001
+_LOOKS, _LOOK_S = 400, 0.0005
 
 
 def seed_otherwise(device: torch.device, generators: Iterable[torch.Generator]) -> None:
     """Seed torch's generator of ``device``, and those of ``generators``, the user's own, there, as no model would."""
     for number, one in enumerate(generators, 1):
         if one.device.type == device.type:  # what a host draws for a GPU's model is a constant of it
-            one.manual_seed(_SEED + number)  # each another: they are told apart by their states
+            _seed(one, _SEED + number)  # each another: they are told apart by their states
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(_SEED)
     else:
-        torch.default_generator.manual_seed(_SEED)
+        _seed(torch.default_generator, _SEED)
+
+
+def _seed(generator: torch.Generator, seed: int) -> None:
+    generator.manual_seed(seed)
+    if generator.device.type == "cpu":
+        torch.rand((), generator=generator)  # to be seeded so again shows as a state that was left behind
 
 
 def state_of(generator: torch.Generator | None) -> torch.Tensor:
@@ -46,21 +58,39 @@ class RandomStates:
     def __init__(self, own: Sequence[torch.Generator]) -> None:
         self._generators = [torch.default_generator, *own]
         self._seeds = {one.initial_seed() for one in self._generators}
-        self._left_behind: set[bytes] = set()
+        self._left_behind = {_bytes(torch.Generator().manual_seed(seed).get_state()) for seed in self._seeds}
 
     def follow(self, generator: torch.Generator | None, before: torch.Tensor) -> bool:
         """Note a draw from a generator in the state ``before``. False if the model has set that."""
-        state = _bytes(before)
-        known = (generator or torch.default_generator).initial_seed() in self._seeds and state not in self._left_behind
+        one, state = generator or torch.default_generator, _bytes(before)
+        known = one.initial_seed() in self._seeds and state not in self._left_behind
         self._left_behind.add(state)
-        return known
+        return known or (generator is None and _set_by_others())
 
     def settled(self) -> bool:
         """Whether no generator has been given another seed, or a state that a draw has left behind."""
-        return all(
-            one.initial_seed() in self._seeds and _bytes(one.get_state()) not in self._left_behind
+        changed = [
+            one
             for one in self._generators
-        )
+            if one.initial_seed() not in self._seeds or _bytes(one.get_state()) in self._left_behind
+        ]
+        return not changed or (changed == [torch.default_generator] and _set_by_others())
+
+
+def _set_by_others() -> bool:
+    """Whether torch's own state is set while this thread does not: then nothing tells whether a model does as well."""
+    if threading.active_count() < 2:
+        return False
+    for look in range(_LOOKS):
+        torch.default_generator.manual_seed(_SEED + look)
+        time.sleep(_LOOK_S)
+        if torch.initial_seed() != _SEED + look:
+            warn(
+                "other threads set torch's random state while a model was recorded: whether the model does, too, which "
+                "a replay would not repeat, was not seen"
+            )
+            return True
+    return False
 
 
 def _bytes(state: torch.Tensor) -> bytes:

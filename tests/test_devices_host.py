@@ -37,6 +37,7 @@ from nimble_core.errors import DeviceError, NimbleError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
 from nimble_core.judging import eager_cases, from_same_state
 from nimble_core.layout import Layout
+from nimble_core.nimble import Nimble
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, capture, record_static, state_kept
 from nimble_core.policies import nimble, resolve_policy, single
@@ -1191,3 +1192,54 @@ def test_calls_are_timed_alone_but_not_side_by_side() -> None:
     assert alone > 0
     assert broken is beside is None
     assert set(calls) == {"alone"}
+
+
+class ReadAfterTaking(nn.Module):
+    """A result is read by several calls, between what may fail and what changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.zeros(8, 8))
+        self.register_buffer("second", torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        a = torch.tanh(x)
+        b = a.exp()
+        self.first.add_(a)
+        c = x.index_select(0, index)
+        self.second.add_(c)
+        d = a.sin()
+        return b.cos().sinh() + d
+
+
+def in_any_order(seed: int) -> Callable[[CallGraph, Any], Schedule]:
+    """A policy that puts calls on two streams, in an order of its own."""
+
+    def policy(graph: CallGraph, costs: Any) -> Schedule:
+        rng, hazards = random.Random(seed), networkx.DiGraph()
+        hazards.add_nodes_from(range(graph.size))
+        hazards.add_edges_from(graph.edges)
+        ranks = list(range(graph.size))
+        rng.shuffle(ranks)
+        order = list(networkx.lexicographical_topological_sort(hazards, key=ranks.__getitem__))
+        drawn = [rng.randrange(2) for _ in range(graph.size)]
+        names = {lane: index for index, lane in enumerate(dict.fromkeys(drawn))}
+        return plan_streams(graph, [names[lane] for lane in drawn], policy="any", order=order)
+
+    return policy
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 300, 50)], ids=str)
+def test_calls_that_move_within_their_stream_leave_reuse_of_memory_in_order(seeds: range) -> None:
+    x, index = torch.randn(8, 8), torch.arange(8)
+    for seed in seeds:
+        model = ReadAfterTaking()
+        eager = copy.deepcopy(model)
+        net = Nimble(model, Options(fuse="none", tune="off", policy=in_any_order(seed))).prepare(x, index)
+        torch.testing.assert_close(net(x, index), eager(x, index))
+        with pytest.raises(NimbleError):
+            net(x, index + 1)
+        with pytest.raises(IndexError):
+            eager(x, index + 1)
+        torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
+        net.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, NotStaticError, Options, TrainStep
 from nimble_core.random_states import RandomStates, seed_otherwise, state_of
@@ -52,6 +54,11 @@ def repeats(x: torch.Tensor) -> torch.Tensor:
     return x + noise
 
 
+def seeds_as_it_was(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(torch.initial_seed())
+    return x + torch.randn_like(x)
+
+
 def seeds_its_own(x: torch.Tensor) -> torch.Tensor:
     OWN.manual_seed(7)
     return x + torch.randn(x.shape, generator=OWN)
@@ -64,7 +71,16 @@ def repeats_its_own(x: torch.Tensor) -> torch.Tensor:
     return x + noise
 
 
-SETTING = (seeds, forks, forks_and_draws_on, seeds_after_a_draw, repeats, seeds_its_own, repeats_its_own)
+SETTING = (
+    seeds,
+    seeds_as_it_was,
+    forks,
+    forks_and_draws_on,
+    seeds_after_a_draw,
+    repeats,
+    seeds_its_own,
+    repeats_its_own,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +226,43 @@ def test_other_threads_may_draw_meanwhile() -> None:
         for _ in range(5):
             Nimble(lambda x: nn.functional.dropout(x, 0.5) + torch.rand_like(x), QUICK).prepare(x)
             Nimble(lambda x: x + 1, QUICK).prepare(x)
+    finally:
+        stop.set()
+        other.join()
+
+
+def test_where_other_threads_set_random_state_nothing_is_refused() -> None:
+    linear, x, stop = nn.Linear(8, 8), torch.ones(4, 8), Event()
+
+    def train() -> None:  # its backward puts back the state of the forward
+        while not stop.is_set():
+            dropped = checkpoint(lambda x: nn.functional.dropout(linear(x), 0.1), x, use_reentrant=False)
+            dropped.sum().backward()
+
+    other = Thread(target=train)
+    other.start()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                try:
+                    Nimble(lambda x: nn.functional.dropout(x, 0.5), QUICK).prepare(x)
+                except NotStaticError as error:
+                    assert REFUSED not in str(error)  # noqa: PT017
+    finally:
+        stop.set()
+        other.join()
+    assert all("other threads set" in str(one.message) for one in caught)
+
+
+def test_beside_threads_that_wait_it_is_refused_all_the_same() -> None:
+    stop = Event()
+    other = Thread(target=stop.wait)
+    other.start()
+    try:
+        for model in (seeds, repeats):
+            with pytest.raises(NotStaticError, match=REFUSED):
+                Nimble(model, QUICK).prepare(torch.ones(2))
     finally:
         stop.set()
         other.join()
