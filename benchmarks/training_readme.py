@@ -288,7 +288,7 @@ def sentences(results: Results) -> list[str]:
     for group in found["speed over"]:
         for what, head in heads.items():
             over = found[what][group]
-            if values := _means(over):
+            if values := _quoted(over):
                 count = over["eager"]["step"]["rows"]
                 rows_of = f"{group}, {count} row{'s' * (count != 1)}, whole step (drop-in)"
                 said.append(f"**{head}, {rows_of}: {', '.join(values)}.")
@@ -316,7 +316,7 @@ def sentences(results: Results) -> list[str]:
     return as_list(said)
 
 
-def _means(over: Mapping[str, Any]) -> list[str]:
+def _quoted(over: Mapping[str, Any]) -> list[str]:
     """Geometric means over those that are quoted, of the whole step and of the drop-in."""
     named = {OVERHEAD: f"`{OVERHEAD}`", BEST: "the best peer", "eager": "eager"}
     return [

@@ -7,7 +7,7 @@ from nimble_core.algorithms.reachability import predecessor_lists, unconnected
 from nimble_core.errors import ScheduleError
 from nimble_core.graph import CallGraph, predecessors, successors
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule, stream_neighbours
+from nimble_core.schedule import Schedule, positions, stream_neighbours
 
 __all__ = ["check_schedule"]
 
@@ -47,9 +47,7 @@ def check_schedule(graph: CallGraph, schedule: Schedule, program: Program | None
         raise ScheduleError("streams are not numbered 0, 1, … without gaps", fix="renumber them")
     if schedule.priority and len(schedule.priority) != size:
         raise ScheduleError(f"{len(schedule.priority)} priorities for {size} calls", fix="one each, or none")
-    position = [0] * size
-    for index, call in enumerate(schedule.order):
-        position[call] = index
+    position = positions(schedule.order)
     for u, v in graph.edges:
         if position[u] > position[v]:
             raise ScheduleError(f"{_pair(u, v, program)}: issued in the wrong order", fix="issue the producer first")

@@ -6,17 +6,18 @@ Eager stops at the call that fails: what precedes it in program order has been d
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from nimble_core.algorithms.reachability import predecessor_lists, unconnected
+from nimble_core.algorithms.reachability import unconnected
 from nimble_core.arena import MemoryPlan, check_memory, plan_memory, reuse_hazards
 from nimble_core.check import check_schedule
 from nimble_core.graph import build_graph
+from nimble_core.lifetimes import happens_before
+from nimble_core.memory import uses_in_turn
 from nimble_core.policies.base import plan_streams
 from nimble_core.program import Call, Program
-from nimble_core.schedule import Schedule, stream_neighbours
+from nimble_core.schedule import Schedule, positions, stream_neighbours
 
 __all__ = ["changes_what_stays", "failing_as_eager", "may_fail"]
 
@@ -172,15 +173,14 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
     groups = [] if alone else _groups(program)
     if len(groups) < 2:
         return schedule, memory
-    rank = _places(order)
-    there = [*stream_neighbours(schedule.stream, order), *schedule.syncs]
+    rank = positions(order)
     wanted = _pairs(groups, schedule.stream, rank)
-    ordered = predecessor_lists(size, ((rank[u], rank[v]) for u, v in there))
-    if not unconnected(ordered, [(rank[u], rank[v]) for u, v in wanted]):
+    if not unconnected(happens_before(schedule), [(rank[u], rank[v]) for u, v in wanted]):
         return schedule, memory
     graph = build_graph(program)
     # Reuse names the last use on each stream, which has to stay the last.
-    reuse = (*reuse_hazards(program, schedule, memory), *_uses_in_turn(program, schedule))
+    in_turn = (pair for calls in uses_in_turn(program, order) for pair in stream_neighbours(schedule.stream, calls))
+    reuse = (*reuse_hazards(program, schedule, memory), *in_turn)
     barriers = [
         pair
         for barrier, (before, after) in enumerate(pairwise(groups), size)
@@ -188,13 +188,13 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
     ]
     # As much as does not contradict the order: the policy's own waits, then the memory plan.
     for kept in ((*schedule.syncs, *reuse), reuse, ()):
-        found = _topological((*rank, *[-1] * (len(groups) - 1)), (*graph.meg, *kept, *barriers))
+        found = _first_come((*rank, *[-1] * (len(groups) - 1)), (*graph.meg, *kept, *barriers))
         if found is not None:
             issued = [call for call in found if call < size]
             break
     else:  # not reached: program order is one
         raise AssertionError("program order contradicts itself")
-    extra = (*kept, *_pairs(groups, schedule.stream, _places(issued)))
+    extra = (*kept, *_pairs(groups, schedule.stream, positions(issued)))
     guarded = plan_streams(graph, schedule.stream, policy=schedule.policy, order=issued, extra=extra)
     if reuse and not kept:
         place = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
@@ -233,46 +233,18 @@ def _pairs(groups: Sequence[Sequence[int]], stream: Sequence[int], place: Sequen
     return pairs
 
 
-def _uses_in_turn(program: Program, schedule: Schedule) -> list[tuple[int, int]]:
-    """Pairs of calls of one stream that use the same intermediate one after the other."""
-    latest: dict[tuple[int, int], int] = {}
-    pairs = []
-    for call in schedule.order:
-        for storage in sorted({access.ref.storage for access in program.calls[call].accesses}):
-            if program.storages[storage].role == "intermediate":
-                key = storage, schedule.stream[call]
-                if key in latest:
-                    pairs.append((latest[key], call))
-                latest[key] = call
-    return pairs
-
-
-def _places(order: Sequence[int]) -> list[int]:
-    places = [0] * len(order)
-    for at, call in enumerate(order):
-        places[call] = at
-    return places
-
-
-def _topological(rank: Sequence[int], edges: Iterable[tuple[int, int]]) -> list[int] | None:
+def _first_come(rank: Sequence[int], edges: Iterable[tuple[int, int]]) -> list[int] | None:
     """Nodes in an order that keeps ``edges``, of those that can be next the one of lowest rank; None if there is none.
 
-    >>> _topological([1, 0, 2], [(0, 1)]), _topological([0, 1], [(0, 1), (1, 0)])
+    >>> _first_come([1, 0, 2], [(0, 1)]), _first_come([0, 1], [(0, 1), (1, 0)])
     ([0, 1, 2], None)
     """
-    after: list[list[int]] = [[] for _ in rank]
-    missing = [0] * len(rank)
-    for u, v in edges:
-        after[u].append(v)
-        missing[v] += 1
-    ready = [(rank[node], node) for node, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for v in after[node]:
-            missing[v] -= 1
-            if not missing[v]:
-                heapq.heappush(ready, (rank[v], v))
-    return order if len(order) == len(rank) else None
+    import networkx
+
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(rank)))
+    graph.add_edges_from(edges)
+    try:
+        return list(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__))
+    except networkx.NetworkXUnfeasible:
+        return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nimble_core.algorithms.reachability import inherited, predecessor_lists
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule, stream_neighbours
+from nimble_core.schedule import Schedule, positions, stream_neighbours
 
 __all__ = ["Lifetime", "conflict_sets", "dead_before", "happens_before", "lifetimes", "made", "members"]
 
@@ -71,9 +71,7 @@ def made(life: Lifetime) -> tuple[tuple[int, ...], int]:
 
 def happens_before(schedule: Schedule) -> list[list[int]]:
     """What each call directly comes after, by its stream and by waits: positions in the issue order, by position."""
-    position = [0] * len(schedule.order)
-    for index, call in enumerate(schedule.order):
-        position[call] = index
+    position = positions(schedule.order)
     pairs = (*stream_neighbours(schedule.stream, schedule.order), *schedule.syncs)
     return predecessor_lists(len(position), ((position[u], position[v]) for u, v in pairs))
 

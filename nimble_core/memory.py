@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from nimble_core.algorithms.reachability import ancestors
 from nimble_core.program import Program
-from nimble_core.schedule import Schedule, stream_neighbours
+from nimble_core.schedule import Schedule, positions, stream_neighbours
 
-__all__ = ["LivePeak", "ReleasePlan", "live_peak", "release_plan", "serial_peak"]
+__all__ = ["LivePeak", "ReleasePlan", "live_peak", "release_plan", "serial_peak", "uses_in_turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def release_plan(program: Program, schedule: Schedule) -> ReleasePlan:
         Linear in accesses, plus one bitset pass over the last uses of storages that are used on several streams.
     """
     stream, order = schedule.stream, schedule.order
-    position = _positions(order)
-    touches = _touches(program, order)
+    position = positions(order)
+    touches = uses_in_turn(program, order)
     home = [stream[calls[0]] if calls else -1 for calls in touches]
     outputs = {ref.storage for ref in program.outputs}
     releasable = [storage for storage, calls in enumerate(touches) if calls and storage not in outputs]
@@ -126,7 +126,7 @@ def live_peak(program: Program, plan: ReleasePlan, schedule: Schedule) -> LivePe
         schedule: gives the issue order.
     """
     sizes = [storage.nbytes for storage in program.storages]
-    touches = _touches(program, schedule.order)
+    touches = uses_in_turn(program, schedule.order)
     made_by: dict[int, list[int]] = {}
     for storage, calls in enumerate(touches):
         if calls:
@@ -168,7 +168,7 @@ def serial_peak(program: Program, scratch: Sequence[int] = ()) -> int:
     outputs = {ref.storage for ref in program.outputs}
     made: dict[int, int] = {}
     freed: dict[int, int] = {}
-    for storage, calls in enumerate(_touches(program, range(len(program.calls)))):
+    for storage, calls in enumerate(uses_in_turn(program, range(len(program.calls)))):
         if calls:
             made[calls[0]] = made.get(calls[0], 0) + sizes[storage]
             if storage not in outputs:
@@ -181,7 +181,7 @@ def serial_peak(program: Program, scratch: Sequence[int] = ()) -> int:
     return peak
 
 
-def _touches(program: Program, order: Sequence[int]) -> list[list[int]]:
+def uses_in_turn(program: Program, order: Sequence[int]) -> list[list[int]]:
     """Calls that touch each intermediate storage, in issue order; empty for all other storages."""
     touches: list[list[int]] = [[] for _ in program.storages]
     for call in order:
@@ -189,10 +189,3 @@ def _touches(program: Program, order: Sequence[int]) -> list[list[int]]:
             if program.storages[storage].role == "intermediate":
                 touches[storage].append(call)
     return touches
-
-
-def _positions(order: Sequence[int]) -> list[int]:
-    position = [0] * len(order)
-    for index, call in enumerate(order):
-        position[call] = index
-    return position

@@ -32,11 +32,11 @@ from nimble_core.layout import SMALL_NBYTES, Layout
 from nimble_core.memory_limit import limit_memory
 from nimble_core.policies import resolve_policy
 from nimble_core.preserve import Saved, random_state_kept
-from nimble_core.random_states import seed_otherwise
+from nimble_core.random_states import OTHER_SEED, seed_otherwise
 from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
 from nimble_core.scripted import forget_compiled
-from nimble_core.signature import Signature, require_plain
+from nimble_core.signature import Signature, require_initialised, require_plain
 from nimble_core.static import changed_constant, check_outputs, check_static, other_values
 from nimble_core.structure import builder
 from nimble_core.units import format_bytes
@@ -66,7 +66,6 @@ __all__ = [
 _OBSERVED_CALLS = 6_000
 _PLANNED_STORAGES = 20_000
 """Above this, planning memory would take longer than recording: the device reuses it on each stream, as best it can."""
-_OTHER_SEED = 20_001
 _LIMIT_ATTEMPTS = 3
 _OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
 _PREPARING = threading.RLock()
@@ -248,8 +247,7 @@ def check_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
                     fix=f"pass .resolve_{kind}() of it",
                 )
     for name, parameter in getattr(model, "named_parameters", lambda: ())():
-        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
+        require_initialised(name, parameter)
         if parameter.device != signature.device:
             raise InputError(
                 f"mixed devices: parameter {name} is on {parameter.device}, {signature.paths[0]} on {signature.device}",
@@ -292,9 +290,9 @@ def record_static(
             ):
                 seed_otherwise(signature.device, recording.generators)
                 # A branch on random numbers of Python or numpy shows as well.
-                random.seed(_OTHER_SEED)
+                random.seed(OTHER_SEED)
                 if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(_OTHER_SEED)
+                    sys.modules["numpy"].random.seed(OTHER_SEED)
                 second = device.record(model, again, again_args, again_kwargs)
             check_static(recording.program, second.program)
             check_outputs(recording.output_structure, second.output_structure)

@@ -19,9 +19,9 @@ import torch
 
 from nimble_core.origins import warn
 
-__all__ = ["RandomStates", "seed_otherwise", "state_of"]
+__all__ = ["OTHER_SEED", "RandomStates", "seed_otherwise", "state_of"]
 
-_SEED = 20_001
+OTHER_SEED = 20_001
 _LOOKS, _LOOK_S = 400, 0.0005
 
 
@@ -29,12 +29,12 @@ def seed_otherwise(device: torch.device, generators: Iterable[torch.Generator]) 
     """Seed torch's generator of ``device``, and those of ``generators``, the user's own, there, as no model would."""
     for number, one in enumerate(generators, 1):
         if one.device.type == device.type:  # what a host draws for a GPU's model is a constant of it
-            _seed(one, _SEED + number)  # each another: they are told apart by their states
+            _seed(one, OTHER_SEED + number)  # each another: they are told apart by their states
     if device.type == "cuda":
         with torch.cuda.device(device):
-            torch.cuda.manual_seed(_SEED)
+            torch.cuda.manual_seed(OTHER_SEED)
     else:
-        _seed(torch.default_generator, _SEED)
+        _seed(torch.default_generator, OTHER_SEED)
 
 
 def _seed(generator: torch.Generator, seed: int) -> None:
@@ -58,6 +58,7 @@ class RandomStates:
     def __init__(self, own: Sequence[torch.Generator]) -> None:
         self._generators = [torch.default_generator, *own]
         self._seeds = {one.initial_seed() for one in self._generators}
+        self._shared = False
         self._left_behind = {_bytes(torch.Generator().manual_seed(seed).get_state()) for seed in self._seeds}
 
     def follow(self, generator: torch.Generator | None, before: torch.Tensor) -> bool:
@@ -65,7 +66,7 @@ class RandomStates:
         one, state = generator or torch.default_generator, _bytes(before)
         known = one.initial_seed() in self._seeds and state not in self._left_behind
         self._left_behind.add(state)
-        return known or (generator is None and _set_by_others())
+        return known or (generator is None and self._others_set_it())
 
     def settled(self) -> bool:
         """Whether no generator has been given another seed, or a state that a draw has left behind."""
@@ -74,7 +75,11 @@ class RandomStates:
             for one in self._generators
             if one.initial_seed() not in self._seeds or _bytes(one.get_state()) in self._left_behind
         ]
-        return not changed or (changed == [torch.default_generator] and _set_by_others())
+        return not changed or (changed == [torch.default_generator] and self._others_set_it())
+
+    def _others_set_it(self) -> bool:
+        self._shared = self._shared or _set_by_others()  # found once it stays so: looking sets another seed, too
+        return self._shared
 
 
 def _set_by_others() -> bool:
@@ -82,9 +87,9 @@ def _set_by_others() -> bool:
     if threading.active_count() < 2:
         return False
     for look in range(_LOOKS):
-        torch.default_generator.manual_seed(_SEED + look)
+        torch.default_generator.manual_seed(OTHER_SEED + look)
         time.sleep(_LOOK_S)
-        if torch.initial_seed() != _SEED + look:
+        if torch.initial_seed() != OTHER_SEED + look:
             warn(
                 "other threads set torch's random state while a model was recorded: whether the model does, too, which "
                 "a replay would not repeat, was not seen"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Schedule", "SyncCounts", "stream_neighbours"]
+__all__ = ["Schedule", "SyncCounts", "positions", "stream_neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,18 @@ class Schedule:
     def streams(self) -> int:
         """Number of streams used."""
         return max(self.stream, default=-1) + 1
+
+
+def positions(order: Sequence[int]) -> list[int]:
+    """Where each call stands in an issue order.
+
+    >>> positions([2, 0, 1])
+    [1, 2, 0]
+    """
+    position = [0] * len(order)
+    for at, call in enumerate(order):
+        position[call] = at
+    return position
 
 
 def stream_neighbours(stream: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:

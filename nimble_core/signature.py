@@ -19,7 +19,7 @@ from nimble_core.structure import (
     structure_difference,
 )
 
-__all__ = ["Signature", "require_plain", "take_apart"]
+__all__ = ["Signature", "require_initialised", "require_plain", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -192,6 +192,12 @@ def require_plain(tensor: torch.Tensor, path: str) -> None:
             f"{path} is a {type(tensor).__qualname__}, a class of its own, whose code a replay would pass by",
             fix=f"pass {_plain_instead(tensor)}",
         )
+
+
+def require_initialised(name: str, parameter: torch.Tensor) -> None:
+    """Raise InputError for a parameter of a lazy module that never ran."""
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
 
 
 def _plain_instead(tensor: torch.Tensor) -> str:

@@ -16,7 +16,6 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.accumulators import require_no_node_hooks
@@ -31,6 +30,7 @@ from nimble_core.origins import warn
 from nimble_core.phases import phase
 from nimble_core.pipeline import require_local
 from nimble_core.plan import Plan
+from nimble_core.signature import require_initialised
 from nimble_core.strides import share_bytes, with_strides_of
 from nimble_core.structure import builder, flatten, leaf_paths
 
@@ -588,7 +588,7 @@ class TrainStep:
 
 
 def _require_initialised(model: torch.nn.Module, loss_fn: object) -> None:
-    """Raise InputError for a lazy module that never ran, in the words of ``Nimble.prepare``.
+    """Raise InputError for a lazy module that never ran.
 
     What is frozen does not hinder an optimizer, and may yet be initialised before ``prepare``, which asks again.
     """
@@ -596,8 +596,8 @@ def _require_initialised(model: torch.nn.Module, loss_fn: object) -> None:
     if isinstance(loss_fn, torch.nn.Module):
         named += loss_fn.named_parameters("loss_fn")
     for name, one in named:
-        if one.requires_grad and isinstance(one, UninitializedParameter):
-            raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
+        if one.requires_grad:
+            require_initialised(name, one)
 
 
 def _require_own(model: torch.nn.Module, loss_fn: object, parameters: Sequence[torch.Tensor]) -> None:

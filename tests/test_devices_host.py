@@ -581,9 +581,7 @@ def test_a_call_that_fails_leaves_what_stays_as_eager_leaves_it(
     order = None
     if not in_turn:
         ranks = [draw.random() for _ in range(made.graph.size)]
-        hazards = networkx.DiGraph(made.graph.edges)
-        hazards.add_nodes_from(range(made.graph.size))
-        order = list(networkx.lexicographical_topological_sort(hazards, key=ranks.__getitem__))
+        order = list(networkx.lexicographical_topological_sort(made.graph.to_networkx(), key=ranks.__getitem__))
     executable = made.capture(drawn_streams(made.graph, draw, draw.randint(1, 3), order))
     begin = copy.deepcopy(model.state_dict())
     for indices in ((good, good), (bad, good) if one_fails else (bad, bad), (good, bad), (good, good)):
@@ -1216,15 +1214,10 @@ def in_any_order(seed: int) -> Callable[[CallGraph, Any], Schedule]:
     """A policy that puts calls on two streams, in an order of its own."""
 
     def policy(graph: CallGraph, costs: Any) -> Schedule:
-        rng, hazards = random.Random(seed), networkx.DiGraph()
-        hazards.add_nodes_from(range(graph.size))
-        hazards.add_edges_from(graph.edges)
-        ranks = list(range(graph.size))
-        rng.shuffle(ranks)
-        order = list(networkx.lexicographical_topological_sort(hazards, key=ranks.__getitem__))
-        drawn = [rng.randrange(2) for _ in range(graph.size)]
-        names = {lane: index for index, lane in enumerate(dict.fromkeys(drawn))}
-        return plan_streams(graph, [names[lane] for lane in drawn], policy="any", order=order)
+        draw, ranks = random.Random(seed), list(range(graph.size))
+        draw.shuffle(ranks)
+        order = list(networkx.lexicographical_topological_sort(graph.to_networkx(), key=ranks.__getitem__))
+        return drawn_streams(graph, draw, 2, order)
 
     return policy
 

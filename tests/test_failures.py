@@ -41,10 +41,7 @@ def drawn_schedule(program: Program, data: st.DataObject) -> Schedule:
     draws = [data.draw(st.integers(0, 2)) for _ in range(graph.size)]
     names = {lane: index for index, lane in enumerate(dict.fromkeys(draws))}
     ranks = data.draw(st.permutations(range(graph.size)))
-    hazards = networkx.DiGraph()
-    hazards.add_nodes_from(range(graph.size))
-    hazards.add_edges_from(graph.edges)
-    order = list(networkx.lexicographical_topological_sort(hazards, key=ranks.__getitem__))
+    order = list(networkx.lexicographical_topological_sort(graph.to_networkx(), key=ranks.__getitem__))
     return plan_streams(graph, [names[lane] for lane in draws], policy="drawn", order=order)
 
 

@@ -246,9 +246,10 @@ def test_where_other_threads_set_random_state_nothing_is_refused() -> None:
             warnings.simplefilter("always")
             for _ in range(5):
                 try:
-                    Nimble(lambda x: nn.functional.dropout(x, 0.5), QUICK).prepare(x)
-                except NotStaticError as error:
-                    assert REFUSED not in str(error)  # noqa: PT017
+                    Nimble(nn.Sequential(*[nn.Dropout() for _ in range(8)]), QUICK).prepare(x)
+                except NotStaticError as error:  # a draw may seem to be none, where its state is put back meanwhile
+                    if REFUSED in str(error):
+                        raise
     finally:
         stop.set()
         other.join()

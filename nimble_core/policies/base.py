@@ -10,7 +10,7 @@ from nimble_core.algorithms.reduction import transitive_reduction
 from nimble_core.costs import Costs
 from nimble_core.errors import InputError
 from nimble_core.graph import CallGraph
-from nimble_core.schedule import Schedule, SyncCounts, stream_neighbours
+from nimble_core.schedule import Schedule, SyncCounts, positions, stream_neighbours
 
 __all__ = ["Policy", "plan_streams"]
 
@@ -60,9 +60,7 @@ def plan_streams(
     if sorted(order) != list(range(graph.size)):
         raise InputError(f"the order does not hold each of {graph.size} calls once", fix="call indices, each once")
     # Edges must lead from lower to higher numbers: places in the issue order are such numbers, calls may not be.
-    place = [0] * graph.size
-    for at, call in enumerate(order):
-        place[call] = at
+    place = positions(order)
     extra = sorted(set(extra))
     for u, v in extra:
         if not (0 <= u < graph.size and 0 <= v < graph.size and place[u] < place[v]):

@@ -11,7 +11,7 @@ from nimble_core.costs import Costs
 from nimble_core.graph import CallGraph, predecessors, successors
 from nimble_core.policies.base import plan_streams
 from nimble_core.policies.inputs import require_fit
-from nimble_core.schedule import Schedule
+from nimble_core.schedule import Schedule, positions
 
 __all__ = ["opara"]
 
@@ -65,10 +65,8 @@ def opara(graph: CallGraph, costs: Costs, *, max_streams: int | None = None) -> 
     if not plan.added_order:
         return plan
     # Unrelated calls share a stream: it must not wait at a call that is launched early but can only start late.
-    rank = [0] * graph.size
-    for at, call in enumerate(order):
-        rank[call] = at
-    return plan_streams(graph, stream, policy="opara", order=list_order(before, stream, costs.ns, rank=rank))
+    again = list_order(before, stream, costs.ns, rank=positions(order))
+    return plan_streams(graph, stream, policy="opara", order=again)
 
 
 def _launch_order(
