@@ -33,6 +33,11 @@ def require_training_mode(model: torch.nn.Module, *, preparing: bool = True) -> 
             "torch.autograd.detect_anomaly is on: it reads every gradient back from the device, which no replay can do",
             fix="prepare outside of it, or with check_nan=False; to look for a nan, train the model itself in eager",
         )
+    if not hasattr(model, "training"):
+        raise InputError(
+            f"the {type(model).__name__} was frozen (torch.jit.freeze): its weights are constants",
+            fix="train the model that it was made of",
+        )
     if not model.training:
         raise InputError(
             f"{type(model).__name__} is in evaluation mode: dropout and batch norm would not train",

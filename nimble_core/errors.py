@@ -14,6 +14,7 @@ __all__ = [
     "NotStaticError",
     "ReportFileError",
     "ScheduleError",
+    "first_line",
 ]
 
 
@@ -67,3 +68,8 @@ class DeviceError(NimbleError, RuntimeError):
 
 class ReportFileError(NimbleError, ValueError):
     """A report file that is damaged, hostile, or newer than this version reads."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, cut at 200 characters."""
+    return next((line for line in str(error).splitlines() if line.strip()), "")[:200]

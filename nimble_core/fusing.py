@@ -19,9 +19,9 @@ from torch import fx
 from nimble_core.attribution import attributed
 from nimble_core.casts import no_autocast
 from nimble_core.devices.base import Device
-from nimble_core.errors import CaptureError, NimbleError
+from nimble_core.errors import CaptureError, NimbleError, first_line
 from nimble_core.graph import build_graph
-from nimble_core.inductor import compile_graph, first_line, provenance_in_code
+from nimble_core.inductor import compile_graph, provenance_in_code
 from nimble_core.launchers import Relaunch
 from nimble_core.lift import calls_of, lift, reference_of
 from nimble_core.pipeline import Recorded, state_kept

@@ -53,8 +53,9 @@ def perturbed(seed: int = 0) -> Iterator[None]:
     arithmetic", 1997), for whole operators.
 
     What subtracts a channel's mean (BatchNorm) is also shifted, alike in all that share the mean: by the mean's own
-    rounding, which is what a sum over the channel then consists of. Other zeros stay zeros. Views, copies and what is
-    written in place are not moved; where TF32 products are allowed, results of products are moved by its last place.
+    rounding, which is what a sum over the channel then consists of. Other zeros stay zeros, and what is at most 1
+    stays so (a saturated sigmoid is a probability still). Views, copies and what is written in place are not moved;
+    where TF32 products are allowed, results of products are moved by its last place.
     The model's own random numbers are those of a plain run.
 
     Args:
@@ -95,12 +96,13 @@ class _Perturbed(TorchDispatchMode):
             size = _TF32
         wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
         moves = torch.empty_like(tensor, dtype=wide).uniform_(-size, size, generator=self._generators[device])
-        moved = torch.addcmul(tensor.to(wide), tensor.to(wide), moves)
+        plain = tensor.to(wide)
+        moved = torch.addcmul(plain, plain, moves)
         if shifted and tensor.dim() > 1:
             alike = moved.new_empty(tensor.shape[:2] + (1,) * (tensor.dim() - 2))[:1]
             alike.uniform_(-_MOVE[wide], _MOVE[wide], generator=self._generators[device])
             moved += alike * moved.square().mean().sqrt()
-        return moved.to(tensor.dtype)
+        return torch.where(plain.abs() <= 1, moved.clamp(-1, 1), moved).to(tensor.dtype)
 
 
 def _rounds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

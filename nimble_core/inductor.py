@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.errors import CaptureError
+from nimble_core.errors import CaptureError, first_line
 from nimble_core.launchers import generated_modules
 from nimble_core.lift import calls_of
 from nimble_core.program import Origin, Program
 from nimble_core.rewritten import provenance_of
 
-__all__ = ["compile_graph", "first_line", "provenance_in_code", "source_nodes"]
+__all__ = ["compile_graph", "provenance_in_code", "source_nodes"]
 
 _SOURCES = re.compile(r"#.*Source Nodes: \[(.*?)\]")
 _WORK = re.compile(r"\.run\(|extern_kernels\.|torch\.ops\.|^\s*(\w+ = )?cpp_\w+\(")
@@ -184,11 +184,6 @@ def _known(name: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, cut at 200 characters."""
-    return next((line for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
 def source_nodes(file: str, line: int) -> tuple[str, ...]:

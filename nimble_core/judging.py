@@ -21,14 +21,13 @@ from nimble_core.candidates import EqualityCheck
 from nimble_core.devices.base import Device, Executable
 from nimble_core.distances import gaps
 from nimble_core.equality import DROWNED, check_equality, doubt, lowest_precision, working_precision
-from nimble_core.errors import NimbleError
+from nimble_core.errors import NimbleError, first_line
 from nimble_core.gradients import Update, check_updates, perturbed
-from nimble_core.inductor import first_line
 from nimble_core.pipeline import Recorded, state_kept
 from nimble_core.preserve import preserved
 from nimble_core.recording import Issuer, issuing
 from nimble_core.reference import reference_outputs
-from nimble_core.static import other_values
+from nimble_core.static import on_other_values
 from nimble_core.structure import Structure, builder, flatten, leaf_paths
 
 __all__ = ["Cases", "Judge", "doubted", "eager_cases", "from_same_state", "full_precision", "issued"]
@@ -118,8 +117,7 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
     written: list[Update] = []
     why = ""
     for seed in (1, 2):
-        inputs = other_values(recorded.signature.tensors, seed)
-        outputs, after = eager.run(inputs)
+        inputs, (outputs, after) = on_other_values(eager.run, recorded.signature.tensors, seed)
         cases.append((inputs, outputs))
         if recorded.trained or (eager.state and not written):
             outputs, after_moved = eager.run(inputs, seed)

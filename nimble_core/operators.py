@@ -54,6 +54,8 @@ _PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _INDEXED = ("aten::index", *_PUTS)
 _COPIES = ("aten::copy_", "aten::_copy_from")
 _CHECKS = "aten::_linalg_check_errors"
+_OF_LAYOUT = ("aten::_assert_tensor_metadata", "aten::record_stream")
+"""Return nothing, and would find in each replay what the recording found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Traits:
         doubtful: whether a call of it may make the host wait. Only then, or with a ``device`` among its arguments, are
             the arguments worth a look.
         puts: whether it writes at indices: ``x[index] = value``.
+        checks: whether it returns nothing: what it is called for, as a check that raises, shows in no tensor.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Traits:
     memory_only: bool
     doubtful: bool
     puts: bool
+    checks: bool
 
 
 @cache
@@ -99,6 +103,7 @@ def traits_of(func: Any) -> Traits:
         memory_only=makes_memory_only(func),
         doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*_INDEXED, *_COPIES, _CHECKS),
         puts=name in _PUTS,
+        checks=not func._schema.returns and name not in _OF_LAYOUT,
     )
 
 

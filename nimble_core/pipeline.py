@@ -37,7 +37,7 @@ from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
 from nimble_core.scripted import forget_compiled
 from nimble_core.signature import Signature, require_initialised, require_plain
-from nimble_core.static import changed_constant, check_outputs, check_static, other_values
+from nimble_core.static import changed_constant, check_outputs, check_static, on_other_values
 from nimble_core.structure import builder
 from nimble_core.units import format_bytes
 
@@ -281,19 +281,22 @@ def record_static(
                 recording, refused = _record_as_eager(device, model, signature, args, kwargs)
         with step("record again"):
             build = builder(signature.structure)
-            again_args, again_kwargs = build(other_values(signature.tensors))
-            again = Signature(again_args, again_kwargs)
-            with (
-                random_state_kept(signature.device, recording.generators),
-                announced(refused is not None),
-                expecting(recording),
-            ):
-                seed_otherwise(signature.device, recording.generators)
-                # A branch on random numbers of Python or numpy shows as well.
-                random.seed(OTHER_SEED)
-                if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(OTHER_SEED)
-                second = device.record(model, again, again_args, again_kwargs)
+
+            def again(values: Sequence[torch.Tensor]) -> Recording:
+                other_args, other_kwargs = build(values)
+                with (
+                    random_state_kept(signature.device, recording.generators),
+                    announced(refused is not None),
+                    expecting(recording),
+                ):
+                    seed_otherwise(signature.device, recording.generators)
+                    # A branch on random numbers of Python or numpy shows as well.
+                    random.seed(OTHER_SEED)
+                    if "numpy" in sys.modules:
+                        sys.modules["numpy"].random.seed(OTHER_SEED)
+                    return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
+
+            _, second = on_other_values(again, signature.tensors)
             check_static(recording.program, second.program)
             check_outputs(recording.output_structure, second.output_structure)
             recording = _hold_to_seen(device, recording, second)

@@ -545,7 +545,7 @@ class _Recorder(TorchDispatchMode):
             self._unset.update(
                 slot for tensor in seeds_among(func, result) if (slot := self._slot_of(tensor)) is not None
             )
-        reached = self._reaches_device(traits, written, list(compress(returned, fresh)))
+        reached = self._reaches_device(traits, reads, written, list(compress(returned, fresh)))
         if reached:
             call = self._call(func, traits, template, named, reads, written, writes, returned, outputs, frame, draws)
             self._calls.append(call)
@@ -1137,12 +1137,16 @@ class _Recorder(TorchDispatchMode):
         ref = TensorRef(self._generator, 0, (1,), (1,), "uint8", 1)
         return [Access(ref, write=False), Access(ref, write=True)]
 
-    def _reaches_device(self, traits: Traits, written: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+    def _reaches_device(
+        self, traits: Traits, reads: list[int], written: list[torch.Tensor], fresh: list[torch.Tensor]
+    ) -> bool:
         if self.counter:
             before, self._nodes = self._nodes, self.counter.nodes()
             return self._nodes > before
         if written:
             return any(tensor.numel() for tensor in written)
+        if traits.checks:
+            return bool(reads)
         return not traits.memory_only and any(tensor.numel() for tensor in fresh)
 
     def _inplace_view(

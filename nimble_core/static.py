@@ -3,31 +3,81 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any
+from traceback import walk_tb
+from typing import Any, TypeVar
 
 import torch
 
-from nimble_core.errors import CaptureError, NotStaticError
+from nimble_core.errors import CaptureError, NimbleError, NotStaticError, first_line
 from nimble_core.operators import storage_address
+from nimble_core.origins import place_of
 from nimble_core.program import Call, Program
 from nimble_core.recording import Recording
 from nimble_core.strides import elements_once, reach
 from nimble_core.structure import Structure, same_structure, structure_difference
 
-__all__ = ["changed_constant", "check_outputs", "check_static", "other_values"]
+__all__ = ["changed_constant", "check_outputs", "check_static", "on_other_values", "other_values"]
+
+T = TypeVar("T")
+
+_OF_VALUES = (RuntimeError, IndexError)
+"""What torch raises where it does not accept a value."""
 
 _SHUFFLED = 1 << 16
 """Elements to be shuffled at most: with 5 million that would take 0.2 s. More are dealt out in a fixed stride."""
 
 
-def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
-    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
+def on_other_values(
+    run: Callable[[list[torch.Tensor]], T], tensors: Sequence[torch.Tensor], seed: int = 0
+) -> tuple[list[torch.Tensor], T]:
+    """Run on ``other_values``, or where torch refuses those (a matrix that has no inverse), on gentler ones.
+
+    Args:
+        run: the model, which it leaves as it was where it raises.
+        tensors: inputs that it has already run on.
+        seed: of the values.
+
+    Returns:
+        The values, and what ``run`` made of them.
+
+    Raises:
+        NotStaticError: torch refuses both.
+        Exception: any other of ``run``.
+    """
+    values = other_values(tensors, seed)
+    try:
+        return values, run(values)
+    except (NimbleError, torch.OutOfMemoryError):
+        raise
+    except _OF_VALUES as error:
+        gentler = other_values(tensors, seed, gently=True)
+        try:
+            return gentler, run(gentler)
+        except (NimbleError, torch.OutOfMemoryError):
+            raise
+        except _OF_VALUES:
+            raise NotStaticError(
+                "the model runs on the given values, but not on others of the same kind: "
+                f"{type(error).__name__}: {first_line(error)}",
+                where=_raised_at(error),
+                fix="leave the check of values outside of what is prepared",
+            ) from error
+
+
+def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, *, gently: bool = False) -> list[torch.Tensor]:
+    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.
 
     Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
-    (offsets, positions) stay as they are where another input changes. Strides stay, and tensors that share memory do
-    so again.
+    (offsets, positions) stay as they are where another input changes. Numbers stay between 0 and 1, or -1 and 1, where
+    they were (probabilities: on CUDA one out of range ends the process's use of the device). Strides stay, and tensors
+    that share memory do so again.
+
+    Args:
+        tensors: inputs.
+        seed: of order and scale.
+        gently: floating ones are only scaled, by one factor for each: matrices that have an inverse keep it.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     kept = [_ascending(tensor) for tensor in tensors]
@@ -37,31 +87,38 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0) -> list[torch.T
     made = list(tensors)
     for positions in sharing.values():
         shared = [tensors[position].detach() for position in positions]
-        keep = not all(kept) and all(kept[position] for position in positions)
+        keep = gently or (not all(kept) and all(kept[position] for position in positions))
         if len({(one.storage_offset(), one.shape, one.stride()) for one in shared}) == 1:
-            others = [_other(shared[0], keep, generator)] * len(shared)
+            others = [_other(shared[0], keep, gently, generator)] * len(shared)
         else:
             low = min(one.storage_offset() for one in shared)
             high = max(one.storage_offset() + reach(one) for one in shared)
-            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, generator)
+            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, gently, generator)
             others = [base.as_strided(one.shape, one.stride(), one.storage_offset() - low) for one in shared]
         for position, other in zip(positions, others, strict=True):
             made[position] = other
     return made
 
 
-def _other(tensor: torch.Tensor, keep: bool, generator: torch.Generator) -> torch.Tensor:
+def _other(tensor: torch.Tensor, keep: bool, gently: bool, generator: torch.Generator) -> torch.Tensor:
     core = elements_once(tensor)  # an expanded dimension stays one
     other = core.reshape(-1)
     if not keep:
         other = other[_order(other.numel(), generator, core.device)]
     other = other.reshape(core.shape)
     if core.is_floating_point() or core.is_complex():
-        scale = torch.rand(core.shape, generator=generator, device="cpu").to(core.device) + 0.5
+        shape = () if gently else core.shape
+        scale = 1 - torch.rand(shape, generator=generator, device="cpu").to(core.device) / 2
         wide = other.float() if other.itemsize == 1 else other  # torch does not multiply numbers of eight bits
         other = (wide * scale).to(core.dtype)
     made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
     return made.expand(tensor.shape)
+
+
+def _raised_at(error: Exception) -> str:
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    _, file, line = place_of(frame, {})
+    return f"{file}:{line}"
 
 
 def _order(count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:

@@ -17,9 +17,8 @@ from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.choices import cache_directory, choice_key, recall, remember
 from nimble_core.costs import Costs
 from nimble_core.devices.base import Device, Executable, Observation
-from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.errors import CaptureError, DeviceError, NimbleError, first_line
 from nimble_core.fusing import follow, fuse
-from nimble_core.inductor import first_line
 from nimble_core.judging import Judge
 from nimble_core.measurement import TIE, interleave
 from nimble_core.memory import serial_peak

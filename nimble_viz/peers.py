@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from nimble_core.casts import no_autocast
 from nimble_core.equality import check_equality
 from nimble_core.errors import InputError, NimbleError
 from nimble_core.pipeline import state_kept
@@ -457,7 +458,7 @@ class _Compile:
                 options = {**options, "freezing": True}
             # Dynamo asks for freezing too, before the options reach Inductor.
             with config.patch(freezing=bool(freezing) or config.freezing):
-                return _Compiled(twin_of(model), options, args, kwargs)
+                return _Compiled(twin_of(model), options, lambda run: run(*args, **kwargs))
 
     def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
         way, _, freezing = self.name.partition("+")
@@ -467,19 +468,28 @@ class _Compile:
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             from torch._inductor import list_mode_options
 
-            return _Compiled(model, dict(list_mode_options(way.partition(":")[2] or "default")), args, kwargs)
+            def both(run: Run) -> None:
+                # Not the forward alone: a second one before the first backward is captured, and attention then leaves
+                # its dropout's seed on the device, where a backward that is not captured crashes the process.
+                results = [one for one in flatten(run(*args, **kwargs), what="output")[0] if one.requires_grad]
+                wanted = [one for one in model.parameters() if one.requires_grad]
+                if results and wanted:
+                    with no_autocast(results[0].device.type):
+                        torch.autograd.grad(results, wanted, list(map(torch.ones_like, results)), allow_unused=True)
+
+            return _Compiled(model, dict(list_mode_options(way.partition(":")[2] or "default")), both)
 
 
 class _Compiled:
-    """A model compiled by Inductor, under code of its own, which can be forgotten without touching anyone else's."""
+    """A model compiled by Inductor, under code of its own, which can be forgotten without touching anyone else's.
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        options: dict[str, Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    Args:
+        model: what to compile.
+        options: Inductor's.
+        use: runs it as it will be run, which compiles it.
+    """
+
+    def __init__(self, model: Callable[..., Any], options: dict[str, Any], use: Callable[[Run], object]) -> None:
         from torch._dynamo import convert_frame
         from torch._dynamo.utils import counters
         from torch._inductor.cudagraph_trees import MarkStepBox
@@ -497,7 +507,7 @@ class _Compiled:
             self._mark = torch.compiler.cudagraph_mark_step_begin
         try:
             breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
-            self(*args, **kwargs)
+            use(self)
             breaks = sum(counters["graph_break"].values()) - breaks
             skips = counters["inductor"]["cudagraph_skips"] - skips
         except BaseException:

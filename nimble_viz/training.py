@@ -26,6 +26,7 @@ from nimble_core.pipeline import state_kept
 from nimble_core.preserve import preserved
 from nimble_core.program import Phase
 from nimble_core.signature import take_apart
+from nimble_core.strides import with_strides_of
 from nimble_core.structure import builder, flatten
 from nimble_core.training import WholeStep, require_no_class, require_no_target
 from nimble_viz.measure.profile import PHASE
@@ -355,7 +356,8 @@ class Training:
             for name, one in trained.items():
                 one.copy_(before[name])
             for name, one in trained.items():
-                one.grad = gradients.get(name)
+                gradient = gradients.get(name)
+                one.grad = None if gradient is None else with_strides_of(one, gradient)  # as fused optimizers need it
             if self.whole.scaler is None or all(bool(one.isfinite().all()) for one in gradients.values()):
                 own.step()
         worst, where = 0.0, ""

@@ -8,6 +8,7 @@ from torch import nn
 
 from nimble_core.around import Around, require_training_mode
 from nimble_core.errors import InputError
+from nimble_core.nimble import Nimble
 
 
 def test_names_mode_and_type_are_the_models() -> None:
@@ -31,3 +32,12 @@ def test_what_is_trained_is_in_training_mode_and_parts_of_it_need_not_be() -> No
     with pytest.raises(InputError, match="Sequential is in evaluation mode") as refused:
         require_training_mode(model.eval())
     assert "model.train()" in refused.value.fix
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_frozen_modules_are_not_trained() -> None:
+    frozen = torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))
+    with pytest.raises(InputError, match=r"frozen \(torch\.jit\.freeze\)"):
+        require_training_mode(frozen)
+    with pytest.raises(InputError, match=r"frozen \(torch\.jit\.freeze\)"):
+        Nimble(frozen).prepare(torch.ones(1, 2), training=True)

@@ -251,6 +251,21 @@ def test_rounds_begin_with_the_same_parameters_and_state() -> None:
     assert any("exp_avg" in name for name in held)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_in_other_strides_are_judged_by_fused_optimizers(device: str) -> None:
+    net, (x, y) = Net().to(device), (one.to(device) for one in batch())
+    fused = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=1e-3, fused=True)
+    step = Training(net, (x,), {}, target=y, loss_fn=nn.CrossEntropyLoss(), optimizer=fused)
+
+    def channels_last() -> Any:
+        loss, output, gradients = step.whole(*step.arguments)
+        moved = gradients["conv.weight"].contiguous(memory_format=torch.channels_last)
+        return loss, output, {**gradients, "conv.weight": moved}
+
+    assert net.conv.weight.is_contiguous()
+    assert step.wrong_update(channels_last) == ""
+
+
 def test_an_update_that_is_not_the_optimizers_is_found() -> None:
     net, (x, y) = Net(), batch()
     step = Training(net, (x,), {}, target=y, loss_fn=nn.CrossEntropyLoss(), optimizer=begun(net))
@@ -561,6 +576,31 @@ def test_peers_train_on_a_gpu(half: bool) -> None:
     assert scale_of(scaler) == scale
     assert {taken.name for taken in found.measurements} > {"eager", *names}, found.peers
     assert found.memory.eager_peak > 0
+
+
+@pytest.mark.compiler
+def test_compile_is_made_ready_forward_and_backward() -> None:
+    counters = pytest.importorskip("torch._dynamo.utils").counters["aot_autograd"]
+    net, (x, y) = Net(), batch()
+    step = Training(net, (x,), {}, target=y, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd(net))
+    backwards: list[bool] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: backwards.append(True) or one):
+        run = step.peer(resolve_peers("compile")[0])
+        made = counters["total"]
+        assert backwards, "no backward ran"
+        assert all(one.grad is None for one in net.parameters())
+        run(*step.arguments)
+        assert counters["total"] == made
+    run.close()
+
+
+@pytest.mark.gpu
+def test_compiled_attention_with_dropout_trains() -> None:
+    """Its backward reads the dropout's seed where the forward left it: a crash of the process if they do not match."""
+    net = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True).cuda()
+    x = torch.randn(4, 16, 64, device="cuda")
+    found = trained(net, x, loss_fn=torch.mean, optimizer=sgd(net), against="compile:reduce-overhead", options=ONE)
+    assert found.measurement("compile:reduce-overhead") is not None, found.peers
 
 
 def test_all_built_in_peers_train_or_say_why() -> None:

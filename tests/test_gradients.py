@@ -343,6 +343,18 @@ def test_results_move_by_their_last_places(dtype: torch.dtype, seed: int) -> Non
     assert (y != x).double().mean() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_probabilities_stay_probabilities(dtype: torch.dtype) -> None:
+    x = torch.randn(50, 40).to(dtype) * 20
+    with perturbed():
+        saturated, softened = torch.sigmoid(x), torch.tanh(x)
+    assert (torch.sigmoid(x) == 1).any()
+    assert not torch.equal(saturated, torch.sigmoid(x))
+    assert saturated.min() >= 0
+    assert saturated.max() <= 1
+    assert softened.abs().max() <= 1
+
+
 def test_random_numbers_layouts_and_integers_stay() -> None:
     x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
     torch.manual_seed(3)

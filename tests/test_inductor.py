@@ -17,7 +17,7 @@ from torch import fx
 
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError
-from nimble_core.inductor import _kernels_that_wait, compile_graph, first_line, provenance_in_code, source_nodes
+from nimble_core.inductor import _kernels_that_wait, compile_graph, provenance_in_code, source_nodes
 from nimble_core.launchers import waits_first
 from nimble_core.lift import lift
 from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static
@@ -207,12 +207,6 @@ def test_a_failure_says_its_first_line(error: Exception, monkeypatch: pytest.Mon
     assert "second line" not in caught.value.what
     assert len(caught.value.what) < 300
     assert caught.value.__cause__ is error
-
-
-def test_first_line() -> None:
-    assert first_line(ValueError("\n\n  a\nb")) == "  a"
-    assert first_line(ValueError()) == ""
-    assert len(first_line(ValueError("y" * 500))) == 200
 
 
 # -- what generated code says -----------------------------------------------------------------------------------------

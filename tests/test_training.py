@@ -638,6 +638,32 @@ def gan_curves(steps: int, device: str = "cpu", options: Options = QUICK) -> tup
     return torch.stack(mine).tolist(), torch.stack(expected).tolist()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_losses_of_probabilities_equal_eager(device: str) -> None:
+    """One out of range is an error on the host, and on CUDA the end of all work on the device."""
+
+    def problem() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 12), nn.Sigmoid()).to(device)
+        with torch.no_grad():
+            net[2].bias += 30 * torch.tensor([1.0, 0.0, -1.0]).repeat(4).to(device)
+        return net, torch.optim.Adam(net.parameters(), lr=1e-2)
+
+    (net, optimizer), (twin, other) = problem(), problem()
+    x, ones = torch.rand(16, 12, device=device), torch.ones(16, 12, device=device)
+    assert twin(x).max() == 1, "a sigmoid is saturated"
+    step = TrainStep(net, nn.BCELoss(), optimizer).prepare(x, x.clone())
+    for target in (x.clone(), ones, x.round()):
+        mine = step(x, target)
+        other.zero_grad()
+        theirs = nn.functional.binary_cross_entropy(twin(x), target)
+        theirs.backward()
+        other.step()
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def test_a_gan_of_two_steps_trains_as_in_eager() -> None:
     mine, theirs = gan_curves(200)
     assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)

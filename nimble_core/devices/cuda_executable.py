@@ -11,8 +11,7 @@ import torch
 
 from nimble_core.devices.cuda_arena import CudaArena
 from nimble_core.emitted import RawGraph, emitted_counts
-from nimble_core.errors import DeviceError
-from nimble_core.inductor import first_line
+from nimble_core.errors import DeviceError, first_line
 from nimble_core.locks import capturing, launching
 from nimble_core.rawgraph import linked
 from nimble_core.schedule import Schedule

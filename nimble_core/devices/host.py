@@ -35,7 +35,7 @@ from nimble_core.costs import Costs
 from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
 from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording, lay_out_buffers
 from nimble_core.emitted import RawGraph
-from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.errors import CaptureError, DeviceError, NimbleError, first_line
 from nimble_core.failures import failing_as_eager
 from nimble_core.host_info import cpu_name
 from nimble_core.layout import Layout
@@ -151,7 +151,7 @@ class HostDevice:
             raise DeviceError("out of memory while preparing", fix="prepare smaller inputs") from error
         except Exception as error:
             raise CaptureError(
-                f"a recorded call cannot be issued again: {_first_line(error)}",
+                f"a recorded call cannot be issued again: {first_line(error)}",
                 fix="keep that operator out of the prepared module",
             ) from error
         finally:
@@ -706,7 +706,7 @@ class _Runner:
         call = _call_of(error.__traceback__, lines)
         where = str(self.code.recording.program.calls[call]) if call is not None else ""
         return DeviceError(
-            f"a call failed in the replay: {type(error).__name__}: {_first_line(error)}",
+            f"a call failed in the replay: {type(error).__name__}: {first_line(error)}",
             where=where,
             fix="run the model itself on the same inputs: it says more",
         )
@@ -728,10 +728,6 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if 0 in strides:  # expanded: what was recorded for it runs on a full one, which takes other rows too
         return tensor.detach().contiguous()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor.detach())
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def _fastest_ns(call: Callable[[], object]) -> float | None:
