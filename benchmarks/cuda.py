@@ -138,7 +138,7 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     prepare_steps = dict(net.engines[0].seconds)
     net.close()
 
-    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     with state_kept(recorded):
         single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
         costs = observe(device, recorded, single).costs

@@ -95,7 +95,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     device, watch = HostDevice(), Stopwatch()
     signature = Signature(args, kwargs)
     device.warm_up(model, args, kwargs)
-    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=watch)
+    recorded = record_static(device, model, signature, strict=True, step=watch)
     with watch("capture single"):
         single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
     with watch("measure calls"):

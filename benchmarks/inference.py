@@ -247,7 +247,7 @@ def _recorded(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
     device.warm_up(model, args, kwargs)
-    return record_static(device, model, signature, args, kwargs, strict=False, step=Stopwatch()), device
+    return record_static(device, model, signature, strict=False, step=Stopwatch()), device
 
 
 def _prepared(

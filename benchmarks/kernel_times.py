@@ -102,7 +102,7 @@ def captured(name: str, dtype: str) -> tuple[Device, Recorded, Executable]:
         model(*args, **kwargs)
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
-    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     with state_kept(recorded):
         executable = capture(device, recorded, schedule_by(recorded, "single", None, 1))
         executable.replay()

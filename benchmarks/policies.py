@@ -102,7 +102,7 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     prepare_s = time.perf_counter() - start
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
-    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     with state_kept(recorded):
         result = measured(device, recorded, net.engines[0], replays_in_a_row_ns, seconds)
     result["auto"]["prepare s"] = prepare_s

@@ -1,7 +1,7 @@
 """Methods that take a tensor out of torch's sight, or off its device, without a call of the dispatcher.
 
-Memory handed to numpy, or through DLPack, may be written without a call. And a copy to the host is none where the host
-stands in for the device that is planned for.
+Memory handed to numpy, or through DLPack, may be written without a call. Numbers in a list are read without one. And a
+copy to the host is none where the host stands in for the device that is planned for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = ["exports_seen", "host_copies_seen"]
+__all__ = ["exports_seen", "host_copies_seen", "readings_seen"]
 
 _EXPORTS = ("numpy", "__dlpack__")
 """Methods that share a tensor's memory; ``__array__`` goes through the first."""
+_READINGS = ("tolist",)
 _COPIES = ("cpu", "to")
 _SEEING = threading.RLock()
 
@@ -37,6 +39,21 @@ def exports_seen(seen: Seen) -> Iterator[None]:
     [torch.Size([3])]
     """
     with _methods_told(_EXPORTS, lambda tensor, frame, name, given: seen(tensor, frame)):
+        yield
+
+
+@contextmanager
+def readings_seen(seen: Seen) -> Iterator[None]:
+    """Call ``seen(tensor, frame of the caller)`` before this thread makes a list of a tensor's numbers.
+
+    Not while modes are off, as where torch prints a tensor.
+    """
+
+    def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
+        if _get_current_dispatch_mode() is not None:
+            seen(tensor, frame)
+
+    with _methods_told(_READINGS, told):
         yield
 
 

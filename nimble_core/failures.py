@@ -19,7 +19,7 @@ from nimble_core.policies.base import plan_streams
 from nimble_core.program import Call, Program
 from nimble_core.schedule import Schedule, positions, stream_neighbours
 
-__all__ = ["changes_what_stays", "failing_as_eager", "may_fail"]
+__all__ = ["changes_what_stays", "checks_values", "failing_as_eager", "may_fail"]
 
 _LIBRARIES = frozenset(("aten", "prims", "mkl", "mkldnn", "onednn"))
 """Whose operators are told by name; any other's may fail."""
@@ -123,18 +123,26 @@ def may_fail(call: Call) -> bool:
 def _may_fail(operator: str, call: Call) -> bool:
     library, name, overload = (*operator.split("."), "", "")[:3]
     base = name.strip("_")
-    if library not in _LIBRARIES:
-        return True
-    if base in _UNCHECKED or "backward" in base:
-        return False
-    if base.endswith("_ex"):  # says in a result what others raise
+    if library in _LIBRARIES and base.endswith("_ex"):  # says in a result what others raise
         return ("check_errors", "True") in call.arguments
+    if library not in _LIBRARIES or checks_values(operator):
+        return True
     if base in _DIVISIONS:
         by_number = overload == "Scalar" or overload.startswith("Scalar_mode")
         return not by_number and any("int" in ref.dtype for ref in call.reads)
     if base in _CONVERTING:
         return "Tensor" in overload
-    return base.startswith(_CHECKED) or operator in _DRAWS_BY_TENSOR
+    return operator in _DRAWS_BY_TENSOR
+
+
+def checks_values(operator: str) -> bool:
+    """Whether an operator of torch's raises on some values, told by its name alone.
+
+    >>> checks_values("aten.embedding.default"), checks_values("aten.view.default")
+    (True, False)
+    """
+    base = (*operator.split("."), "")[1].strip("_")
+    return base not in _UNCHECKED and "backward" not in base and base.startswith(_CHECKED)
 
 
 def changes_what_stays(call: Call, program: Program) -> bool:

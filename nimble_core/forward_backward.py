@@ -111,10 +111,9 @@ def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, op
     if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights:
         return joint
     turned = ForwardBackward(whole.model, whole.leaves, weights)
-    args, kwargs = builder(joint.signature.structure)(joint.signature.tensors)
     try:
         with step("record channels last"):
-            other = record_static(device, turned, joint.signature, args, kwargs, strict=True, step=step)
+            other = record_static(device, turned, joint.signature, strict=True, step=step)
         made, eagers = (
             [ref.strides for ref in one.recording.program.outputs[: whole.outputs]] for one in (other, joint)
         )

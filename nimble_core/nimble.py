@@ -567,8 +567,8 @@ def _prepare(
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
     with watch("warm-up"):
-        device.warm_up(model, args, kwargs)
-    recorded = record_static(device, model, signature, args, kwargs, strict=options.strict, step=watch)
+        device.warm_up(model, *signature.arguments())
+    recorded = record_static(device, model, signature, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
     _warn_of_python(model, recorded)
     program, graph = recorded.recording.program, recorded.graph

@@ -258,6 +258,8 @@ def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         return masked and not fills_where_true(func, args)
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
+    if func is torch.ops.aten._ctc_loss.default:  # lengths are given in numbers
+        return False
     return torch.Tag.dynamic_output_shape in func.tags
 
 

@@ -46,6 +46,8 @@ _FORM_NAMES = {"fused": "fused", "foreach": "for-each", "": "parameter-by-parame
 _FUSED_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _PREPARE = "prepare again, with a new TrainStep"
 _DENSE = "make it of a copy without gaps, nn.Parameter(view.contiguous())"
+_OWN_HOOKS = ("nimble_core", "torch")
+"""Whose hooks of all optimizers only watch: torch's profiler, and what notices here that weights were written."""
 _CYCLES = "; for a scheduler such as OneCycleLR, cycle_momentum=False"
 
 _requires_grad = attrgetter("requires_grad")
@@ -511,6 +513,16 @@ def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
         raise InputError(
             "the optimizer has step hooks: they expect gradients in .grad, and a captured step would skip them",
             fix="remove them, and do after the step what they do",
+        )
+    from torch.optim import optimizer as of_all
+
+    hooks = (*of_all._global_optimizer_pre_hooks.values(), *of_all._global_optimizer_post_hooks.values())
+    users = [hook for hook in hooks if getattr(hook, "__module__", "").partition(".")[0] not in _OWN_HOOKS]
+    if users:
+        called = getattr(users[0], "__qualname__", type(users[0]).__name__)
+        raise InputError(
+            f"{called} is registered as a hook of all optimizers' steps, which a captured step would skip",
+            fix="remove it, and do after the step what it does",
         )
     replaced = vars(optimizer).get("step")
     if replaced is not None:

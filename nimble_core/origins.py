@@ -13,7 +13,7 @@ import torch
 
 from nimble_core.errors import NimbleWarning
 
-__all__ = ["in_batch_norm", "label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
+__all__ = ["issued_in", "label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
 
 # With the slash: torchvision's code is not torch's.
 _TORCH_ROOT = f"{torch.__path__[0]}/"
@@ -54,10 +54,10 @@ def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, 
     return "", file, line
 
 
-def in_batch_norm(frame: FrameType | None) -> bool:
-    """Whether the code that issued a call is torch's own layer, whose lines users cannot change."""
+def issued_in(frame: FrameType | None, file: str) -> bool:
+    """Whether a call was issued by code of this file of torch's own, before any line of the user's."""
     while frame is not None and frame.f_code.co_filename.startswith(_passed):
-        if frame.f_code.co_filename == torch.nn.modules.batchnorm.__file__:
+        if frame.f_code.co_filename == file:
             return True
         frame = frame.f_back
     return False

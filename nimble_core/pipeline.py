@@ -26,7 +26,7 @@ from nimble_core.collector import collector_paused
 from nimble_core.costs import Costs, uniform_costs
 from nimble_core.devices.base import Device, Executable, Observation, PlacementError
 from nimble_core.emitted import check_emitted
-from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
+from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError, ScheduleError
 from nimble_core.graph import CallGraph, build_graph
 from nimble_core.layout import SMALL_NBYTES, Layout
 from nimble_core.memory_limit import limit_memory
@@ -37,8 +37,14 @@ from nimble_core.record import announced, expecting
 from nimble_core.schedule import Schedule
 from nimble_core.scripted import forget_compiled
 from nimble_core.signature import Signature, require_initialised, require_plain
-from nimble_core.static import changed_constant, check_outputs, check_static, on_other_values
-from nimble_core.structure import builder
+from nimble_core.static import (
+    OF_VALUES,
+    changed_constant,
+    check_outputs,
+    check_static,
+    on_other_values,
+    other_values,
+)
 from nimble_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -262,8 +268,6 @@ def record_static(
     device: Device,
     model: Callable[..., Any],
     signature: Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     *,
     strict: bool,
     step: Step,
@@ -276,14 +280,13 @@ def record_static(
     """
     with collector_paused():  # no decorator, whose frame would be taken for the user's
         with step("record"):
-            recording, refused = _record_as_eager(device, model, signature, args, kwargs)
+            recording, refused = _record_as_eager(device, model, signature)
             if recording.unseen and forget_compiled(model):  # kernels of TorchScript's own may be what was not seen
-                recording, refused = _record_as_eager(device, model, signature, args, kwargs)
+                recording, refused = _record_as_eager(device, model, signature)
         with step("record again"):
-            build = builder(signature.structure)
 
             def again(values: Sequence[torch.Tensor]) -> Recording:
-                other_args, other_kwargs = build(values)
+                other_args, other_kwargs = signature.arguments(values)
                 with (
                     random_state_kept(signature.device, recording.generators),
                     announced(refused is not None),
@@ -300,6 +303,8 @@ def record_static(
             check_static(recording.program, second.program)
             check_outputs(recording.output_structure, second.output_structure)
             recording = _hold_to_seen(device, recording, second)
+            if recording.handed_out and not recording.unseen:
+                recording = _hold_to_contrary(device, recording, again, signature.tensors)
             # Of the second alone: the first run may have asked for what libraries keep from then on.
             recording = replace(recording, asks=second.asks)
         if recording.unseen and strict:
@@ -325,7 +330,7 @@ def record_static(
 
 
 def _record_as_eager(
-    device: Device, model: Callable[..., Any], signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    device: Device, model: Callable[..., Any], signature: Signature
 ) -> tuple[Recording, CaptureError | None]:
     """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures; untraced.
 
@@ -333,11 +338,11 @@ def _record_as_eager(
     """
     try:
         with announced(False):
-            return device.record(model, signature, args, kwargs, traced=False), None
+            return device.record(model, signature, *signature.arguments(), traced=False), None
     except CaptureError as error:
         refused = error
     with announced(True):
-        return device.record(model, signature, args, kwargs, traced=False), refused
+        return device.record(model, signature, *signature.arguments(), traced=False), refused
 
 
 def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Recording:
@@ -352,6 +357,24 @@ def _hold_to_seen(device: Device, recording: Recording, second: Recording) -> Re
             fix="compute it with torch on the device, or pass it as an input",
         )
     return replace(recording, unseen=1, unseen_where=f"before {where}")
+
+
+def _hold_to_contrary(
+    device: Device,
+    recording: Recording,
+    again: Callable[[Sequence[torch.Tensor]], Recording],
+    tensors: Sequence[torch.Tensor],
+) -> Recording:
+    """The same for a model that hands memory out: what is made of it there need not show on values that are alike."""
+    try:
+        third = again(other_values(tensors, how="contrary"))
+    except NimbleError:
+        raise
+    except OF_VALUES:  # which says nothing about values that torch takes
+        return replace(recording, unseen=1, unseen_where=recording.handed_out)
+    check_static(recording.program, third.program)
+    check_outputs(recording.output_structure, third.output_structure)
+    return _hold_to_seen(device, recording, third)
 
 
 def whole_note(device: Device, recorded: Recorded) -> str:

@@ -34,8 +34,9 @@ from torch.utils._pytree import tree_map_only
 
 from nimble_core.allocations import Ask, Window
 from nimble_core.collector import collector_paused
-from nimble_core.errors import CaptureError, NotStaticError
-from nimble_core.exports import exports_seen, host_copies_seen
+from nimble_core.errors import CaptureError, NimbleError, NotStaticError, first_line
+from nimble_core.exports import exports_seen, host_copies_seen, readings_seen
+from nimble_core.failures import checks_values
 from nimble_core.launchers import Launch, Relaunch, launches_seen, relative_window
 from nimble_core.operators import (
     TOLD_BY_VALUE,
@@ -58,7 +59,7 @@ from nimble_core.operators import (
     written_tensors,
     written_where_true,
 )
-from nimble_core.origins import in_batch_norm, line_inside, module_paths, place_of
+from nimble_core.origins import issued_in, line_inside, module_paths, place_of
 from nimble_core.phases import current_phase
 from nimble_core.preserve import Change, Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
@@ -94,6 +95,12 @@ _COPIES = (
     "aten._cudnn_rnn_flatten_weight.default",  # all weights of recurrent layers into one piece of memory
 )
 _TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
+_LOOKS = "gives the host a value computed on the device", "compute it on the device, or pass it as an input"
+_FIXES = {
+    torch.nn.modules.batchnorm.__file__: "give momentum a number: with None torch reads how many batches there were",
+    torch.distributions.distribution.__file__: "give distributions validate_args=False: else torch looks at all values",
+}
+"""What to do about it by the file of torch's own that asks for a value, whose lines users cannot change."""
 _WAITS = "the host would have to wait for the device, and a replay cannot"
 _SWAPS = "torch.utils"  # where swap_tensors is
 
@@ -163,10 +170,15 @@ def record(
                 escapes: AbstractContextManager[None] = host_copies_seen(recorder.copied_to_host)
             else:
                 live = counter is None and stand_in is None
-                escapes = exports_seen(recorder.exported) if live else nullcontext()
+                escapes = _escapes_seen(recorder) if live else nullcontext()
             seen = launches_seen(recorder.launched, recorder.inside_operator, recorder.reached_elsewhere)
             with escapes, operator_by_operator(), _tensors_lifted_first(), _said_to_record(), seen, recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
+            if not rewritten and (path := signature.changed(args, kwargs)):
+                raise CaptureError(
+                    f"the forward changes {path}, which it is given: a replay would not",
+                    fix="return what it adds, or write tensors in place",
+                )
             outputs, structure = flatten(result, what="output")
             if stand_in:
                 outputs = [stand_in(None, tensor) for tensor in outputs]
@@ -176,6 +188,8 @@ def record(
                 raise recorder.refused_swap(error) from error
             if counter and "CUDAGeneratorImpl::" in str(error):
                 raise _random_state_set(recorder.raised_at(error)) from error
+            if recorder.refused is not None and not isinstance(error, NimbleError):
+                raise recorder.refused from error  # TorchScript's interpreter makes another error of it
             raise
         finally:
             moved = recorder.put_memory_back()
@@ -186,6 +200,12 @@ def record(
         raise _refused_to_carry(carried)
     notes = tuple(_notes(changed, carried, drawn, seeds=seeds))
     return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=notes))
+
+
+@contextmanager
+def _escapes_seen(recorder: _Recorder) -> Iterator[None]:
+    with exports_seen(recorder.exported), readings_seen(recorder.read):
+        yield
 
 
 def _random_state_set(where: str) -> NotStaticError:
@@ -403,6 +423,9 @@ class _Recorder(TorchDispatchMode):
         self.counter = counter
         self.stand_in = stand_in
         self._rewritten = rewritten
+        self.refused: NimbleError | None = None
+        """The first refusal of a call: it holds whether the model catches it or not."""
+        self._caught = ""  # a call that failed on its values, after which the model may have gone on
         self._inside = 0
         self._runs = 0  # each is the label of its allocations
         self.device = signature.device
@@ -450,6 +473,7 @@ class _Recorder(TorchDispatchMode):
         self._unset: set[int] = set()
         self._elsewhere = ""  # what ran last and may reach memory that no argument of it shows
         self._exported: dict[int, _Exported] = {}
+        self._handed_out = ""
         self._names: dict[int, tuple[Role, str]] = {}
         self._before: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor, alias
         for role, name, tensor in chain(owned_tensors(model), rewritten.owned if rewritten else ()):
@@ -471,7 +495,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._dispatched(func, args, kwargs or {}, sys._getframe(1))
+        except NimbleError as error:
+            self.refused = self.refused or error
+            raise
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         if (parts := parts_of(func)) is not None:
             with self:
                 return parts(*args, **kwargs)
@@ -485,7 +515,6 @@ class _Recorder(TorchDispatchMode):
                 with self:
                     return relative_window(args[0], args[1], args[2], beyond)
         traits = traits_of(func)
-        frame = sys._getframe(1)
         if torch.is_grad_enabled():
             self._remember_node(traits.text, frame)
         if traits.puts and self.device.type != "cpu" and (write := written_where_true(func, args)) is not None:
@@ -591,6 +620,14 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, outputs: Sequence[torch.Tensor], structure: Any) -> Recording:
         """The recording, once the model has returned ``outputs``."""
+        if self.refused is not None:
+            raise self.refused
+        if self._caught:
+            raise NotStaticError(
+                "the model caught the error of a call that fails on some values, and went on: a replay would always",
+                where=self._caught,
+                fix="compute without it, or leave that part out of what is prepared",
+            )
         if self.counter:
             self._notice_unseen(None)
         self._notice_changes(self._exported, "before the end", None)
@@ -640,6 +677,7 @@ class _Recorder(TorchDispatchMode):
             unseen_where=self._unseen_where,
             asks=self.counter.asks(self._windows) if self.counter else (),
             unset=frozenset(self._unset),
+            handed_out=self._handed_out,
             refs=tuple(self._ref_of),
         )
 
@@ -786,8 +824,16 @@ class _Recorder(TorchDispatchMode):
             home = self._storage(tensor)
             if home not in self._made:
                 self.before_write(tensor)
+            where = self._where("memory handed out", frame)
             if home not in self._exported:
-                self._exported[home] = _Exported.of(tensor, self._where("memory handed out", frame))
+                self._exported[home] = _Exported.of(tensor, where)
+            if home not in self._constant:
+                self._handed_out = self._handed_out or where
+
+    def read(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Numbers of ``tensor`` are read: what is made of them is no call."""
+        if has_memory(tensor) and self._storage(tensor) not in self._constant:
+            self._handed_out = self._handed_out or self._where("tolist", frame)
 
     def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Refuse a copy of what is on the device."""
@@ -883,7 +929,9 @@ class _Recorder(TorchDispatchMode):
             if elsewhere and isinstance(func, Relaunch):  # what an operator launches, its schema declares
                 self._notice_elsewhere(elsewhere, frame)
             return result
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
+            if not self._caught and checks_values(str(func)):
+                self._caught = f"{self._where(func, frame)}: {type(error).__name__}: {first_line(error)}"
             if self.stand_in and (isinstance(error, _NEEDS_VALUES) or "fake impl" in str(error)):
                 raise CaptureError(
                     f"{func} cannot be planned without running it: {str(error).splitlines()[0] or 'it needs values'}",
@@ -1191,10 +1239,8 @@ class _Recorder(TorchDispatchMode):
         checks = self.device.type != "cpu" and traits.name == "aten::_linalg_check_errors"
         if traits.looks or checks:
             why, fix = (
-                "gives the host a value computed on the device",
-                "give momentum a number: with None torch reads how many batches there were"
-                if in_batch_norm(frame)
-                else "compute it on the device, or pass it as an input",
+                _LOOKS[0],
+                next((fix for file, fix in _FIXES.items() if issued_in(frame, file)), _LOOKS[1]),
             )
         elif shape_depends_on_data(func, args, kwargs):
             if traits.puts and self.device.type == "cpu":

@@ -85,6 +85,8 @@ class Recording:
         asks: what each call asks of the device's allocator, its results and what it frees again, such as libraries'
             workspaces; empty where that is not known.
         changed: attributes of the model that the run changed, and which were put back.
+        handed_out: where memory that may follow the inputs was given to numpy or the like, or its numbers were read,
+            in words; empty if nowhere.
         unset: slots of results that hold whatever was in their memory: seeds of dropout where nothing is dropped.
     """
 
@@ -103,6 +105,7 @@ class Recording:
     asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
     unset: frozenset[int] = frozenset()
+    handed_out: str = ""
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

@@ -12,6 +12,7 @@ from nimble_core.structure import (
     Leaf,
     Node,
     Structure,
+    builder,
     flatten,
     leaf_paths,
     reader,
@@ -57,7 +58,24 @@ class Signature:
         self.metas = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
         # Calls that read the memory of a complex tensor do not see that it is to be conjugated.
         self.conjugate = tuple((i, t.is_conj()) for i, t in enumerate(self.tensors) if t.is_complex())
+        self._build = builder(self.structure)
         self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
+
+    def arguments(self, tensors: Sequence[torch.Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword inputs around ``tensors``, by default the example's, in containers made anew.
+
+        A model may change what it is given: lists and dicts of the caller's are not to be.
+        """
+        args, kwargs = self._build(self.tensors if tensors is None else tensors)
+        return args, kwargs
+
+    def changed(self, args: Args, kwargs: Kwargs) -> str:
+        """Which input a run has changed that was given ``arguments()``, apart from values; empty if none."""
+        tensors, now, paths = take_apart(args, kwargs, self._called)
+        if not same_structure(self.structure, now):
+            return _in_words(structure_difference(self.structure, now).path, self._called)
+        known = zip(self.tensors, tensors, paths, strict=True)
+        return next((path for before, after, path in known if before is not after), "")
 
     def _compile(self) -> Callable[[Args, Kwargs], list[torch.Tensor] | None]:
         assert isinstance(self.structure, Node)

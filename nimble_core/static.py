@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from math import gcd
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -18,12 +18,21 @@ from nimble_core.recording import Recording
 from nimble_core.strides import elements_once, reach
 from nimble_core.structure import Structure, same_structure, structure_difference
 
-__all__ = ["changed_constant", "check_outputs", "check_static", "on_other_values", "other_values"]
+__all__ = [
+    "OF_VALUES",
+    "changed_constant",
+    "check_outputs",
+    "check_static",
+    "on_other_values",
+    "other_values",
+]
 
 T = TypeVar("T")
 
-_OF_VALUES = (RuntimeError, IndexError)
+OF_VALUES = (RuntimeError, IndexError)
 """What torch raises where it does not accept a value."""
+How = Literal["", "scaled", "moved", "contrary"]
+_WAYS: tuple[How, ...] = ("", "scaled", "moved")
 
 _SHUFFLED = 1 << 16
 """Elements to be shuffled at most: with 5 million that would take 0.2 s. More are dealt out in a fixed stride."""
@@ -32,7 +41,7 @@ _SHUFFLED = 1 << 16
 def on_other_values(
     run: Callable[[list[torch.Tensor]], T], tensors: Sequence[torch.Tensor], seed: int = 0
 ) -> tuple[list[torch.Tensor], T]:
-    """Run on ``other_values``, or where torch refuses those (a matrix that has no inverse), on gentler ones.
+    """Run on ``other_values``; where torch refuses those (a matrix that has no inverse), on more and more alike ones.
 
     Args:
         run: the model, which it leaves as it was where it raises.
@@ -43,30 +52,28 @@ def on_other_values(
         The values, and what ``run`` made of them.
 
     Raises:
-        NotStaticError: torch refuses both.
+        NotStaticError: torch refuses all.
         Exception: any other of ``run``.
     """
-    values = other_values(tensors, seed)
-    try:
-        return values, run(values)
-    except (NimbleError, torch.OutOfMemoryError):
-        raise
-    except _OF_VALUES as error:
-        gentler = other_values(tensors, seed, gently=True)
+    refused: Exception | None = None
+    for how in _WAYS:
+        values = other_values(tensors, seed, how)
         try:
-            return gentler, run(gentler)
+            return values, run(values)
         except (NimbleError, torch.OutOfMemoryError):
             raise
-        except _OF_VALUES:
-            raise NotStaticError(
-                "the model runs on the given values, but not on others of the same kind: "
-                f"{type(error).__name__}: {first_line(error)}",
-                where=_raised_at(error),
-                fix="leave the check of values outside of what is prepared",
-            ) from error
+        except OF_VALUES as error:
+            refused = refused or error
+    assert refused is not None
+    raise NotStaticError(
+        "the model runs on the given values, but not on the same in another order or scaled, as it is tried on: "
+        f"{type(refused).__name__}: {first_line(refused)}",
+        where=_raised_at(refused),
+        fix="leave what takes only some values outside of what is prepared",
+    ) from refused
 
 
-def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, *, gently: bool = False) -> list[torch.Tensor]:
+def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") -> list[torch.Tensor]:
     """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.
 
     Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
@@ -77,7 +84,10 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, *, gently: bool
     Args:
         tensors: inputs.
         seed: of order and scale.
-        gently: floating ones are only scaled, by one factor for each: matrices that have an inverse keep it.
+        how: ``"scaled"``: floating ones are only scaled, by one factor for each: matrices that have an inverse keep it.
+            ``"moved"``: elements have another order, and no other value. ``"contrary"``: what orders and scales leave
+            alone changes, as signs, sums and extremes: floating ones are negated, flags flipped, integers halved, the
+            last one first, and ones where all are zeros. A model need not take these.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     kept = [_ascending(tensor) for tensor in tensors]
@@ -87,27 +97,36 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, *, gently: bool
     made = list(tensors)
     for positions in sharing.values():
         shared = [tensors[position].detach() for position in positions]
-        keep = gently or (not all(kept) and all(kept[position] for position in positions))
+        keep = how in ("scaled", "contrary") or (not all(kept) and all(kept[position] for position in positions))
         if len({(one.storage_offset(), one.shape, one.stride()) for one in shared}) == 1:
-            others = [_other(shared[0], keep, gently, generator)] * len(shared)
+            others = [_other(shared[0], keep, how, generator)] * len(shared)
         else:
             low = min(one.storage_offset() for one in shared)
             high = max(one.storage_offset() + reach(one) for one in shared)
-            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, gently, generator)
+            base = _other(shared[0].as_strided((high - low,), (1,), low), keep, how, generator)
             others = [base.as_strided(one.shape, one.stride(), one.storage_offset() - low) for one in shared]
         for position, other in zip(positions, others, strict=True):
             made[position] = other
     return made
 
 
-def _other(tensor: torch.Tensor, keep: bool, gently: bool, generator: torch.Generator) -> torch.Tensor:
+def _contrary(flat: torch.Tensor) -> torch.Tensor:
+    if flat.dtype is torch.bool:
+        return ~flat
+    if flat.is_floating_point() or flat.is_complex():
+        return (-(flat.float() if flat.itemsize == 1 else flat)).to(flat.dtype)
+    half = (flat.to(torch.int64) // 2).flip(0)
+    return torch.where(flat.to(torch.int64).any(), half, half + 1).to(flat.dtype)
+
+
+def _other(tensor: torch.Tensor, keep: bool, how: str, generator: torch.Generator) -> torch.Tensor:
     core = elements_once(tensor)  # an expanded dimension stays one
     other = core.reshape(-1)
     if not keep:
         other = other[_order(other.numel(), generator, core.device)]
-    other = other.reshape(core.shape)
-    if core.is_floating_point() or core.is_complex():
-        shape = () if gently else core.shape
+    other = (_contrary(other) if how == "contrary" else other).reshape(core.shape)
+    if how in ("", "scaled") and (core.is_floating_point() or core.is_complex()):
+        shape = () if how == "scaled" else core.shape
         scale = 1 - torch.rand(shape, generator=generator, device="cpu").to(core.device) / 2
         wide = other.float() if other.itemsize == 1 else other  # torch does not multiply numbers of eight bits
         other = (wide * scale).to(core.dtype)

@@ -97,12 +97,12 @@ def make_trainable(
     leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
     whole = ForwardBackward(model, leaves)
     with step("warm-up"):
-        device.warm_up(whole, (args, kwargs), {})
+        device.warm_up(whole, signature.arguments(), {})
     structure, templates = whole.structure, whole.templates
     assert structure is not None
-    example = (tuple(args), dict(kwargs), list(templates))
+    example = (*signature.arguments(), list(templates))
     both = Signature(example, {}, whole.input_names)
-    joint = record_static(device, whole, both, example, {}, strict=options.strict, step=step)
+    joint = record_static(device, whole, both, strict=options.strict, step=step)
     if joint.whole:
         what = "launch" if device.kind == "cuda" else "value"
         raise CaptureError(

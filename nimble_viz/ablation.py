@@ -119,8 +119,8 @@ def ablate(
     signature = check_inputs(model, args, named)
     device = device_for(signature.device)
     with preparing():
-        device.warm_up(model, args, named)
-        recording = device.record(model, signature, args, named)
+        device.warm_up(model, *signature.arguments())
+        recording = device.record(model, signature, *signature.arguments())
         recorded = Recorded(model, signature, recording, build_graph(recording.program))
         with preserved(model), state_kept(recorded):
             variants, covered = _variants(model, args, named, signature.tensors, recording)

@@ -234,13 +234,11 @@ class _Comparison:
         from nimble_core.pipeline import record_static
 
         with progress.step("warm-up"):
-            self.device.warm_up(self.model, self.args, self.kwargs)
+            self.device.warm_up(self.model, *self.signature.arguments())
         recorded = record_static(
             self.device,
             self.model,
             self.signature,
-            self.args,
-            self.kwargs,
             strict=self.options.strict,
             step=progress.step,
         )

@@ -247,7 +247,7 @@ class Effects:
 def recorded(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Recorded:
     """A recording on the host."""
     signature = Signature(args, kwargs)
-    return record_static(HostDevice(), model, signature, args, kwargs, strict=True, step=lambda name: nullcontext())
+    return record_static(HostDevice(), model, signature, strict=True, step=lambda name: nullcontext())
 
 
 def lifted(model: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorded, fx.GraphModule]:

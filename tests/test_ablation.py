@@ -99,7 +99,7 @@ def test_shape_inference_is_that_of_torchs_own_code() -> None:
     """Python's meta functions take a hundred microseconds and more for each operator; torch's own about one."""
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     signature = check_inputs(model, (torch.randn(2, 8),), {})
-    recording = device_for(signature.device).record(model, signature, (torch.randn(2, 8),), {})
+    recording = device_for(signature.device).record(model, signature, *signature.arguments())
     assert [one[0] for one in described(recording)].count("addmm") == 2
     ns, operators = shape_inference(recording, 20)
     assert operators >= 3

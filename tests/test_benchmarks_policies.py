@@ -37,7 +37,7 @@ def result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     model, x = Wide(branches=6).eval(), torch.randn(4, 16)
     net = Nimble(model).prepare(x)
     signature = check_inputs(model, (x,), {})
-    recorded = record_static(device, model, signature, (x,), {}, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     with state_kept(recorded):
         found = policies.measured(device, recorded, net.engines[0], in_a_row_ns(device), seconds=0.01)
     found["auto"]["prepare s"] = found["wall s"] = 1.0

@@ -74,7 +74,7 @@ def plans(model: Any, *args: Any, max_streams: int | None = None, **kwargs: Any)
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
     device.warm_up(model, args, kwargs)
-    recorded = record_static(device, model, signature, args, kwargs, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     single = capture(device, recorded, schedule_by(recorded, "single", None, 1))
     costs = observe(device, recorded, single).costs
     multi = capture(device, recorded, schedule_by(recorded, "nimble", costs, max_streams))
@@ -543,7 +543,7 @@ def test_allocations_that_nobody_planned_are_noticed(wide: Wide) -> None:
     x = inputs()
     signature = check_inputs(wide, (x,), {})
     device = device_for(signature.device)
-    recorded = record_static(device, wide, signature, (x,), {}, strict=True, step=Stopwatch())
+    recorded = record_static(device, wide, signature, strict=True, step=Stopwatch())
     real = torch.ops.aten.relu.default
     recording = recorded.recording
     greedy = [

@@ -240,7 +240,7 @@ def poison(executable: HostExecutable) -> None:
 def test_nothing_is_read_from_the_arena_that_the_run_did_not_write(name: str) -> None:
     model, args, kwargs = models.make(name)
     device, signature = HostDevice(), Signature(args, kwargs)
-    recorded = record_static(device, model, signature, args, kwargs, strict=False, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=False, step=Stopwatch())
     if recorded.whole:
         return
     draw = random.Random(name)
@@ -358,7 +358,7 @@ class Stages(nn.Module):
 
 def test_a_memory_limit_adds_order_or_says_the_smallest_that_works() -> None:
     x = torch.randn(512)
-    recorded = record_static(HostDevice(), Stages(), Signature([x], {}), [x], {}, strict=True, step=Stopwatch())
+    recorded = record_static(HostDevice(), Stages(), Signature([x], {}), strict=True, step=Stopwatch())
     device = HostDevice()
     device.model = EXACT  # type: ignore[misc]  # else one stream is the faster way to fit
     lanes = [call.index % 4 for call in recorded.recording.program.calls]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimble_core.exports import exports_seen, host_copies_seen
+from nimble_core.exports import exports_seen, host_copies_seen, readings_seen
 
 numpy = pytest.importorskip("numpy", reason="needs numpy: make test installs it")
 
@@ -52,6 +54,25 @@ def test_one_inside_another() -> None:
             torch.ones(1).numpy()
         torch.ones(1).numpy()
     assert (len(outer), len(inner)) == (2, 1)
+
+
+def test_numbers_are_read_where_a_mode_is_active_and_not_to_print_them() -> None:
+    found: list[torch.Tensor] = []
+    x = torch.ones(3)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with readings_seen(lambda tensor, frame: found.append(tensor)):
+        assert x.tolist() == [1.0, 1.0, 1.0]
+        assert not found
+        with Mode():
+            assert "1." in repr(x)
+            assert not found
+            x.tolist()
+    assert len(found) == 1
+    assert found[0] is x
 
 
 def test_copies_to_the_host_are_seen_where_they_are_said_to_be() -> None:

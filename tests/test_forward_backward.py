@@ -17,7 +17,6 @@ from nimble_core.forward_backward import ForwardBackward, in_better_layout, turn
 from nimble_core.options import Options
 from nimble_core.pipeline import Stopwatch, record_static
 from nimble_core.signature import Signature
-from nimble_core.structure import builder
 
 __all__ = ["on", "one_thread"]  # fixtures
 
@@ -25,8 +24,7 @@ __all__ = ["on", "one_thread"]  # fixtures
 def turn(device: Any, whole: Any, joint: Any, options: Any, step: Any) -> Any:
     """Channels last, measured or not."""
     turned = ForwardBackward(whole.model, whole.leaves, turnable(joint.recording.program))
-    args, kwargs = builder(joint.signature.structure)(joint.signature.tensors)
-    return record_static(device, turned, joint.signature, args, kwargs, strict=True, step=step)
+    return record_static(device, turned, joint.signature, strict=True, step=step)
 
 
 @pytest.mark.parametrize("name", ["resnet", "mobilenet"])
@@ -64,9 +62,7 @@ def test_weights_that_see_single_pixels_stay_as_they_are() -> None:
             whole = ForwardBackward(Shrinks(), ())
             example = ((torch.randn(2, 3, size, size),), {}, [torch.ones(2, 8 * (size // 2) ** 2)])
             with cast:
-                one = record_static(
-                    HostDevice(), whole, Signature(example, {}), example, {}, strict=True, step=Stopwatch()
-                )
+                one = record_static(HostDevice(), whole, Signature(example, {}), strict=True, step=Stopwatch())
             assert turnable(one.recording.program) == names
 
 
@@ -157,7 +153,7 @@ def test_the_layout_is_that_of_the_faster_run(
     whole((x,), {})
     example = ((x,), {}, list(whole.templates))
     step = Stopwatch()
-    joint = record_static(HostDevice(), whole, Signature(example, {}), example, {}, strict=True, step=step)
+    joint = record_static(HostDevice(), whole, Signature(example, {}), strict=True, step=step)
     state = {name: one.clone() for name, one in model.state_dict().items()}
     found = in_better_layout(Timed(*times_ns), whole, joint, Options(outputs=outputs), step)
     assert (found is not joint) is turned

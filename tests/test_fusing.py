@@ -422,7 +422,7 @@ def test_a_launch_that_was_not_seen_is_an_error() -> None:
 
     model, draw = made("tower")
     x, device = draw(), Blind()
-    recorded = record_static(device, model, check_inputs(model, (x,), {}), (x,), {}, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
     with pytest.raises(CaptureError, match="2 launches of the library kernels belong to no call") as caught:
         fusing.fuse(device, recorded, "library", step=Stopwatch())
     assert "after call 3" in str(caught.value)

@@ -52,8 +52,6 @@ def joint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         device_for(torch.device("cpu")),
         whole,
         signature,
-        (args, kwargs, gradients),
-        {},
         strict=True,
         step=_untimed,
     )

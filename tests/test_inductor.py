@@ -33,7 +33,7 @@ def recorded(name: str) -> tuple[Recorded, torch.Tensor]:
     model, draw = made(name)
     x = draw()
     signature = check_inputs(model, (x,), {})
-    return record_static(FakeDevice(), model, signature, (x,), {}, strict=True, step=Stopwatch()), x
+    return record_static(FakeDevice(), model, signature, strict=True, step=Stopwatch()), x
 
 
 def graph(recording: Recording) -> fx.GraphModule:

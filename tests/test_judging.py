@@ -339,7 +339,7 @@ def test_what_inference_writes_is_compared(loses: bool, dtype: torch.dtype) -> N
     model = Counting().eval().to(dtype)
     x = torch.randn(16, 8, dtype=dtype)
     signature = Signature((x,), {})
-    one = record_static(DEVICE, model, signature, (x,), {}, strict=True, step=Stopwatch())
+    one = record_static(DEVICE, model, signature, strict=True, step=Stopwatch())
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         before = model.seen.clone()

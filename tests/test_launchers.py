@@ -251,9 +251,7 @@ def test_launches_inside_an_operator_are_its_own_affair(compiled: Compiled) -> N
 
 
 def recording_of(model: Callable[..., Any], *args: torch.Tensor) -> Recording:
-    return record_static(
-        FakeDevice(), model, check_inputs(model, args, {}), args, {}, strict=True, step=Stopwatch()
-    ).recording
+    return record_static(FakeDevice(), model, check_inputs(model, args, {}), strict=True, step=Stopwatch()).recording
 
 
 def issued(recording: Recording, *inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ def test_a_backward_in_lent_memory_finds_what_was_saved_in_any_order(kind: Any, 
     model, x, device = small_net(), torch.randn(4, 3, 8, 8), HostDevice()
     whole = ForwardBackward(model, ())
     example = ((x,), {}, [torch.ones(4, 5)])
-    joint = record_static(device, whole, Signature(example, {}), example, {}, strict=True, step=Stopwatch())
+    joint = record_static(device, whole, Signature(example, {}), strict=True, step=Stopwatch())
     halves = halve(joint.recording, 1, 1)
     issuer = Issuer(halves.forward, [x])
     with issuing("cpu"):
@@ -179,7 +179,7 @@ def test_what_the_backward_may_use_up_has_storages_of_its_own() -> None:
             return x + uses(*given)
 
     args = (torch.ones(4, 4),)
-    recorded = record_static(HostDevice(), Reads(), Signature(args, {}), args, {}, strict=True, step=Stopwatch())
+    recorded = record_static(HostDevice(), Reads(), Signature(args, {}), strict=True, step=Stopwatch())
     uses_up = lender.to(recorded.recording)
     assert sorted(offset for _, offset in uses_up.homes) == [1024, 2048, 2560]
     assert uses_up.kept == ((3072, 80), (3584, 256), (3712, 128), (4100, 32)), (
@@ -226,7 +226,7 @@ def test_what_leads_to_positions_stays() -> None:
     args = (torch.randn(4, 4), torch.tensor([3.0, 1.0, 0.0, 2.0]))
     whole = ForwardBackward(Model(), ())
     example = (args, {}, [torch.ones(4, 4)])
-    joint = record_static(HostDevice(), whole, Signature(example, {}), example, {}, strict=True, step=Stopwatch())
+    joint = record_static(HostDevice(), whole, Signature(example, {}), strict=True, step=Stopwatch())
     halves = halve(joint.recording, 2, 1)
     backward = halves.backward
     leads = leading(backward, halves.saved_outputs + len(halves.saved_inputs))

@@ -439,7 +439,7 @@ def test_seventy_branches_on_as_many_streams(device: str) -> None:
     signature = Signature([drawn(device)], {})
     where = device_for(signature.device)
     where.warm_up(model, signature.tensors, {})
-    recorded = record_static(where, model, signature, signature.tensors, {}, strict=True, step=Stopwatch())
+    recorded = record_static(where, model, signature, strict=True, step=Stopwatch())
     schedule = schedule_by(recorded, "nimble", uniform_costs(recorded.graph.size), None)
     assert schedule.streams == WIDTH
     executable = capture(where, recorded, schedule)
@@ -454,7 +454,7 @@ def test_seventy_branches_on_the_fake_device() -> None:
     torch.manual_seed(0)
     model = Branches(WIDTH).eval()
     signature, device = Signature([drawn("cpu")], {}), FakeDevice()
-    recorded = record_static(device, model, signature, signature.tensors, {}, strict=True, step=Stopwatch())
+    recorded = record_static(device, model, signature, strict=True, step=Stopwatch())
     for lanes in (WIDTH, 33):
         schedule = plan_streams(
             recorded.graph,

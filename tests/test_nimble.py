@@ -1059,6 +1059,10 @@ def test_bad_preparations() -> None:
         Nimble(Wide(), Options(tune="off", memory_limit=0)).prepare(torch.randn(2, 16))
 
 
+def scaled_by_its_sum(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum())
+
+
 class Reads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x.sum().item()
@@ -1271,6 +1275,120 @@ def test_results_changed_out_of_sight_are_noticed(change: Callable[[torch.Tensor
         weight.copy_(kept)
     close(mine, model(x.clone())) if what != "weight" else None
     net.close()
+
+
+def by_list(n: torch.Tensor) -> int:
+    return sum(n.tolist())
+
+
+def by_numpy(n: torch.Tensor) -> int:
+    return int(n.numpy().max())
+
+
+def by_dlpack(n: torch.Tensor) -> int:
+    import numpy
+
+    return int(numpy.from_dlpack(n).sum())
+
+
+@pytest.mark.parametrize("read", [by_list, by_numpy, by_dlpack])
+@pytest.mark.parametrize("numbers", [[2, 2, 2], [1, 2, 3], [5, 0, 3], [0, 0, 0]], ids=str)
+def test_integers_read_out_of_sight_are_never_frozen(read: Callable[[torch.Tensor], int], numbers: list[int]) -> None:
+    """Another order of them leaves sum, extremes and whether all are equal as they are."""
+    pytest.importorskip("numpy")
+    x, n, other = torch.rand(3), torch.tensor(numbers), torch.tensor([7, 1, 2])
+    with pytest.raises(NotStaticError):  # the number is an argument
+        Nimble(lambda x, n: x * read(n), QUICK).prepare(x, n)
+    with pytest.warns(NimbleWarning, match="called as it is"):  # it is in a tensor
+        net = Nimble(lambda x, n: x * torch.tensor([float(read(n))]), QUICK).prepare(x, n)
+    close(net(x, other), x * read(other))
+    net.close()
+
+
+def test_a_mask_read_out_of_sight_is_no_branch() -> None:
+    pytest.importorskip("numpy")
+    with pytest.raises(NotStaticError):
+        Nimble(lambda x, m: x if m.numpy().all() else x * m, QUICK).prepare(torch.rand(3), torch.ones(3).bool())
+
+
+def test_what_takes_no_contrary_values_is_called_as_it_is() -> None:
+    def parts(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.sum() for part in x.split(n.tolist())])
+
+    x = torch.arange(6.0)
+    with pytest.warns(NimbleWarning, match=r"called as it is.*tolist in the model at test_nimble.py"):
+        net = Nimble(parts, QUICK).prepare(x, torch.tensor([2, 2, 2]))
+    close(net(x, torch.tensor([1, 2, 3])), torch.tensor([0.0, 3.0, 12.0]))
+    with pytest.raises(CaptureError, match="outside of torch"):
+        Nimble(parts, Options(strict=True)).prepare(x, torch.tensor([2, 2, 2]))
+    net.close()
+
+
+def test_a_refusal_holds_though_the_model_catches_it() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        try:
+            scale = x.sum().item()
+        except Exception:
+            scale = 1.0
+        return x * scale
+
+    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+        Nimble(forward, QUICK).prepare(torch.rand(3))
+    assert "test_nimble.py" in caught.value.where
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_torchscript_reads_on_the_host_is_refused_as_in_eager() -> None:
+    scripted = torch.jit.script(scaled_by_its_sum)
+    with pytest.raises(CaptureError, match="gives the host a value"):
+        Nimble(scripted, QUICK).prepare(torch.rand(3))
+
+
+def test_an_error_about_values_that_the_model_catches_is_refused() -> None:
+    def factor(x: torch.Tensor) -> torch.Tensor:
+        for more in (0.0, 1.0):
+            try:
+                return torch.linalg.cholesky(x + more * torch.eye(3))
+            except RuntimeError:
+                pass
+        return x
+
+    with pytest.raises(NotStaticError, match="caught the error of a call that fails on some values") as caught:
+        Nimble(factor, QUICK).prepare(-0.5 * torch.eye(3))
+    assert "_linalg_check_errors" in caught.value.where
+
+    def reshaped(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.view(-1)
+        except RuntimeError:
+            return x.reshape(-1)
+
+    x = torch.rand(2, 3).t()
+    assert torch.equal(Nimble(reshaped, QUICK).prepare(x)(x), x.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: given.append(3),
+        lambda given: given.__setitem__(0, given[0] * 2),
+        lambda given: given.pop(),
+    ],
+    ids=["more", "another", "less"],
+)
+def test_containers_of_the_callers_are_not_changed(change: Callable[[list[Any]], object]) -> None:
+    def forward(x: torch.Tensor, given: list[Any]) -> torch.Tensor:
+        y = x + given[0]
+        change(given)
+        return y
+
+    first = torch.rand(3)
+    given = [first, 2]
+    with pytest.raises(CaptureError, match=r"the forward changes args\[1\]") as caught:
+        Nimble(forward, QUICK).prepare(torch.rand(3), given)
+    assert given[0] is first
+    assert given[1:] == [2]
+    assert "return" in caught.value.fix
 
 
 def test_what_only_reads_through_numpy_stays_a_replay() -> None:
@@ -1713,9 +1831,7 @@ def test_which_programs_can_run_twice() -> None:
         (lambda x: nn.functional.batch_norm(x, buffer, buffer + 1, training=True), False),
     ]
     for forward, repeatable in cases:
-        recorded = record_static(
-            device_for(x.device), forward, Signature((x,), {}), (x,), {}, strict=True, step=Stopwatch()
-        )
+        recorded = record_static(device_for(x.device), forward, Signature((x,), {}), strict=True, step=Stopwatch())
         assert _repeatable(recorded.recording) is repeatable
 
 

@@ -1272,3 +1272,22 @@ def test_prepare_leaves_counters_on_the_host_until_the_first_step(kind: type[opt
         eagerly(model, mine, *batch(number, "cuda"))
         eagerly(peer, other, *batch(number, "cuda"))
     assert_same(mine, other)
+
+
+def test_hooks_of_all_optimizers_are_refused_but_for_those_that_watch() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def clamped(*given: object) -> None:
+        raise AssertionError("no step is made")
+
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(clamped)
+        try:
+            with pytest.raises(InputError, match="clamped is registered as a hook of all"):
+                CapturedOptimizer(optimizer(), "cpu")
+        finally:
+            handle.remove()
+    CapturedOptimizer(optimizer(), "cpu")

@@ -29,7 +29,7 @@ from nimble_core.units import format_bytes
 
 def recorded(model: Any, *args: Any, device: FakeDevice | None = None, strict: bool = False, **kwargs: Any) -> Any:
     signature = check_inputs(model, args, kwargs)
-    return record_static(device or FakeDevice(), model, signature, args, kwargs, strict=strict, step=Stopwatch())
+    return record_static(device or FakeDevice(), model, signature, strict=strict, step=Stopwatch())
 
 
 def test_a_stopwatch_adds_up_what_has_one_name() -> None:
@@ -73,7 +73,7 @@ def test_nothing_is_collected_from_the_first_recording_to_the_hazards() -> None:
 
     model, x = Wide(), torch.randn(2, 16)
     signature = check_inputs(model, (x,), {})
-    record_static(FakeDevice(), model, signature, (x,), {}, strict=False, step=step)
+    record_static(FakeDevice(), model, signature, strict=False, step=step)
     steps = ("record", "record again", "hazards")
     assert collecting == dict.fromkeys([*steps, *(f"after {name}" for name in steps)], False)
     assert gc.isenabled()
@@ -100,7 +100,7 @@ def test_allocations_are_traced_in_the_second_recording_alone() -> None:
 def test_the_steps_of_recording() -> None:
     watch = Stopwatch()
     model, x = Wide(), torch.randn(2, 16)
-    found = record_static(FakeDevice(), model, check_inputs(model, (x,), {}), (x,), {}, strict=True, step=watch)
+    found = record_static(FakeDevice(), model, check_inputs(model, (x,), {}), strict=True, step=watch)
     assert list(watch.seconds) == ["record", "record again", "hazards"]
     assert found.graph.size == len(found.recording.program.calls)
     assert not found.whole

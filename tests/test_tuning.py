@@ -56,7 +56,7 @@ class Watched(FakeDevice):
 def recorded(device: FakeDevice, model: nn.Module | None = None) -> Recorded:
     torch.manual_seed(0)
     model, x = model or Wide().eval(), torch.randn(2, 16)
-    return record_static(device, model, check_inputs(model, (x,), {}), (x,), {}, strict=True, step=Stopwatch())
+    return record_static(device, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
 
 
 @contextmanager
