@@ -78,8 +78,8 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
 
     Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
     (offsets, positions) stay as they are where another input changes. Numbers none of which is beyond 1 are scaled by
-    0.5 to 1: they may be probabilities, of which on CUDA one out of range ends the process's use of the device. Strides
-    stay, and tensors that share memory do so again.
+    a third to 1: they may be probabilities, of which on CUDA one out of range ends the process's use of the device.
+    Strides stay, and tensors that share memory do so again.
 
     Args:
         tensors: inputs.
@@ -128,8 +128,8 @@ def _other(tensor: torch.Tensor, keep: bool, how: str, generator: torch.Generato
     if how in ("", "scaled") and (core.is_floating_point() or core.is_complex()):
         shape = () if how == "scaled" else core.shape
         wide = other.float() if other.itemsize == 1 else other  # torch does not multiply numbers of eight bits
-        part = torch.rand(shape, generator=generator, device="cpu").to(core.device)
-        scale = torch.where((wide.abs() <= 1).all(), 1 - part / 2, part + 0.5)
+        scale = torch.rand(shape, generator=generator, device="cpu").to(core.device) + 0.5
+        scale = torch.where((wide.abs() <= 1).all(), scale / 1.5, scale)  # as far apart, relative to their mean
         other = (wide * scale).to(core.dtype)
     made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device).copy_(other)
     return made.expand(tensor.shape)

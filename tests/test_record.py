@@ -927,7 +927,7 @@ def test_every_element_of_a_large_tensor_has_another_place(count: int) -> None:
     assert (other == numbers).sum() < 10
     assert len((other.diff() + 1).nonzero()) > 30_000  # and few of its neighbours
     scaled = other_values([torch.ones(count)])[0]
-    assert 0.5 <= scaled.min() < 0.51
+    assert 0.33 < scaled.min() < 0.34
     assert 0.99 < scaled.max() <= 1.0
     assert len(scaled.unique()) > 30_000
 
@@ -961,7 +961,7 @@ def test_probabilities_stay_probabilities(numbers: list[float], dtype: torch.dty
 
 
 def test_what_has_an_inverse_keeps_it_where_that_is_asked_for() -> None:
-    matrix = torch.eye(4) + 0.1
+    matrix = torch.eye(4)
     seen: list[torch.Tensor] = []
 
     def factored(given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -973,7 +973,7 @@ def test_what_has_an_inverse_keeps_it_where_that_is_asked_for() -> None:
     assert torch.equal(values[0], seen[1])
     torch.testing.assert_close(factor @ factor.T, values[0])
     assert not torch.equal(values[0], matrix)
-    assert torch.equal(values[0] / matrix, torch.full((4, 4), float(values[0][0, 0] / matrix[0, 0])))
+    assert torch.equal(values[0], matrix * values[0][0, 0])
 
 
 def test_a_model_that_takes_no_other_values_is_refused() -> None:
