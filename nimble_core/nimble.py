@@ -661,7 +661,7 @@ def _prepare_training(
     watch = Stopwatch()
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
-    make = partial(make_trainable, device, model, signature, args, kwargs, step=watch)
+    make = partial(make_trainable, device, model, signature, step=watch)
     made = make(options)
     if made.wrong and made.other_kernels and not options.strict:
         made.close()

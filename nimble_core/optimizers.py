@@ -17,6 +17,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
 
 from nimble_core.errors import InputError
@@ -514,16 +515,13 @@ def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer has step hooks: they expect gradients in .grad, and a captured step would skip them",
             fix="remove them, and do after the step what they do",
         )
-    from torch.optim import optimizer as of_all
-
-    hooks = (*of_all._global_optimizer_pre_hooks.values(), *of_all._global_optimizer_post_hooks.values())
-    users = [hook for hook in hooks if getattr(hook, "__module__", "").partition(".")[0] not in _OWN_HOOKS]
-    if users:
-        called = getattr(users[0], "__qualname__", type(users[0]).__name__)
-        raise InputError(
-            f"{called} is registered as a hook of all optimizers' steps, which a captured step would skip",
-            fix="remove it, and do after the step what it does",
-        )
+    for hook in chain(_global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values()):
+        if getattr(hook, "__module__", "").partition(".")[0] not in _OWN_HOOKS:
+            called = getattr(hook, "__qualname__", type(hook).__name__)
+            raise InputError(
+                f"{called} is registered as a hook of all optimizers' steps, which a captured step would skip",
+                fix="remove it, and do after the step what it does",
+            )
     replaced = vars(optimizer).get("step")
     if replaced is not None:
         inside = getattr(replaced, "__wrapped__", None) if hasattr(replaced, "_wrapped_by_lr_sched") else None

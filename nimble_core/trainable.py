@@ -6,7 +6,7 @@ backward in what the forward leaves (``lent_memory``), and held against eager; `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,8 +81,6 @@ def make_trainable(
     device: Device,
     model: torch.nn.Module,
     signature: Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     options: Options,
     *,
     step: Step,

@@ -1283,11 +1283,14 @@ def test_hooks_of_all_optimizers_are_refused_but_for_those_that_watch() -> None:
     def clamped(*given: object) -> None:
         raise AssertionError("no step is made")
 
+    made = CapturedOptimizer(optimizer(), "cpu")
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
         handle = register(clamped)
         try:
             with pytest.raises(InputError, match="clamped is registered as a hook of all"):
+                made.sync()
+            with pytest.raises(InputError, match="clamped is registered as a hook of all"):
                 CapturedOptimizer(optimizer(), "cpu")
         finally:
             handle.remove()
-    CapturedOptimizer(optimizer(), "cpu")
+    made.sync()
