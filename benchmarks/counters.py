@@ -20,12 +20,13 @@ from unittest.mock import patch
 from benchmarks import train_zoo, training
 from benchmarks.cuda import figures, fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
+from nimble_core.api.engine import Engine
 from nimble_core.devices.base import Device
 from nimble_core.devices.cuda import CudaDevice
 from nimble_core.emitted import leading_fills
 from nimble_core.layout import Layout
 from nimble_core.measurement import interleave, ratio
-from nimble_core.nimble import Engine, Nimble
+from nimble_core.nimble import Nimble
 from nimble_core.options import Options
 from nimble_core.pipeline import device_for
 from nimble_core.recording import Recording

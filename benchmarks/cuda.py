@@ -32,18 +32,10 @@ from nimble_core.host_info import environment, finish
 from nimble_core.measurement import Measurement, interleave, quantile, ratio
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
-from nimble_core.pipeline import (
-    Stopwatch,
-    capture,
-    check_inputs,
-    device_for,
-    observe,
-    record_static,
-    schedule_by,
-    state_kept,
-)
+from nimble_core.pipeline import capture, device_for, observe, schedule_by
 from nimble_core.static import other_values
 from nimble_core.structure import builder, flatten
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static, state_kept
 
 TARGETS = {"NASNet-A large": 2.0, "HRNet-W18": 2.2, "GoogLeNet": 1.8, "Inception-v3": 1.5}
 CALL_BUDGET_US = 10.0

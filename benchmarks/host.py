@@ -36,9 +36,10 @@ from nimble_core.devices.host import HostDevice
 from nimble_core.host_info import environment
 from nimble_core.measurement import interleave, ratio
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, capture, observe, record_static, schedule_by
+from nimble_core.pipeline import capture, observe, schedule_by
 from nimble_core.recording import Recording, fill, flat_tensors, issuing
 from nimble_core.signature import Signature
+from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.units import format_ns, format_percent
 
 MODELS: dict[str, Callable[[], models.Example]] = {

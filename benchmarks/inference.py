@@ -59,18 +59,21 @@ from benchmarks.rows import (
     why,
 )
 from benchmarks.zoo import DTYPES, SUITE, load, precision
+from nimble_core.api.engine import Engine
 from nimble_core.attribution import unmapped
 from nimble_core.devices.base import Device
 from nimble_core.equality import check_equality
 from nimble_core.host_info import environment, finish
 from nimble_core.judging import Cases, eager_cases
 from nimble_core.measurement import Measurement, interleave, ratio
-from nimble_core.nimble import Engine, Nimble
+from nimble_core.nimble import Nimble
 from nimble_core.options import Options
-from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, device_for, record_static, state_kept
+from nimble_core.pipeline import device_for
 from nimble_core.preserve import preserved
 from nimble_core.structure import builder, flatten
-from nimble_viz.peers import PeerRuns, close, peer, peer_names
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
+from nimble_viz.collect.peer_runs import PeerRuns
+from nimble_viz.peers import close, peer, peer_names
 from nimble_viz.views.limit import EXPLAINED_ABOVE
 
 __all__ = [

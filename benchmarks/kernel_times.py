@@ -31,17 +31,8 @@ from benchmarks.zoo import load
 from nimble_core.devices.base import Device, Executable
 from nimble_core.host_info import environment
 from nimble_core.kernel_names import short_kernel_name
-from nimble_core.pipeline import (
-    Recorded,
-    Stopwatch,
-    capture,
-    check_inputs,
-    device_for,
-    observe,
-    record_static,
-    schedule_by,
-    state_kept,
-)
+from nimble_core.pipeline import capture, device_for, observe, schedule_by
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 
 MODELS = ("GoogLeNet", "BERT-base 128", "MobileNetV2")
 DTYPES = ("float32", "float16")

@@ -20,7 +20,7 @@ from pathlib import Path
 from nimble_core.host_info import environment
 from nimble_core.units import format_ns
 from nimble_viz import load
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 ROOT = Path(__file__).parent.parent
 CALLS = 10_000

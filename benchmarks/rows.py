@@ -39,14 +39,15 @@ from typing import Any
 
 from benchmarks.policies import candidate_figures, replays_in_a_row_ns
 from nimble_core.algorithms.critical_path import critical_path
+from nimble_core.api.engine import Engine
 from nimble_core.candidates import Candidate
 from nimble_core.devices.base import Device
 from nimble_core.environment import Environment
 from nimble_core.graph import predecessors
 from nimble_core.measurement import Measurement
-from nimble_core.nimble import Engine
-from nimble_core.pipeline import Stopwatch, observe
-from nimble_viz.report import Report
+from nimble_core.pipeline import observe
+from nimble_core.tracing.recorded import Stopwatch
+from nimble_viz.render.report import Report
 from nimble_viz.views.limit import limit
 
 __all__ = [

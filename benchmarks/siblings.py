@@ -17,8 +17,9 @@ from unittest.mock import patch
 
 from benchmarks.cuda import figures, fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
+from nimble_core.api.engine import Engine
 from nimble_core.measurement import interleave, ratio
-from nimble_core.nimble import Engine, Nimble
+from nimble_core.nimble import Nimble
 from nimble_core.options import Options
 from nimble_core.pipeline import device_for
 

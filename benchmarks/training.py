@@ -82,12 +82,13 @@ from benchmarks.rows import (
 )
 from benchmarks.train_zoo import BATCHES, PRECISIONS, TASKS, Task, load
 from benchmarks.zoo import precision
+from nimble_core.api.engine import Engine
 from nimble_core.devices.base import Device
 from nimble_core.differentiable import Backward
 from nimble_core.gradients import perturbed
 from nimble_core.host_info import environment, finish
 from nimble_core.measurement import Measurement, interleave, ratio
-from nimble_core.nimble import Engine, Nimble
+from nimble_core.nimble import Nimble
 from nimble_core.options import Options
 from nimble_core.pipeline import device_for
 from nimble_core.training import TrainStep

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.report_file import CALLS, reports
 from nimble_core.host_info import environment
 from nimble_viz.export.html import fragment, page
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 LIMIT_S = 3.0
 """Most seconds until a report of 10,000 calls is open."""

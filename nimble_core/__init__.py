@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from nimble_core.utils.version import __version__
+
 if TYPE_CHECKING:
     from nimble_core.check import check_schedule
     from nimble_core.costs import Costs
@@ -51,12 +53,11 @@ __all__ = [
     "ScheduleError",
     "Timeline",
     "TrainStep",
+    "__version__",
     "build_graph",
     "check_schedule",
     "load_plan",
 ]
-
-__version__ = "0.1.0"
 
 # No name here may also be the name of a submodule: importing the submodule would put the module in its place. So
 # ``record`` and ``simulate`` stay where they are: ``from nimble_core.record import record``.

@@ -28,12 +28,12 @@ from nimble_core.casts import autocast_name, autocast_type
 from nimble_core.devices.base import Executable
 from nimble_core.errors import InputError
 from nimble_core.origins import warn
-from nimble_core.pipeline import Recorded
 from nimble_core.program import Call
 from nimble_core.recording import Recording
 from nimble_core.searches import ACCUMULATING as _ACCUMULATING
 from nimble_core.searches import Behind, searches_are_answered
 from nimble_core.strides import copied
+from nimble_core.tracing.recorded import Recorded
 from nimble_core.tuning import Tuned
 
 __all__ = ["KNOWN_WHETHER_KEPT", "Backward", "Fixed"]

@@ -17,11 +17,11 @@ from nimble_core.lift import lift
 from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.options import Options
 from nimble_core.phases import phase
-from nimble_core.pipeline import Recorded, record_static, state_kept
 from nimble_core.program import Program, TensorRef
 from nimble_core.searches import Behind
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import Structure, builder, flatten
+from nimble_core.tracing.recorded import Recorded, record_static, state_kept
 
 __all__ = ["ForwardBackward", "in_better_layout", "turnable"]
 

@@ -24,7 +24,6 @@ from nimble_core.graph import build_graph
 from nimble_core.inductor import compile_graph, provenance_in_code
 from nimble_core.launchers import Relaunch
 from nimble_core.lift import calls_of, lift, reference_of
-from nimble_core.pipeline import Recorded, state_kept
 from nimble_core.plan import Plan
 from nimble_core.program import Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.rewrites.constants import split_constants
@@ -47,9 +46,11 @@ from nimble_core.rewrites.seeds import bring_seeds
 from nimble_core.rewrites.simplify import share_equal
 from nimble_core.rewrites.split_backward import split_backward
 from nimble_core.rewrites.vectors import row_products_as_sums
-from nimble_core.rewritten import Provenance, Rewritten, tracked
+from nimble_core.rewritten import tracked
 from nimble_core.signature import Signature
 from nimble_core.strides import widened
+from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.tracing.rewritten import Provenance, Rewritten
 
 __all__ = ["follow", "fuse"]
 

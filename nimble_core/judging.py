@@ -23,12 +23,12 @@ from nimble_core.distances import gaps
 from nimble_core.equality import DROWNED, check_equality, doubt, lowest_precision, working_precision
 from nimble_core.errors import NimbleError, first_line
 from nimble_core.gradients import Update, check_updates, perturbed
-from nimble_core.pipeline import Recorded, state_kept
 from nimble_core.preserve import preserved
 from nimble_core.recording import Issuer, issuing
 from nimble_core.reference import reference_outputs
 from nimble_core.static import on_other_values
 from nimble_core.structure import Structure, builder, flatten, leaf_paths
+from nimble_core.tracing.recorded import Recorded, state_kept
 
 __all__ = ["Cases", "Judge", "doubted", "eager_cases", "from_same_state", "full_precision", "issued"]
 

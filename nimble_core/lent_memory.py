@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from nimble_core.pipeline import Lender, may_be_spoilt
 from nimble_core.recording import Recording
 from nimble_core.strides import extent
+from nimble_core.tracing.recorded import Lender, may_be_spoilt
 
 __all__ = ["leading", "lent"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from nimble_core.algorithms.reachability import predecessor_lists
 from nimble_core.costs import Costs, Kernel
-from nimble_core.devices.base import Observation
 from nimble_core.emitted import RawGraph
+from nimble_core.ir.observation import Observation
 from nimble_core.kernel_names import demangle, short_kernel_name
 from nimble_core.measurement import quantile
 from nimble_core.occupancy import Multiprocessors, call_demands

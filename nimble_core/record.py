@@ -65,10 +65,10 @@ from nimble_core.preserve import Change, Changes, preserved
 from nimble_core.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
 from nimble_core.random_states import RandomStates, state_of
 from nimble_core.recording import Recording, Slot, Step, flat_tensors, places_of
-from nimble_core.rewritten import Rewritten
 from nimble_core.scripted import operator_by_operator
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
+from nimble_core.tracing.rewritten import Rewritten
 
 __all__ = ["NodeCounter", "announced", "expecting", "record", "recording_here"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -11,29 +10,10 @@ import torch
 from torch import fx
 
 from nimble_core.lift import calls_of
-from nimble_core.program import Fuse, Origin, Program, Role
+from nimble_core.program import Origin, Program
+from nimble_core.tracing.rewritten import Provenance
 
-__all__ = ["Provenance", "Rewritten", "provenance_of", "tracked"]
-
-Provenance = Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """What computes the same as the model, in other calls.
-
-    Args:
-        fuse: whose kernels it runs.
-        run: from input tensors to output tensors, in the order of the eager Program's.
-        provenance: ``(origins, eager calls)`` of the call that is being issued, from the operator and the frame that
-            issues it.
-        owned: ``(role, name, tensor)`` of constants, and of what the model is known to own.
-    """
-
-    fuse: Fuse
-    run: Callable[..., Sequence[torch.Tensor]]
-    provenance: Provenance
-    owned: Sequence[tuple[Role, str, torch.Tensor]] = ()
+__all__ = ["provenance_of", "tracked"]
 
 
 def provenance_of(program: Program, calls: Sequence[int], operator: str) -> tuple[tuple[Origin, ...], tuple[int, ...]]:

@@ -26,13 +26,14 @@ from nimble_core.halves import Halves, halve
 from nimble_core.judging import Cases, doubted, eager_cases
 from nimble_core.lent_memory import leading, lent
 from nimble_core.options import Options
-from nimble_core.pipeline import Lender, Recorded, capture, preparing, record_static, state_kept
+from nimble_core.pipeline import capture
 from nimble_core.program import Fuse
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
 from nimble_core.static import check_outputs
 from nimble_core.strides import share_bytes, strides_of_copy
 from nimble_core.structure import Structure
+from nimble_core.tracing.recorded import Lender, Recorded, preparing, record_static, state_kept
 from nimble_core.tuning import Tuned, eager_peak, tune
 
 __all__ = ["Trainable", "make_trainable"]

@@ -19,20 +19,21 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nimble_core.accumulators import require_no_node_hooks
+from nimble_core.api.engine import Engine
 from nimble_core.around import Around, require_gradients, require_training_mode
 from nimble_core.casts import autocast_name, autocast_type, no_autocast
 from nimble_core.errors import DeviceError, InputError
-from nimble_core.nimble import Engine, Nimble
+from nimble_core.nimble import Nimble
 from nimble_core.operators import overlaps_itself, storage_address
 from nimble_core.optimizers import CapturedOptimizer
 from nimble_core.options import Options, require_options
 from nimble_core.origins import warn
 from nimble_core.phases import phase
-from nimble_core.pipeline import require_local
 from nimble_core.plan import Plan
 from nimble_core.signature import require_initialised
 from nimble_core.strides import share_bytes, with_strides_of
 from nimble_core.structure import builder, flatten, leaf_paths
+from nimble_core.tracing.recorded import require_local
 
 __all__ = ["TrainStep", "WholeStep", "require_no_class", "require_no_target"]
 

@@ -12,22 +12,24 @@ from typing import Any
 
 import torch
 
-import nimble_core
 from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.choices import cache_directory, choice_key, recall, remember
 from nimble_core.costs import Costs
-from nimble_core.devices.base import Device, Executable, Observation
+from nimble_core.devices.base import Device, Executable
 from nimble_core.errors import CaptureError, DeviceError, NimbleError, first_line
 from nimble_core.fusing import follow, fuse
+from nimble_core.ir.observation import Observation
 from nimble_core.judging import Judge
 from nimble_core.measurement import TIE, interleave
 from nimble_core.memory import serial_peak
 from nimble_core.options import Options
-from nimble_core.pipeline import Recorded, capture, observe, schedule_by, state_kept
+from nimble_core.pipeline import capture, observe, schedule_by
 from nimble_core.plan import fingerprint, make_plan, schedule_of
 from nimble_core.program import Fuse
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import simulate
+from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.utils.version import __version__
 
 __all__ = ["Tuned", "eager_peak", "tune"]
 
@@ -215,7 +217,7 @@ class _Tuning:
         conditions |= {
             "device": self.device.name,
             "torch": str(torch.__version__),
-            "nimble": nimble_core.__version__,
+            "nimble": __version__,
             "matmul": torch.get_float32_matmul_precision(),
             "copied out": self.recorded.copied_out,
             "copied in": self.recorded.copied_in,

@@ -20,22 +20,25 @@ if TYPE_CHECKING:
     from nimble_viz.ablation import ablate
     from nimble_viz.annotation import annotate
     from nimble_viz.comparison import compare
-    from nimble_viz.file import load
+    from nimble_viz.gate import Rules
     from nimble_viz.nvtx_ranges import annotated
     from nimble_viz.planning import plan
     from nimble_viz.profiling import profile
-    from nimble_viz.report import Report
+    from nimble_viz.render.report import Report, load
+    from nimble_viz.render.verdicts import gate
     from nimble_viz.trace_files import from_trace
 
 __all__ = [
     "Options",
     "Report",
+    "Rules",
     "__version__",
     "ablate",
     "annotate",
     "annotated",
     "compare",
     "from_trace",
+    "gate",
     "load",
     "plan",
     "profile",
@@ -44,13 +47,15 @@ __all__ = [
 # No name here may also be the name of a submodule: importing the submodule would put the module in its place.
 _HOMES = {
     "Options": "nimble_core.options",
-    "Report": "nimble_viz.report",
+    "Report": "nimble_viz.render.report",
+    "Rules": "nimble_viz.gate",
     "ablate": "nimble_viz.ablation",
     "annotate": "nimble_viz.annotation",
     "annotated": "nimble_viz.nvtx_ranges",
     "compare": "nimble_viz.comparison",
     "from_trace": "nimble_viz.trace_files",
-    "load": "nimble_viz.file",
+    "gate": "nimble_viz.render.verdicts",
+    "load": "nimble_viz.render.report",
     "plan": "nimble_viz.planning",
     "profile": "nimble_viz.profiling",
 }

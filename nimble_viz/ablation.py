@@ -109,8 +109,9 @@ def ablate(
         CaptureError: an operator that cannot be recorded.
     """
     from nimble_core.graph import build_graph
-    from nimble_core.pipeline import Recorded, check_inputs, device_for, preparing, state_kept
+    from nimble_core.pipeline import device_for
     from nimble_core.preserve import preserved
+    from nimble_core.tracing.recorded import Recorded, check_inputs, preparing, state_kept
     from nimble_viz.measure.shapes import shape_inference
 
     if rounds < 1:

@@ -18,7 +18,8 @@ from nimble_core.timeline import SelfCheck
 from nimble_core.units import format_count, format_ns
 from nimble_viz.measure.graph_replays import Joined, Way, expected, join
 from nimble_viz.measure.nsys_sqlite import Export, read_export
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report, load
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural
 
 __all__ = ["COLUMNS", "Annotation", "annotate"]
@@ -142,9 +143,7 @@ def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[
         ReportFileError: no export of Nsight Systems, damaged, or taken without graph nodes.
         OSError: a file cannot be read.
     """
-    if not isinstance(report, Report):
-        from nimble_viz.file import load
-
+    if not isinstance(report, ReportData):
         report = load(report)
     schedule = _schedule(report, run or report.chosen)
     line = report.timeline(schedule.policy)

@@ -10,7 +10,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nimble_core.errors import InputError
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -163,7 +163,7 @@ class Calls:
         return call
 
 
-def why_not_captured(calls: Calls, profile: Report) -> str:
+def why_not_captured(calls: Calls, profile: ReportData) -> str:
     """Why a cell that was run and profiled is not one call that can be captured; empty if it is."""
     trained = {one.phase for one in profile.overhead.phases} if profile.overhead else set()
     if trained & {"backward", "optimizer"}:

@@ -29,10 +29,9 @@ from nimble_viz.flags import add_options
 from nimble_viz.keywords import nearest
 
 if TYPE_CHECKING:
-    from nimble_viz.diff import Difference
     from nimble_viz.doctor import Diagnosis
-    from nimble_viz.gate import Gate
-    from nimble_viz.report import Report
+    from nimble_viz.render.report import Report
+    from nimble_viz.render.verdicts import Difference, Gate
 
 __all__ = ["load_factory", "main"]
 
@@ -244,7 +243,7 @@ def _require_places(*paths: Path | None) -> None:
 
 
 def _show(given: argparse.Namespace) -> int:
-    from nimble_viz.file import load
+    from nimble_viz.render.report import load
 
     with _files():
         report = load(given.file)
@@ -255,7 +254,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from nimble_viz.file import load
+    from nimble_viz.render.report import load
 
     with _files():
         load(given.file).export(given.out, given.format)
@@ -286,7 +285,7 @@ def _write(report: Report, out: Path) -> None:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from nimble_viz.file import load
+    from nimble_viz.render.report import load
 
     with _files():
         found = load(given.old).diff(load(given.new))
@@ -299,8 +298,9 @@ def _diff(given: argparse.Namespace) -> int:
 
 def _gate(given: argparse.Namespace) -> int:
     from nimble_core.saving import write_file
-    from nimble_viz.file import load
-    from nimble_viz.gate import Rules, gate
+    from nimble_viz.gate import Rules
+    from nimble_viz.render.report import load
+    from nimble_viz.render.verdicts import gate
 
     rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
     with _files():

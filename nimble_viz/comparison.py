@@ -26,15 +26,17 @@ from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns
 from nimble_viz.keywords import refuse_unknown
 from nimble_viz.progress import Progress, default_progress
-from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Report, Work
+from nimble_viz.render.report import Report
+from nimble_viz.report import EngineMemory, Memory, OverheadProfile, PrepareStep, Work
 
 if TYPE_CHECKING:
     import torch
 
     from nimble_core.arena import MemoryPlan
     from nimble_core.devices.base import Device, Executable
-    from nimble_core.pipeline import Recorded
-    from nimble_viz.peers import Peer, PeerRuns
+    from nimble_core.tracing.recorded import Recorded
+    from nimble_viz.collect.peer_runs import PeerRuns
+    from nimble_viz.peers import Peer
     from nimble_viz.training import Training
 
 __all__ = ["compare"]
@@ -105,8 +107,9 @@ def compare(
         DeviceError: out of memory.
     """
     from nimble_core.origins import warn
-    from nimble_core.pipeline import check_inputs, device_for, preparing
+    from nimble_core.pipeline import device_for
     from nimble_core.preserve import requirements_kept
+    from nimble_core.tracing.recorded import check_inputs, preparing
     from nimble_viz.sources import pass_over_machinery
 
     refuse_unknown(compare, unknown)
@@ -214,8 +217,8 @@ class _Comparison:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Runs inside, eager or replayed, leave attributes, tensors and random state as they were."""
-        from nimble_core.pipeline import state_kept
         from nimble_core.preserve import preserved
+        from nimble_core.tracing.recorded import state_kept
 
         assert self.recorded is not None
         with preserved(self.model), state_kept(self.recorded):
@@ -231,7 +234,7 @@ class _Comparison:
         self.close()
 
     def _record(self, progress: Progress) -> None:
-        from nimble_core.pipeline import record_static
+        from nimble_core.tracing.recorded import record_static
 
         with progress.step("warm-up"):
             self.device.warm_up(self.model, *self.signature.arguments())
@@ -264,7 +267,7 @@ class _Comparison:
         return kinds.get(name, fuse) == fuse
 
     def _capture(self, progress: Progress) -> None:
-        from nimble_core.pipeline import whole_note
+        from nimble_core.tracing.recorded import whole_note
         from nimble_core.tuning import tune
 
         device, recorded = self.device, self.recorded
@@ -329,7 +332,7 @@ class _Comparison:
 
     def _prepare_peers(self, progress: Progress) -> None:
         from nimble_core.judging import eager_cases
-        from nimble_viz.peers import PeerRuns
+        from nimble_viz.collect.peer_runs import PeerRuns
 
         if not self.against:
             return
@@ -372,7 +375,7 @@ class _Comparison:
 
     def _with_update(self, check: EqualityCheck) -> EqualityCheck:
         """The check, failed where the parameters after a step are not what the optimizer makes of the gradients."""
-        from nimble_core.pipeline import state_kept
+        from nimble_core.tracing.recorded import state_kept
 
         one = self.executables.get(check.name)
         if one is None or self.training is None or self.recorded is None or check.differs:

@@ -49,7 +49,8 @@ from nimble_viz.dashboard_views import (
     summary_html,
     syncs_html,
 )
-from nimble_viz.report import Report
+from nimble_viz.pane import notebook_bundle
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural
 
 __all__ = ["MOST_ROWS", "PANES", "Dashboard"]
@@ -235,7 +236,7 @@ class Dashboard(widgets.VBox):
     dark = traitlets.Bool(False)
     simulated = traitlets.Instance(Simulated, allow_none=True, default_value=None)
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportData) -> None:
         self.report = report
         self.views = Views(report)
         self._opened = opened_boxes(self.views)
@@ -254,7 +255,7 @@ class Dashboard(widgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
-        instead = self.report._repr_mimebundle_()  # where no widget can be shown
+        instead = notebook_bundle(self.report, self.report)  # where no widget can be shown
         return bundle | instead if isinstance(bundle, dict) else (bundle[0] | instead, *bundle[1:])
 
     def _ipython_display_(self) -> None:

@@ -14,7 +14,7 @@ from nimble_core.errors import InputError
 from nimble_core.policies import POLICIES
 from nimble_core.simulate import H200, simulate
 from nimble_core.units import format_count, format_ns, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural
 from nimble_viz.views.overhead import PARTS
 from nimble_viz.views.payload import unpack, view_data
@@ -59,7 +59,7 @@ class Views:
         report: any report; torch is not needed.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportData) -> None:
         packed = view_data(report)
 
         def table(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -178,7 +178,7 @@ class Simulated:
     facts: tuple[tuple[str, str], ...]
 
 
-def no_simulation(report: Report) -> str:
+def no_simulation(report: ReportData) -> str:
     """Why nothing can be simulated; empty if it can."""
     if report.sampling is not None:
         return "this is a profile of code as it is: which call needs which is not known"

@@ -16,18 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nimble_core.candidates import EqualityCheck
 from nimble_core.environment import Environment
 from nimble_core.measurement import Measurement, Ratio, quantile, ratio
 from nimble_core.program import Call
 from nimble_core.schedule import Schedule
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import trains
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
 
 __all__ = [
     "COST_BAND",
@@ -35,11 +32,11 @@ __all__ = [
     "SPEED_BAND",
     "Change",
     "CostChange",
-    "Difference",
+    "DifferenceData",
     "Moved",
     "SpeedChange",
     "across",
-    "diff",
+    "differences",
     "environment_changes",
     "host_sync_count",
     "match_calls",
@@ -133,7 +130,7 @@ class SpeedChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class DifferenceData:
     """What changed from an old report to a new one.
 
     Args:
@@ -190,13 +187,6 @@ class Difference:
         calls = (self.added, self.removed, self.moved, self.recosted)
         return not any((*calls, *self.changes.values())) and all(one.verdict == "undecided" for one in self.speeds)
 
-    def to_text(self, width: int | None = None) -> str:
-        """As plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
-        from nimble_viz.text import plain
-        from nimble_viz.text_diff import difference_text
-
-        return plain(difference_text(self), width)
-
     def to_json(self) -> str:
         """As JSON; numbers that are not finite are null."""
         data = {
@@ -234,16 +224,8 @@ class Difference:
         counts = f"{len(self.added)} added, {len(self.removed)} removed, {len(self.moved)} moved"
         return f"<Difference of {self.model!r}: {self.matched} calls matched, {counts}, {len(self.recosted)} recosted>"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return {"text/plain": self.to_text(100)}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from nimble_viz.text_diff import difference_text
-
-        yield difference_text(self)
-
-
-def diff(old: Report, new: Report) -> Difference:
+def differences(old: ReportData, new: ReportData) -> DifferenceData:
     """What changed from ``old`` to ``new``; swapped, it says the opposite.
 
     Streams have no names either: each of the new plan counts as the one of the old plan with which it shares most
@@ -268,7 +250,7 @@ def diff(old: Report, new: Report) -> Difference:
             moved = _moved(old, new, pairs, before, after)
         recosted = _recosted(old, new, pairs)
         notes += _cost_doubts(old, new)
-    return Difference(
+    return DifferenceData(
         model=new.model,
         matched=len(pairs),
         added=tuple(call for k, call in enumerate(news) if k not in come),
@@ -325,7 +307,7 @@ def across(old: Measurement, new: Measurement) -> Ratio:
     return Ratio(new.name, old.name, value, old_low / new_high if new_high else 0.0, high, old.stable and new.stable)
 
 
-def within(report: Report, name: str, baseline: str = "eager") -> Ratio | None:
+def within(report: ReportData, name: str, baseline: str = "eager") -> Ratio | None:
     """Speed of a run over another of the same report, None if either was not measured.
 
     ``low`` and ``high`` are the quartiles of the ratios of neighbouring samples; of unstable measurements their
@@ -355,7 +337,7 @@ def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...
     return _changes(stamp(old), stamp(new))
 
 
-def host_sync_count(report: Report) -> int | None:
+def host_sync_count(report: ReportData) -> int | None:
     """How often the eager run made the host wait; None if it was not profiled."""
     return sum(sync.count for sync in report.overhead.host_syncs) if report.overhead else None
 
@@ -426,7 +408,7 @@ def _blocks(old: list[_Key], new: list[_Key]) -> Iterator[tuple[bool, slice, sli
 
 
 def _moved(
-    old: Report, new: Report, pairs: Sequence[tuple[int, int]], before: Schedule, after: Schedule
+    old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]], before: Schedule, after: Schedule
 ) -> tuple[Moved, ...]:
     """Matched calls on another stream, where streams that share most calls count as one."""
     shared = Counter((before.stream[u], after.stream[v]) for u, v in pairs)
@@ -445,7 +427,7 @@ def _moved(
 # Costs and times.
 
 
-def _recosted(old: Report, new: Report, pairs: Sequence[tuple[int, int]]) -> tuple[CostChange, ...]:
+def _recosted(old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]]) -> tuple[CostChange, ...]:
     before, after = old.costs, new.costs
     if not before.spread_ns or not after.spread_ns:
         return ()
@@ -468,7 +450,7 @@ def _beyond(one: CostChange) -> bool:
     return high - low > one.old_spread_ns + one.new_spread_ns and high > COST_BAND * low
 
 
-def _cost_doubts(old: Report, new: Report) -> list[str]:
+def _cost_doubts(old: ReportData, new: ReportData) -> list[str]:
     if "uniform" in (old.costs.source, new.costs.source):
         return ["costs of calls are not compared: they were not measured in both"]
     if not old.costs.spread_ns or not new.costs.spread_ns:
@@ -485,7 +467,7 @@ def _range(taken: Measurement) -> tuple[float, float]:
     return quantile(taken.samples_ns, low), quantile(taken.samples_ns, high)
 
 
-def _speed(old: Report, new: Report, before: str, after: str) -> SpeedChange:
+def _speed(old: ReportData, new: ReportData, before: str, after: str) -> SpeedChange:
     """The run ``before`` of the old report against ``after`` of the new one."""
     was, now = old.measurement(before), new.measurement(after)
     return SpeedChange(
@@ -498,12 +480,12 @@ def _speed(old: Report, new: Report, before: str, after: str) -> SpeedChange:
     )
 
 
-def _chosen(old: Report, new: Report) -> SpeedChange | None:
+def _chosen(old: ReportData, new: ReportData) -> SpeedChange | None:
     measured = old.measurement(old.chosen) or new.measurement(new.chosen)
     return _speed(old, new, old.chosen, new.chosen) if measured else None
 
 
-def _speeds(old: Report, new: Report) -> tuple[SpeedChange, ...]:
+def _speeds(old: ReportData, new: ReportData) -> tuple[SpeedChange, ...]:
     names = dict.fromkeys(taken.name for taken in (*old.measurements, *new.measurements))
     return tuple(_speed(old, new, name, name) for name in names)
 
@@ -516,7 +498,7 @@ def _changes(old: Mapping[str, _Value], new: Mapping[str, _Value]) -> tuple[Chan
     return tuple(Change(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name))
 
 
-def _facts(report: Report, fused: bool) -> dict[str, _Value]:
+def _facts(report: ReportData, fused: bool) -> dict[str, _Value]:
     return {
         "model": report.model,
         "dtype": report.dtype,
@@ -529,7 +511,7 @@ def _facts(report: Report, fused: bool) -> dict[str, _Value]:
     }
 
 
-def _plans(report: Report) -> dict[str, _Value]:
+def _plans(report: ReportData) -> dict[str, _Value]:
     return {
         f"{plan.policy}: {what}": count
         for plan in report.schedules
@@ -543,14 +525,14 @@ def _plans(report: Report) -> dict[str, _Value]:
     }
 
 
-def _host_syncs(report: Report) -> dict[str, _Value]:
+def _host_syncs(report: ReportData) -> dict[str, _Value]:
     counts: Counter[str] = Counter()
     for sync in report.overhead.host_syncs if report.overhead else ():
         counts[f"{sync.kind} at {sync.source}" if sync.source else sync.kind] += sync.count
     return dict(counts)
 
 
-def _memory(report: Report) -> dict[str, _Value]:
+def _memory(report: ReportData) -> dict[str, _Value]:
     memory = report.memory
     facts: dict[str, _Value] = {"eager's peak": memory.eager_peak or None}  # 0 is unknown
     facts |= {f"{name}: held": held or None for name, held in memory.engines}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, SimpleMatcherResult
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nimble_viz.report import Report
+    from nimble_viz.render.report import Report
 
 __all__ = ["load", "unload"]
 

@@ -33,7 +33,7 @@ from nimble_viz.report import (
     EqualityCheck,
     OverheadProfile,
     PhaseOverhead,
-    Report,
+    ReportData,
     SourceLines,
     Work,
 )
@@ -46,7 +46,7 @@ __all__ = [
     "SMALL",
     "Wire",
     "check_report",
-    "load",
+    "read",
     "save",
     "unpacks_beyond",
 ]
@@ -92,7 +92,7 @@ class Wire(msgspec.Struct):
     """
 
     nimble_report: int
-    report: Report
+    report: ReportData
     not_finite: tuple[_NotFinite, ...] = ()
 
 
@@ -100,7 +100,7 @@ _head = msgspec.json.Decoder(_Head)
 _wire = msgspec.json.Decoder(Wire)
 
 
-def save(report: Report, path: str | os.PathLike[str]) -> Path:
+def save(report: ReportData, path: str | os.PathLike[str]) -> Path:
     """Write ``report`` to ``path``, all of it or nothing (see ``nimble_core.saving.write_file``), and return the path.
 
     The same report gives the same bytes. What was written is known to be readable: it is decoded again first.
@@ -119,7 +119,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> Path:
     return write_file(path, compress(data, _COMPRESSION, mtime=0))
 
 
-def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Report:
+def read(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> ReportData:
     """Read a report that ``save`` wrote. Whatever the file holds, this returns a consistent report or raises.
 
     Args:
@@ -185,7 +185,7 @@ def unpacks_beyond(file: BinaryIO, most: int) -> bool:
     return left < 0
 
 
-def _encode(report: Report) -> bytes:
+def _encode(report: ReportData) -> bytes:
     found: list[_NotFinite] = []
     checks = _checks(report)
     for index, check in enumerate(checks):
@@ -201,7 +201,7 @@ def _encode(report: Report) -> bytes:
         raise ReportFileError(f"it holds a value that JSON cannot ({error})") from error
 
 
-def _decode(data: bytes) -> Report:
+def _decode(data: bytes) -> ReportData:
     """The report in ``data``, of the right types, not yet checked for meaning."""
     try:
         version = _head.decode(data).nimble_report
@@ -228,12 +228,12 @@ def _decode(data: bytes) -> Report:
     return _with_checks(report, checks)
 
 
-def _checks(report: Report) -> list[EqualityCheck]:
+def _checks(report: ReportData) -> list[EqualityCheck]:
     """All equality checks, numbered as ``not_finite`` does: the report's, its candidates', its peers'."""
     return [*report.checks, *(one.check for one in (*report.candidates, *report.peers) if one.check is not None)]
 
 
-def _with_checks(report: Report, checks: Sequence[EqualityCheck]) -> Report:
+def _with_checks(report: ReportData, checks: Sequence[EqualityCheck]) -> ReportData:
     rest = iter(checks[len(report.checks) :])
     candidates = tuple(replace(one, check=next(rest)) if one.check is not None else one for one in report.candidates)
     peers = tuple(replace(one, check=next(rest)) if one.check is not None else one for one in report.peers)
@@ -248,7 +248,7 @@ def _with(check: EqualityCheck, name: str, value: float) -> EqualityCheck:
 # What the types cannot say: indices within range, lists as long as they must be, numbers that can be drawn.
 
 
-def check_report(report: Report) -> Report:
+def check_report(report: ReportData) -> ReportData:
     """Return ``report`` if it is consistent in itself, so that every view of it can be drawn.
 
     Raises:
@@ -341,7 +341,7 @@ def _check_graph(graph: CallGraph, size: int) -> None:
     _require(set(graph.edges).issuperset(graph.meg), "graph.meg", "an edge that the graph does not have")
 
 
-def _check_costs(report: Report, size: int) -> None:
+def _check_costs(report: ReportData, size: int) -> None:
     costs = report.costs
     _require(len(costs.ns) == size, "costs.ns", f"{len(costs.ns)} costs for {size} calls")
     _require(len(costs.spread_ns) in (0, size), "costs.spread_ns", f"{len(costs.spread_ns)} spreads for {size} calls")

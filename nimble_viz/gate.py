@@ -11,20 +11,17 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from xml.etree import ElementTree
 
 from nimble_core.errors import InputError
 from nimble_core.units import format_bytes, format_count, format_ratio
 from nimble_viz.diff import SPEED_BAND, across, environment_changes, host_sync_count, within
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import context, label_plan, label_run, trains
 from nimble_viz.views.peers import unshown
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-
-__all__ = ["EXIT_CODES", "Gate", "Outcome", "Rules", "Verdict", "gate"]
+__all__ = ["EXIT_CODES", "GateData", "Outcome", "Rules", "Verdict", "judge"]
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 
@@ -97,7 +94,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GateData:
     """All verdicts on one report.
 
     Args:
@@ -122,13 +119,6 @@ class Gate:
     def exit_code(self) -> int:
         """0 pass, 1 fail, 3 inconclusive."""
         return EXIT_CODES[self.outcome]
-
-    def to_text(self, width: int | None = None) -> str:
-        """As plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
-        from nimble_viz.text import plain
-        from nimble_viz.text_diff import gate_text
-
-        return plain(gate_text(self), width)
 
     def to_json(self) -> str:
         """As JSON; numbers that are not finite are null."""
@@ -176,18 +166,10 @@ class Gate:
         ElementTree.indent(root)
         return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return {"text/plain": self.to_text(100)}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from nimble_viz.text_diff import gate_text
-
-        yield gate_text(self)
-
-
-def gate(
-    report: Report, rules: Rules | None = None, *, baseline: Report | None = None, any_environment: bool = False
-) -> Gate:
+def judge(
+    report: ReportData, rules: Rules | None = None, *, baseline: ReportData | None = None, any_environment: bool = False
+) -> GateData:
     """Judge ``report`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's? The latter
     not of a profile of code as it is: nothing runs there in eager's place.
 
@@ -207,13 +189,13 @@ def gate(
     verdicts = [_complete(report), *equal, *_absolute(report, rules)]
     if baseline:
         verdicts += [_slowdown(report, baseline, rules.max_slowdown), *_counts(report, baseline)]
-    return Gate(report.model, context(report), tuple(verdicts), notes)
+    return GateData(report.model, context(report), tuple(verdicts), notes)
 
 
-def _comparable(report: Report, baseline: Report, any_environment: bool) -> tuple[str, ...]:
+def _comparable(report: ReportData, baseline: ReportData, any_environment: bool) -> tuple[str, ...]:
     """What to note about the baseline. Raises InputError if it says nothing about ``report``."""
 
-    def subject(one: Report) -> tuple[str, str]:
+    def subject(one: ReportData) -> tuple[str, str]:
         return one.model, f"{one.dtype}, batch {one.batch}, {'training' if trains(one) else 'inference'}"
 
     if subject(report) != subject(baseline):
@@ -239,13 +221,13 @@ def _said(value: str | int | None) -> str:
 # Rules that always hold.
 
 
-def _complete(report: Report) -> Verdict:
+def _complete(report: ReportData) -> Verdict:
     if report.complete:
         return Verdict("complete", "pass", "everything was measured")
     return Verdict("complete", "inconclusive", "the run was interrupted")
 
 
-def _equal(report: Report) -> Verdict:
+def _equal(report: ReportData) -> Verdict:
     wrong = [label_run(report, check.name) for check in report.checks if check.differs]
     if wrong:
         return Verdict("equal_outputs", "fail", f"outputs of {', '.join(wrong)} differ from eager's")
@@ -261,7 +243,7 @@ def _equal(report: Report) -> Verdict:
 # Rules that were asked for.
 
 
-def _absolute(report: Report, rules: Rules) -> Iterator[Verdict]:
+def _absolute(report: ReportData, rules: Rules) -> Iterator[Verdict]:
     if rules.min_speedup is not None:
         yield _speedup(report, rules.min_speedup, rules.over)
     held = dict(report.memory.engines).get(report.chosen) or None  # 0 is unknown
@@ -276,7 +258,7 @@ def _absolute(report: Report, rules: Rules) -> Iterator[Verdict]:
             yield _count(rule, found, limit, unit, "allowed")
 
 
-def _speedup(report: Report, least: float, over: str) -> Verdict:
+def _speedup(report: ReportData, least: float, over: str) -> Verdict:
     found = within(report, report.chosen, over)
     if found is None:
         missing = report.chosen if report.measurement(report.chosen) is None else over
@@ -295,7 +277,7 @@ def _count(rule: str, found: int | None, limit: int, unit: str, word: str) -> Ve
     return Verdict(rule, "pass" if found <= limit else "fail", text, limit, found, found, found)
 
 
-def _host_syncs(report: Report, rule: str, limit: int, word: str) -> Verdict:
+def _host_syncs(report: ReportData, rule: str, limit: int, word: str) -> Verdict:
     of = "one iteration" if report.sampling else "the eager run"
     found = _count(rule, host_sync_count(report), limit, f"host synchronisations and blocking copies of {of}", word)
     if found.outcome != "fail" or report.overhead is None:
@@ -305,7 +287,7 @@ def _host_syncs(report: Report, rule: str, limit: int, word: str) -> Verdict:
     return replace(found, text=f"{found.text}: {'; '.join(where)}{'; …' if len(most) > _NAMED else ''}")
 
 
-def _waits(report: Report, policy: str) -> int | None:
+def _waits(report: ReportData, policy: str) -> int | None:
     plan = report.schedule(policy)
     if plan is None:
         return None
@@ -315,7 +297,7 @@ def _waits(report: Report, policy: str) -> int | None:
 # Against a baseline.
 
 
-def _slowdown(report: Report, baseline: Report, most: float) -> Verdict:
+def _slowdown(report: ReportData, baseline: ReportData, most: float) -> Verdict:
     was, now = baseline.measurement(_chosen(baseline)), report.measurement(_chosen(report))
     if was is None or now is None:
         missing = "the baseline's" if was is None else "the report's"
@@ -337,12 +319,12 @@ def _slowdown(report: Report, baseline: Report, most: float) -> Verdict:
     return Verdict("max_slowdown", outcome, f"{names}: {times}{why}", most, found.value, found.low, found.high)
 
 
-def _chosen(report: Report) -> str:
+def _chosen(report: ReportData) -> str:
     """The run to judge: of a profile of code as it is, that code."""
     return "eager" if report.sampling else report.chosen
 
 
-def _counts(report: Report, baseline: Report) -> Iterator[Verdict]:
+def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
     word = "in the baseline"
     if report.program.fuse == baseline.program.fuse:
         yield _count("baseline_calls", len(report.program.calls), len(baseline.program.calls), "calls", word)

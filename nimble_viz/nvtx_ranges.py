@@ -17,7 +17,7 @@ from nimble_core.phases import current_phase
 from nimble_core.program import Call, Program
 from nimble_core.ranges import Range, call_bytes, call_range, listener, make_range
 from nimble_core.recording import flat_tensors
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ _AHEAD = 64
 
 
 @contextmanager
-def annotated(of: Report | Program | Nimble | None = None, name: str = "eager") -> Iterator[None]:
+def annotated(of: ReportData | Program | Nimble | None = None, name: str = "eager") -> Iterator[None]:
     """Draw each call of an eager run under its name, in Nsight Systems or another tool that listens to NVTX.
 
     The ranges lie in the domain ``nimble`` inside one called ``name``; each is called after its operator and module,
@@ -61,11 +61,11 @@ def annotated(of: Report | Program | Nimble | None = None, name: str = "eager") 
         yield
 
 
-def _calls(of: Report | Program | Nimble | None) -> Sequence[Call]:
+def _calls(of: ReportData | Program | Nimble | None) -> Sequence[Call]:
     match of:
         case None:
             return ()
-        case Report():
+        case ReportData():
             return of.eager_calls
         case Program():
             return of.calls

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nimble_core.errors import InputError
 
 if TYPE_CHECKING:
-    from nimble_viz.report import Report
+    from nimble_viz.report import ReportData
 
 __all__ = ["PANES", "Pane", "notebook_bundle"]
 
@@ -31,7 +31,7 @@ class Pane:
         InputError: there is no such view.
     """
 
-    report: Report
+    report: ReportData
     name: str
 
     def __post_init__(self) -> None:
@@ -73,15 +73,17 @@ class Pane:
         return notebook_bundle(self, self.report, self.name)
 
 
-def notebook_bundle(shown: Report | Pane, report: Report, pane: str = "summary") -> dict[str, str]:
+def notebook_bundle(shown: ReportData | Pane, report: ReportData, pane: str = "summary") -> dict[str, str]:
     """What a notebook shows of a report or a view of it: ``shown`` as text, and the report's page opened at ``pane``.
 
     Never raises: without HTML there is text, without text the ``repr``.
     """
     bundle = {"text/plain": repr(shown)}
     try:
-        bundle["text/plain"] = shown.to_text(100)
         from nimble_viz.export.html import fragment
+        from nimble_viz.text import plain_text
+
+        bundle["text/plain"] = shown.to_text(100) if isinstance(shown, Pane) else plain_text(shown, 100)
 
         bundle["text/html"] = fragment(report, pane)
     except Exception as error:  # a display must not fail: what went wrong is said in the text
@@ -89,7 +91,7 @@ def notebook_bundle(shown: Report | Pane, report: Report, pane: str = "summary")
     return bundle
 
 
-def _views() -> Mapping[str, Callable[[Report], Any]]:
+def _views() -> Mapping[str, Callable[[ReportData], Any]]:
     from nimble_viz.views.dag import dag
     from nimble_viz.views.live import live_memory
     from nimble_viz.views.overhead import overhead

@@ -8,39 +8,30 @@ and change settings only while they run.
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from nimble_core.casts import no_autocast
-from nimble_core.equality import check_equality
-from nimble_core.errors import InputError, NimbleError
-from nimble_core.pipeline import state_kept
+from nimble_core.errors import InputError
 from nimble_core.signature import Signature
-from nimble_core.structure import Structure, builder, flatten, leaf_paths, same_structure, structure_difference
-from nimble_viz.report import PeerResult
+from nimble_core.structure import Structure, builder, flatten
 
 if TYPE_CHECKING:
-    from nimble_core.candidates import EqualityCheck
-    from nimble_core.judging import Cases
-    from nimble_core.pipeline import Recorded
-    from nimble_viz.training import Training
+    pass
 
-__all__ = ["Peer", "PeerRuns", "Run", "TrainablePeer", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
+__all__ = ["Peer", "Run", "TrainablePeer", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
 
 Run = Callable[..., Any]
 """Called like the model, with inputs of the signature it was prepared for; returns what the model returns."""
 
-Outputs = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 _CAPTURE_WARM_UPS = 3
-_REASON_LENGTH = 300
 
 
 @runtime_checkable
@@ -154,169 +145,9 @@ def resolve_peers(against: str | Iterable[str | Peer]) -> tuple[Peer, ...]:
     return tuple(peers.values())
 
 
-class PeerRuns:
-    """The peers of one comparison. What goes wrong with one is said in its result, and leaves it out.
-
-    Only what is no ``Exception`` (Ctrl-C) passes through.
-
-    Args:
-        recorded: the model. Attributes that runs change are the caller's to keep (``preserved``).
-        args: positional inputs to prepare for and to run on, and
-        kwargs: keyword inputs.
-        without_autograd: mode to prepare and run in.
-        synchronize: waits for the device.
-        taken: names that measurements have already.
-        training: the training step that ``recorded`` is of; None for inference.
-    """
-
-    def __init__(
-        self,
-        recorded: Recorded,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        without_autograd: Callable[[], AbstractContextManager[Any]],
-        synchronize: Callable[[], object],
-        taken: Iterable[str] = (),
-        training: Training | None = None,
-    ) -> None:
-        self.recorded, self.args, self.kwargs, self.training = recorded, args, kwargs, training
-        self.without_autograd, self.synchronize, self.taken = without_autograd, synchronize, frozenset(taken)
-        self.failed: set[str] = set()
-        self._results: dict[str, PeerResult] = {}
-        self._runs: dict[str, Run] = {}
-
-    @property
-    def results(self) -> tuple[PeerResult, ...]:
-        """What became of each."""
-        return tuple(self._results.values())
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Why some were left out, and what to doubt of the others."""
-        return tuple(f"{result.name}: {result.note}" for result in self.results if result.note)
-
-    def prepare(self, one: Peer, cases: Cases) -> None:
-        """Prepare ``one``, time that, and judge its outputs on ``cases`` as ``check_equality`` does."""
-        if one.name in self.taken:
-            self._results[one.name] = PeerResult(one.name, note="left out: another run has this name")
-            return
-        result, run = PeerResult(one.name), None
-        try:
-            with state_kept(self.recorded), self.without_autograd():
-                start = time.perf_counter()
-                if self.training is None:
-                    run = one.prepare(self.recorded.model, self.args, self.kwargs)
-                else:
-                    run = self.training.peer(one)
-                first = run(*self.args, **self.kwargs)
-                self.synchronize()
-                result = replace(result, prepare_s=time.perf_counter() - start)
-                tensors, structure = flatten(first, what="output")
-                kind = self._other_kind(tensors, structure, cases)
-            outputs = self._outputs(run)
-            check = self._check(one.name, outputs, cases)
-            if check.differs and self.training is None:
-                # Stricter with ourselves: compilers fold weights in half precision, and that is what their users get.
-                lenient = check_equality(one.name, outputs, cases.eager, lowest=cases.lowest)
-                check = lenient if lenient.passed else check
-            if kind and not check.differs:
-                check = replace(check, passed=False, reason=kind)
-            left_out = "left out: " if check.differs else ""
-            notes = (left_out + check.reason, str(getattr(run, "note", "")))
-            result = replace(result, check=check, note="; ".join(filter(None, notes)))
-            if not check.differs:
-                self._runs[one.name] = run
-        except Exception as error:
-            result = replace(result, note=f"left out: {_why(error)}")
-        finally:
-            self._results[one.name] = result
-            if one.name not in self._runs:
-                self._close(one.name, run)
-
-    def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
-        """How what a peer returns is another kind of value than what the model does, in words; empty if it is none."""
-        expected = self.recorded.recording.output_structure
-        if not same_structure(expected, structure):
-            found = structure_difference(expected, structure, "output")
-            return f"{found.path} is {found.now} where eager's is {found.was}"
-        for path, ours, theirs in zip(leaf_paths(structure, "output"), cases.eager[0][1], tensors, strict=True):
-            if theirs.dtype != ours.dtype:
-                return f"{path} is {_type(theirs)} where eager's is {_type(ours)}"
-        return ""
-
-    def _check(self, name: str, outputs: Outputs, cases: Cases) -> EqualityCheck:
-        if self.training is None:
-            return check_equality(name, outputs, cases.eager, references=cases.truth, lowest=cases.lowest)
-        moved, names = self.training.rounded(self.recorded, cases)
-        check = check_equality(name, outputs, cases.eager, lowest=cases.lowest, perturbed=moved, names=names)
-        if check.differs and any(one.role == "generator" for one in self.recorded.recording.program.storages):
-            return replace(check, reason="void: the step draws random numbers, which may be others in a peer")
-        return check
-
-    def _outputs(self, run: Run) -> Outputs:
-        build = builder(self.recorded.signature.structure)
-
-        def outputs(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            args, kwargs = build(inputs)
-            with state_kept(self.recorded), self.without_autograd():
-                # Clones: a peer may overwrite its outputs, and its users know.
-                return [tensor.clone() for tensor in flatten(run(*args, **kwargs), what="output")[0]]
-
-        return outputs
-
-    def timed(self) -> dict[str, Callable[[], object]]:
-        """One call of each peer that is right, by name; one that fails now is in ``failed`` and does nothing more."""
-        return {name: self._once(name, run) for name, run in self._runs.items()}
-
-    def _once(self, name: str, run: Run) -> Callable[[], object]:
-        timed = getattr(run, "step", run) if self.training else run
-
-        def once() -> object:
-            if name in self.failed:
-                return None
-            try:
-                with self.without_autograd():
-                    return timed(*self.args, **self.kwargs)
-            except Exception as error:
-                self.failed.add(name)
-                self._results[name] = replace(self._results[name], note=f"left out: {_why(error)}")
-                return None
-
-        return once
-
-    def close(self) -> None:
-        """Free what they hold."""
-        while self._runs:
-            self._close(*self._runs.popitem())
-
-    def _close(self, name: str, run: Run | None) -> None:
-        try:
-            close(run)
-        except Exception as error:  # the peer's own: what was measured of it holds
-            known = self._results[name]
-            notes = filter(None, (known.note, f"its close() failed: {_why(error)}"))
-            self._results[name] = replace(known, note="; ".join(notes))
-
-
 def close(run: Run | None) -> None:
     """Free what a prepared peer holds, if it has a ``close``."""
     getattr(run, "close", lambda: None)()
-
-
-def _type(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _why(error: Exception) -> str:
-    """What happened, on one line: the first two lines of the message, of the inner error if there is one."""
-    error = getattr(error, "inner_exception", error)
-    if isinstance(error, NimbleError):
-        return error.what
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2])
-    text = text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _modes() -> list[str]:

@@ -20,7 +20,8 @@ from nimble_core.graph import build_graph, predecessors
 from nimble_core.options import Options, require_options
 from nimble_core.program import Program
 from nimble_viz.keywords import refuse_unknown
-from nimble_viz.report import PrepareStep, Report
+from nimble_viz.render.report import Report
+from nimble_viz.report import PrepareStep
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +63,10 @@ def plan(
     import torch
 
     from nimble_core.dry_run import dry_run
-    from nimble_core.pipeline import Recorded, schedule_by
+    from nimble_core.pipeline import schedule_by
     from nimble_core.preserve import random_state_kept
     from nimble_core.static import check_static
+    from nimble_core.tracing.recorded import Recorded
     from nimble_viz.measure.work import count_work
     from nimble_viz.sources import pass_over_machinery, read_sources
 
@@ -139,7 +141,7 @@ def _device(target: Any) -> torch.device:
 def _named(model: object, kwargs: object) -> dict[str, Any]:
     import torch
 
-    from nimble_core.pipeline import require_callable
+    from nimble_core.tracing.recorded import require_callable
 
     require_callable(model)
     if not isinstance(kwargs or {}, Mapping):

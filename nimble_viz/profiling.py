@@ -38,7 +38,7 @@ from nimble_viz.measure.profile import (
     watched_prints,
 )
 from nimble_viz.measure.unwrapped import LOADER, TICK
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 if TYPE_CHECKING:
     from nimble_viz.measure.chrome_trace import Recording

@@ -1,37 +1,25 @@
-"""The Report: one frozen value that holds all that was recorded, planned and measured.
+"""What a report holds: one frozen value of all that was recorded, planned and measured.
 
-Views, text, HTML and files are functions of it. Importing this module imports neither torch nor plotly.
+Files, views and text are functions of it; it knows none of them. Users get a ``Report`` (``nimble_viz.render.report``),
+which is this and shows itself.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from nimble_core.candidates import Candidate, EqualityCheck
 from nimble_core.costs import Costs
 from nimble_core.environment import Environment
+from nimble_core.errors import InputError
 from nimble_core.graph import CallGraph
 from nimble_core.measurement import Measurement, Ratio, ratio
 from nimble_core.occupancy import Multiprocessors
+from nimble_core.plan import Plan, make_plan
 from nimble_core.program import Call, Program
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import graphviz
-    import pandas
-    from plotly.graph_objects import Figure
-    from rich.console import Console, ConsoleOptions, RenderableType
-
-    from nimble_core.plan import Plan
-    from nimble_viz.dashboard import Dashboard
-    from nimble_viz.diff import Difference
-    from nimble_viz.pane import Pane
 
 __all__ = [
     "INPUT",
@@ -47,7 +35,7 @@ __all__ = [
     "PeerResult",
     "PhaseOverhead",
     "PrepareStep",
-    "Report",
+    "ReportData",
     "Sampling",
     "SourceLines",
     "Stage",
@@ -354,8 +342,8 @@ class SourceLines:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Everything ``compare`` found out.
+class ReportData:
+    """Everything ``compare`` found out, as values.
 
     Args:
         model: name of the model.
@@ -442,8 +430,6 @@ class Report:
         Raises:
             InputError: no such run in this report; names those there are.
         """
-        from nimble_core.errors import InputError
-
         named = (*self.measurements, *self.peers, *self.candidates)
         plans = (plan.policy for plan in self.schedules)
         known = dict.fromkeys(("eager", "single", *(one.name for one in named), *plans))
@@ -462,161 +448,11 @@ class Report:
         Raises:
             InputError: no schedule was chosen.
         """
-        from nimble_core.errors import InputError
-        from nimble_core.plan import make_plan
-
         schedule = self.schedule(self.chosen)
         if schedule is None:
             raise InputError("no plan was chosen in this report", fix="take one that was not interrupted")
         where = self.environment
         return make_plan(self.program, self.graph, schedule, device_name=where.device_name, torch=where.torch)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write this report to ``path`` (by custom ``*.nimble``); ``nimble_viz.load`` reads it back.
-
-        All of it is written or nothing. Links are followed, a file that is there keeps its mode, and a device or a pipe
-        is written to.
-
-        Raises:
-            ReportFileError: the report is not consistent in itself.
-            InputError: the path is empty.
-            OSError: the file cannot be written; one that was there before is left as it was.
-        """
-        from nimble_viz.file import save
-
-        return save(self, path)
-
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page with all views to ``path``, as ``save`` does. Raises OSError if it cannot."""
-        from nimble_core.saving import write_file
-        from nimble_viz.export.html import page
-
-        return write_file(path, page(self).encode())
-
-    def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
-        """Write this report to ``path`` for other tools, each file as ``save`` does (Nsight Systems writes its own).
-
-        Args:
-            path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events,
-                ``*.nsys-rep`` for Nsight Systems, a folder for all tables as CSV, or one of them by name
-                (``calls.csv``), ``*.gv`` or ``*.dot`` for the graph as Graphviz source, ``*.svg``, ``*.pdf`` or
-                ``*.png`` for the graph drawn by Graphviz's ``dot``.
-            format: ``"perfetto"``, ``"chrome"``, ``"nsys"``, ``"csv"``, ``"dot"``, ``"svg"``, ``"pdf"`` or ``"png"``
-                for a path that does not say.
-
-        Raises:
-            InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
-            OSError: it cannot be written.
-        """
-        from nimble_viz.export.formats import export
-
-        return export(self, path, format)
-
-    def graphviz(self, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
-        """The graph for Graphviz: ``.source`` is DOT text, shown or rendered it needs the ``dot`` program.
-
-        Modules are clusters; calls are coloured by stream and say its number; waits between streams are dashed.
-
-        Args:
-            policy: name of the schedule; None: the fastest that was measured.
-            transitive: also edges that follow from others.
-
-        Raises:
-            InputError: no such schedule.
-        """
-        from nimble_viz.export.dot import digraph
-
-        return digraph(self, policy, transitive=transitive)
-
-    def to_dataframe(self, kind: str = "calls") -> pandas.DataFrame:
-        """One table of this report as a pandas data frame: ``"calls"``, ``"kernels"``, ``"spans"``, ``"syncs"``, ...
-
-        ``nimble_viz.export.tables.KINDS`` are all. Times are nanoseconds, sizes bytes.
-
-        Raises:
-            InputError: no such table, or pandas is not installed.
-        """
-        from nimble_viz.export.tables import to_dataframe
-
-        return to_dataframe(self, kind)
-
-    def diff(self, other: Report) -> Difference:
-        """What changed from this report to ``other``, a later one: calls, costs, speed, counts, environment, ….
-
-        Raises:
-            InputError: ``other`` is no report.
-        """
-        from nimble_core.errors import InputError
-        from nimble_viz.diff import diff
-
-        if not isinstance(other, Report):
-            raise InputError(f"expected a Report, given {type(other).__name__}", fix="nimble_viz.load(path) reads one")
-        return diff(self, other)
-
-    def to_text(self, width: int | None = None) -> str:
-        """This report as plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
-        from nimble_viz.text import plain_text
-
-        return plain_text(self, width)
-
-    def figure(self) -> Figure:
-        """Statistics of the raw samples as a plotly figure."""
-        from nimble_viz.statistics import statistics_figure
-
-        return statistics_figure(self)
-
-    def pane(self, name: str) -> Pane:
-        """One view by itself: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"``, ``"syncs"``, ``"source"``,
-        ``"memory"``.
-
-        In a notebook the page, opened at it; ``print`` gives text, ``data`` plain values, ``to_html(path)`` a file.
-
-        Raises:
-            InputError: no such view; names those there are.
-        """
-        from nimble_viz.pane import Pane
-
-        return Pane(self, name)
-
-    def source(self) -> Pane:
-        """The model's code line by line: calls, eager's host and GPU time, replay time, waits; of a step also backward.
-
-        Shows the functions that ``sources`` carries; of a report without them, figures by file and line.
-        """
-        return self.pane("source")
-
-    def live_memory(self) -> Pane:
-        """Live bytes call by call, in eager and in the chosen replay, and which results hold the peak."""
-        return self.pane("memory")
-
-    def dashboard(self) -> Dashboard:
-        """This report as linked panes in a notebook: Summary, Overhead, DAG, Timeline, Syncs, Source,
-        Memory, and a what-if.
-
-        A click on a node, a bar, a span or a row selects its call in all of them and shows what is known about it:
-        shapes, dtype, times, module, source line. The what-if simulates other policies and numbers of streams, said to
-        be simulated, beside the measured runs. What the report does not know is said where it would stand.
-
-        Needs a running kernel, but neither torch nor a GPU. Without a kernel there are ``to_html`` and the report's own
-        display. Of very large models parts are folded, which is said; the page shows every call.
-
-        Returns:
-            A widget: the last line of a cell shows it. ``select(call, …)`` and ``what_if(policy, streams)`` do from
-            code what clicks do, ``marked`` and ``simulated`` hold what came of it.
-        """
-        from nimble_viz.dashboard import Dashboard
-
-        return Dashboard(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from nimble_viz.text import report_text
-
-        yield report_text(self)
-
     def __repr__(self) -> str:
         return f"<Report of {self.model!r}: {len(self.program.calls)} calls, {len(self.measurements)} measurements>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from nimble_viz.pane import notebook_bundle
-
-        return notebook_bundle(self, self)

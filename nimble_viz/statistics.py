@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nimble_core.units import format_ns
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import label_run
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MAX_POINTS = 2_000
 _COLOURS = ("#7a7a7a", "#d98c21", "#1f6fb4", "#2e9e6b", "#a04fb0", "#c44e52")
 
 
-def statistics_figure(report: Report) -> Figure:
+def statistics_figure(report: ReportData) -> Figure:
     """Two panels: a box per candidate with its raw samples, and the samples in the order they were taken.
 
     Milliseconds. The names carry the median, ``unstable`` where spread or drift is beyond its bound, and ``peer``;

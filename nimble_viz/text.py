@@ -9,7 +9,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.units import format_count, format_ns, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.gaps import CAUSES
 from nimble_viz.views.labels import label_call, plural, trains
 from nimble_viz.views.overhead import PARTS, grouped, overhead
@@ -50,12 +50,12 @@ _NOTHING = {
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def plain_text(report: Report, width: int | None = None) -> str:
+def plain_text(report: ReportData, width: int | None = None) -> str:
     """``report_text`` as a string without colour codes; ``width`` as for ``plain``."""
     return plain(report_text(report), width)
 
 
-def pane_text(report: Report, pane: str, width: int | None = None) -> str:
+def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
     """What ``report_text`` says of one view, as a string without colour codes.
 
     Args:
@@ -98,7 +98,7 @@ def plain(content: RenderableType, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
-def report_text(report: Report) -> RenderableType:
+def report_text(report: ReportData) -> RenderableType:
     """All of ``report`` for a rich console: verdict, speed, peers, equality, plans, limits, overhead, memory, ….
 
     Sections without anything to say are left out.
@@ -121,7 +121,7 @@ def _drawn(sections: Iterable[tuple[str, list[RenderableType]]]) -> Iterator[Ren
         yield from (_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body))
 
 
-def paste_lines(report: Report) -> str:
+def paste_lines(report: ReportData) -> str:
     """Python lines that prepare with the chosen plan from a file; the first, a comment, says how to make the file.
 
     Without an optimizer they prepare the model in place, which takes no plan. Empty if no plan was chosen.
@@ -161,12 +161,12 @@ def paste_lines(report: Report) -> str:
     )
 
 
-def _good(report: Report) -> bool:
+def _good(report: ReportData) -> bool:
     stable = all(taken.stable for taken in report.measurements)
     return report.complete and stable and bool(report.checks) and all(check.passed for check in report.checks)
 
 
-def _sections(report: Report, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
+def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
     """Of each section the names of the views that it belongs to, its title and its body."""
     if tables["profiled"]:
         yield "summary", "What an iteration is spent on", _spent(tables["profiled"])
@@ -475,7 +475,7 @@ def _memory(held: dict[str, Any]) -> list[RenderableType]:
     return body
 
 
-def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
+def _limits(report: ReportData, tables: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(tables["facts"])]
     reached = [f"{row['label']} {row['distance']}" for row in tables["speed"] if row["distance"]]
     if reached:
@@ -495,7 +495,7 @@ def _limits(report: Report, tables: dict[str, Any]) -> list[RenderableType]:
     return body
 
 
-def _step(report: Report, index: int) -> str:
+def _step(report: ReportData, index: int) -> str:
     call = report.program.calls[index]
     module = module_of(call)
     where = f" in {module}" if module else ""
@@ -503,7 +503,7 @@ def _step(report: Report, index: int) -> str:
     return f"{label_call(call)}{where}{cost}"
 
 
-def _provenance(report: Report) -> list[RenderableType]:
+def _provenance(report: ReportData) -> list[RenderableType]:
     body: list[RenderableType] = []
     for row in fused_calls(report, _TOP):
         cost = f", {row['cost']}" if row["cost"] else ""
@@ -514,7 +514,7 @@ def _provenance(report: Report) -> list[RenderableType]:
     return body
 
 
-def _overhead(report: Report, profile: dict[str, Any]) -> list[RenderableType]:
+def _overhead(report: ReportData, profile: dict[str, Any]) -> list[RenderableType]:
     body: list[RenderableType] = [_pairs(profile["facts"])]
     operators = grouped(report, "operator")
     if not operators:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from nimble_core.measurement import Ratio
 from nimble_core.program import Call
 from nimble_core.units import format_bytes, format_count, format_ns, format_ratio
-from nimble_viz.diff import Change, Difference, SpeedChange, source_of
-from nimble_viz.gate import Gate, Outcome
+from nimble_viz.diff import Change, DifferenceData, SpeedChange, source_of
+from nimble_viz.gate import GateData, Outcome
 from nimble_viz.text import _bullet, _pairs, _table, _text
 from nimble_viz.views.labels import label_call, label_plan, plural
 
@@ -33,7 +33,7 @@ _SECTIONS = {
 }
 
 
-def headline(found: Difference) -> str:
+def headline(found: DifferenceData) -> str:
     """One sentence: how the chosen runs compare, and what else changed.
 
     ``"The chosen run (nimble) is 1.21x slower [1.19, 1.24]; 2 calls added, 1 call on another stream."``
@@ -52,7 +52,7 @@ def headline(found: Difference) -> str:
     return f"{speed}; {', '.join(parts) if parts else 'nothing else changed'}."
 
 
-def difference_text(found: Difference) -> RenderableType:
+def difference_text(found: DifferenceData) -> RenderableType:
     """All of ``found`` for a rich console; sections without a change are left out."""
     from rich.console import Group
     from rich.padding import Padding
@@ -67,7 +67,7 @@ def difference_text(found: Difference) -> RenderableType:
     return Group(*parts)
 
 
-def gate_text(found: Gate) -> RenderableType:
+def gate_text(found: GateData) -> RenderableType:
     """The verdicts of ``found`` for a rich console."""
     from rich.console import Group
     from rich.padding import Padding
@@ -101,7 +101,7 @@ def _chosen_words(one: SpeedChange) -> str:
     return f"The chosen run ({names}) is {format_ratio(value)} {one.verdict} [{low:.2f}, {high:.2f}]"
 
 
-def _sections(found: Difference) -> Iterator[tuple[str, list[RenderableType]]]:
+def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]]]:
     if found.speeds:
         yield "Speed", _speeds(found)
     for title, calls in (("Calls added", found.added), ("Calls removed", found.removed)):
@@ -121,7 +121,7 @@ def _sections(found: Difference) -> Iterator[tuple[str, list[RenderableType]]]:
         yield "Not compared", [_bullet(note) for note in found.notes]
 
 
-def _speeds(found: Difference) -> list[RenderableType]:
+def _speeds(found: DifferenceData) -> list[RenderableType]:
     table = _table(("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
     for one in found.speeds:
         colour = _COLOURS.get(one.verdict, "")
@@ -151,7 +151,7 @@ def _interval(found: Ratio) -> str:
     return f"{format_ratio(found.value)} [{found.low:.2f}, {found.high:.2f}]"
 
 
-def _costs(found: Difference) -> list[RenderableType]:
+def _costs(found: DifferenceData) -> list[RenderableType]:
     table = _table(("call", ""), ("old", "r"), ("new", "r"), ("change", "r"))
     for one in found.recosted[:_TOP]:
         change = f"{(one.new_ns / one.old_ns - 1):+.0%}" if one.old_ns else "-"
@@ -191,7 +191,7 @@ def _change(one: Change) -> str:
     return " -> ".join(values)
 
 
-def _bytes_changed(found: Difference, one: Change) -> str:
+def _bytes_changed(found: DifferenceData, one: Change) -> str:
     """Bytes, or why there are none: of a run that was not there, or not measured."""
     run = "eager" if one.name == "eager's peak" else one.name.rpartition(": ")[0]
     ran = next(((speed.old_ns, speed.new_ns) for speed in found.speeds if speed.name == run), (None, None))

@@ -18,7 +18,8 @@ from nimble_core.program import Origin
 from nimble_viz.measure.chrome_trace import MAX_BYTES, Recording, read_trace
 from nimble_viz.measure.overhead import eager_timeline, iteration_bound, overhead_profile
 from nimble_viz.measure.unwrapped import observed, one_iteration
-from nimble_viz.report import Report, Sampling
+from nimble_viz.render.report import Report
+from nimble_viz.report import Sampling
 
 __all__ = ["from_trace", "make_report"]
 

@@ -22,19 +22,19 @@ from nimble_core.errors import InputError
 from nimble_core.gradients import perturbed
 from nimble_core.optimizers import CapturedOptimizer
 from nimble_core.origins import pass_over
-from nimble_core.pipeline import state_kept
 from nimble_core.preserve import preserved
 from nimble_core.program import Phase
 from nimble_core.signature import take_apart
 from nimble_core.strides import with_strides_of
 from nimble_core.structure import builder, flatten
+from nimble_core.tracing.recorded import state_kept
 from nimble_core.training import WholeStep, require_no_class, require_no_target
 from nimble_viz.measure.profile import PHASE
+from nimble_viz.peers import Peer, Run, twin_of
 
 if TYPE_CHECKING:
     from nimble_core.judging import Cases
-    from nimble_core.pipeline import Recorded
-    from nimble_viz.peers import Peer, Run
+    from nimble_core.tracing.recorded import Recorded
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
 
@@ -323,8 +323,6 @@ class Training:
         Raises:
             InputError: it cannot train.
         """
-        from nimble_viz.peers import twin_of
-
         prepare = getattr(one, "prepare_training", None)
         if prepare is None:
             raise InputError(f"{one.name} is for inference: it has no prepare_training")

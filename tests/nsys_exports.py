@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nimble_core.ranges import DOMAIN, call_name, whole_name
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 __all__ = ["PID", "TID", "Profile", "Ran", "profile_of", "write_export"]
 

@@ -17,11 +17,11 @@ from nimble_core import fusing
 from nimble_core.devices.base import Timed
 from nimble_core.devices.host import HostDevice
 from nimble_core.lift import calls_of, lift
-from nimble_core.pipeline import Recorded, record_static
 from nimble_core.recording import issuing
 from nimble_core.rewrites.decisions import Timer
 from nimble_core.signature import Signature
 from nimble_core.structure import builder, flatten
+from nimble_core.tracing.recorded import Recorded, record_static
 
 __all__ = [
     "Drawn",

@@ -22,6 +22,7 @@ from nimble_core.occupancy import Multiprocessors
 from nimble_core.program import Access, Call, Origin, Phase, Program, Storage, TensorRef
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.timeline import Lane, Span, Timeline
+from nimble_viz.render.report import Report
 from nimble_viz.report import (
     CallOverhead,
     EngineMemory,
@@ -32,7 +33,6 @@ from nimble_viz.report import (
     PeerResult,
     PhaseOverhead,
     PrepareStep,
-    Report,
     SourceLines,
     Work,
 )

@@ -12,7 +12,8 @@ from torch import nn
 
 import nimble_viz
 from nimble_core.errors import InputError
-from nimble_core.pipeline import check_inputs, device_for
+from nimble_core.pipeline import device_for
+from nimble_core.tracing.recorded import check_inputs
 from nimble_viz.ablation import Ablation, ablate, estimates
 from nimble_viz.measure.shapes import described, shape_inference
 

@@ -22,7 +22,7 @@ from nimble_viz import annotate, load
 from nimble_viz.annotation import COLUMNS
 from nimble_viz.command import main
 from nimble_viz.file import check_report
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.views.timeline import axis_note
 
 TWO = {call: [f"kernel_{call}", "memcpy"][: 1 + call % 2] for call in range(60)}

@@ -14,9 +14,9 @@ from nimble_core import nimble as nimble_module
 from nimble_core.devices.base import Executable
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.nimble import Nimble
-from nimble_core.pipeline import Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.policies import POLICIES
 from nimble_core.timeline import Lane, Span, Timeline
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static, state_kept
 
 
 def in_a_row_ns(device: FakeDevice) -> Callable[[Executable], float]:

@@ -25,7 +25,7 @@ from nimble_viz import __version__, load
 from nimble_viz.command import _TRAINING, _factories, _parser, load_factory, main
 from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 ROOT = Path(__file__).parent.parent
 FACTORY = """

@@ -13,14 +13,14 @@ from models import CASES, Busy, Deep, Norms, Wide, make
 from torch import nn
 
 from nimble_core import origins
-from nimble_core.devices.base import Observation
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleWarning, NotStaticError
+from nimble_core.ir.observation import Observation
 from nimble_core.options import Options
 from nimble_core.policies import nimble
 from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 FAST = Options(budget_s=0.05)
 NIMBLE = Options(policy="nimble", budget_s=0.05)

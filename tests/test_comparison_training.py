@@ -27,7 +27,8 @@ from nimble_core.program import Phase
 from nimble_viz.comparison import compare
 from nimble_viz.peers import resolve_peers
 from nimble_viz.progress import Progress
-from nimble_viz.report import HostSync, Report
+from nimble_viz.render.report import Report
+from nimble_viz.report import HostSync
 from nimble_viz.text import plain_text
 from nimble_viz.training import Training, TrainingRun
 from nimble_viz.views.dag import nest

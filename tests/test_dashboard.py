@@ -30,7 +30,7 @@ from nimble_viz import dashboard_views as told
 from nimble_viz import load
 from nimble_viz.dashboard import MOST_ROWS, PANES, Dashboard
 from nimble_viz.dashboard_views import Selection, Views
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.views.live import live_memory
 from nimble_viz.views.overhead import PARTS, grouped, module_tree
 from nimble_viz.views.source import hottest

@@ -15,16 +15,9 @@ from torch import nn
 from nimble_core import CaptureError, DeviceError, InputError, Nimble, Options, cupti
 from nimble_core.arena import check_memory
 from nimble_core.emitted import leading_fills
-from nimble_core.pipeline import (
-    Stopwatch,
-    capture,
-    check_inputs,
-    device_for,
-    observe,
-    record_static,
-    schedule_by,
-)
+from nimble_core.pipeline import capture, device_for, observe, schedule_by
 from nimble_core.rawgraph import read_graph
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 
 pytestmark = pytest.mark.gpu
 

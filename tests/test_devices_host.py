@@ -39,7 +39,7 @@ from nimble_core.judging import eager_cases, from_same_state
 from nimble_core.layout import Layout
 from nimble_core.nimble import Nimble
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, capture, record_static, state_kept
+from nimble_core.pipeline import capture
 from nimble_core.policies import nimble, resolve_policy, single
 from nimble_core.policies.base import plan_streams
 from nimble_core.recording import Recording, Step
@@ -47,6 +47,7 @@ from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import EXACT
 from nimble_core.structure import flatten
+from nimble_core.tracing.recorded import Stopwatch, record_static, state_kept
 from nimble_core.training import TrainStep
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]

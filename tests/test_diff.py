@@ -28,15 +28,15 @@ from nimble_viz.diff import (
     SPEED_BAND,
     Change,
     CostChange,
-    Difference,
     SpeedChange,
     across,
-    diff,
     environment_changes,
     match_calls,
     within,
 )
-from nimble_viz.report import HostSync, Report
+from nimble_viz.render.report import Report
+from nimble_viz.render.verdicts import Difference, diff
+from nimble_viz.report import HostSync
 from nimble_viz.text_diff import headline
 
 

@@ -17,7 +17,7 @@ from nimble_core.errors import InputError
 from nimble_viz.command import main
 from nimble_viz.export import dot
 from nimble_viz.export.dot import digraph
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.views.dag import opening_schedule
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples" / "recordings").glob("*.nimble"))

@@ -15,7 +15,7 @@ from sample_reports import fused_report, sample_report, training_report
 from nimble_core.errors import InputError
 from nimble_core.ranges import COLOURS, call_bytes, call_name, colour
 from nimble_viz.export.nsys import write_nsys
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.views.labels import label_run
 
 numpy = pytest.importorskip("numpy", reason="needs numpy, which nvtx needs for payloads")

@@ -15,7 +15,7 @@ import pytest
 from sample_reports import fused_report, training_report
 
 from nimble_viz.export.trace import Trace, make_trace
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 pytestmark = pytest.mark.browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright for Python is not installed")

@@ -17,7 +17,7 @@ from sample_reports import CASES, HOSTILE, fused_report, sample_report, training
 
 from nimble_core.errors import InputError
 from nimble_viz.export.tables import KINDS, Column, Table, make_table, to_csv, write_tables
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 REPORTS = {**CASES, "fused": fused_report, "training": training_report}
 SMALL = [name for name in REPORTS if name not in ("ten thousand", "fused thousand")]

@@ -13,7 +13,7 @@ from sample_reports import CASES, fused_report, sample_report, training_report
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_ns
 from nimble_viz.export.trace import Slice, Trace, edges_in_time, make_trace
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 BASE = sample_report(8)
 REPORTS = {**CASES, "fused": fused_report, "training": training_report}

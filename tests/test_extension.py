@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 import nimble_viz
 from nimble_core.errors import CaptureError, InputError
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell", reason="needs IPython: make test installs it")
 

@@ -28,7 +28,8 @@ from nimble_core.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_viz import load
 from nimble_viz.export.html import embed_json, plain_summary
 from nimble_viz.file import MAX_NUMBER, MAX_RATIO, MAX_SOURCE, check_report, save
-from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, Report, SourceLines
+from nimble_viz.render.report import Report
+from nimble_viz.report import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, SourceLines
 from nimble_viz.text import plain_text
 from nimble_viz.views.payload import view_data
 

@@ -15,8 +15,8 @@ from nimble_core import Nimble, trainable
 from nimble_core.devices.host import HostDevice
 from nimble_core.forward_backward import ForwardBackward, in_better_layout, turnable
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, record_static
 from nimble_core.signature import Signature
+from nimble_core.tracing.recorded import Stopwatch, record_static
 
 __all__ = ["on", "one_thread"]  # fixtures
 

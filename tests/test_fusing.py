@@ -16,13 +16,13 @@ from torch import nn
 
 import nimble_core.fusing as fusing
 from nimble_core import Nimble, Options
+from nimble_core.api.engine import Engine
 from nimble_core.attribution import unmapped
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError
-from nimble_core.nimble import Engine
-from nimble_core.pipeline import Stopwatch, check_inputs, record_static
 from nimble_core.plan import fingerprint, load_plan
 from nimble_core.program import Program
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 from nimble_viz import load
 from nimble_viz.comparison import compare
 from nimble_viz.progress import Progress

@@ -16,10 +16,10 @@ from fused_models import MODELS, Attention, Residual, Tower, compiler_broken, ma
 from torch import nn
 
 from nimble_core import CaptureError, DeviceError, Nimble, Options, TrainStep
+from nimble_core.api.engine import Engine
 from nimble_core.attribution import unmapped
 from nimble_core.devices.cuda import CudaExecutable
 from nimble_core.launchers import Relaunch
-from nimble_core.nimble import Engine
 from nimble_core.pipeline import device_for, observe
 from nimble_core.rawgraph import read_graph
 

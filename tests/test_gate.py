@@ -21,8 +21,10 @@ from nimble_core.options import Options
 from nimble_core.schedule import SyncCounts
 from nimble_viz import compare, load
 from nimble_viz.command import main
-from nimble_viz.gate import EXIT_CODES, Outcome, Rules, Verdict, gate
-from nimble_viz.report import HostSync, PeerResult, Report
+from nimble_viz.gate import EXIT_CODES, Outcome, Rules, Verdict
+from nimble_viz.render.report import Report
+from nimble_viz.render.verdicts import gate
+from nimble_viz.report import HostSync, PeerResult
 
 ORDER: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 

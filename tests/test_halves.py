@@ -18,10 +18,11 @@ from nimble_core.errors import CaptureError
 from nimble_core.forward_backward import ForwardBackward
 from nimble_core.graph import build_graph
 from nimble_core.halves import Halves, halve
-from nimble_core.pipeline import Recorded, device_for, record_static, schedule_by
+from nimble_core.pipeline import device_for, schedule_by
 from nimble_core.recording import Issuer, Recording, issuing
 from nimble_core.signature import Signature
 from nimble_core.structure import flatten
+from nimble_core.tracing.recorded import Recorded, record_static
 
 __all__ = ["one_thread"]  # a fixture
 

@@ -20,8 +20,8 @@ from nimble_core.errors import CaptureError
 from nimble_core.inductor import _kernels_that_wait, compile_graph, provenance_in_code, source_nodes
 from nimble_core.launchers import waits_first
 from nimble_core.lift import lift
-from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static
 from nimble_core.recording import Recording
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
 
 pytestmark = [
     pytest.mark.compiler,

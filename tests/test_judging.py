@@ -19,9 +19,10 @@ from nimble_core.equality import DROWNED
 from nimble_core.graph import build_graph
 from nimble_core.judging import Cases, Judge, _Eager, _of_same_sizes, doubted, eager_cases, full_precision, issued
 from nimble_core.options import Options
-from nimble_core.pipeline import Recorded, Stopwatch, capture, record_static, state_kept
+from nimble_core.pipeline import capture
 from nimble_core.policies.single import single
 from nimble_core.signature import Signature
+from nimble_core.tracing.recorded import Recorded, Stopwatch, record_static, state_kept
 from nimble_core.training import TrainStep
 
 DEVICE = HostDevice()

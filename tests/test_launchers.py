@@ -21,8 +21,8 @@ from nimble_core import Nimble, Options
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError
 from nimble_core.launchers import _SEEN, Launch, Relaunch, kernel_roles, launches_seen, reaches_elsewhere, waits_first
-from nimble_core.pipeline import Stopwatch, check_inputs, record_static
 from nimble_core.recording import Issuer, Recording, issuing
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
 
 # -- roles by name --------------------------------------------------------------------------------------------------
 

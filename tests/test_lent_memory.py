@@ -19,9 +19,10 @@ from nimble_core.forward_backward import ForwardBackward
 from nimble_core.fusing import fuse
 from nimble_core.halves import halve
 from nimble_core.lent_memory import leading, lent
-from nimble_core.pipeline import Stopwatch, record_static, schedule_by
+from nimble_core.pipeline import schedule_by
 from nimble_core.recording import Issuer, issuing
 from nimble_core.signature import Signature
+from nimble_core.tracing.recorded import Stopwatch, record_static
 
 
 class PlacingIssuer(Issuer):

@@ -23,9 +23,10 @@ from torch import nn
 from nimble_core import DeviceError, Nimble, Options
 from nimble_core.costs import uniform_costs
 from nimble_core.devices.fake import FakeDevice
-from nimble_core.pipeline import Stopwatch, capture, device_for, record_static, schedule_by
+from nimble_core.pipeline import capture, device_for, schedule_by
 from nimble_core.policies.base import plan_streams
 from nimble_core.signature import Signature
+from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.training import TrainStep
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -22,7 +22,7 @@ from nimble_core.timeline import Timeline
 from nimble_viz import load
 from nimble_viz.measure.graph_replays import Expected, Joined, expected, join
 from nimble_viz.measure.nsys_sqlite import Export, read_export
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 
 ROOT = Path(__file__).parents[1]
 RECORDED = sorted((ROOT / "examples" / "recordings").glob("*.nimble"))

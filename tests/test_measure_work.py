@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nimble_core.occupancy import Multiprocessors
-from nimble_core.pipeline import check_inputs, device_for
+from nimble_core.pipeline import device_for
 from nimble_core.program import Call, Program
 from nimble_core.recording import Recording
+from nimble_core.tracing.recorded import check_inputs
 from nimble_viz.measure.work import call_flops, count_work, shared_flops
 
 

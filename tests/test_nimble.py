@@ -30,12 +30,13 @@ from nimble_core.freshness import Watch
 from nimble_core.nimble import Nimble, _fold_notes, _repeatable
 from nimble_core.operators import parts_of
 from nimble_core.options import Options
-from nimble_core.pipeline import Stopwatch, device_for, record_static
+from nimble_core.pipeline import device_for
 from nimble_core.plan import Plan
 from nimble_core.policies import POLICIES
 from nimble_core.signature import Signature
 from nimble_core.static import other_values
 from nimble_core.structure import builder, flatten
+from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.training import TrainStep
 from nimble_viz.comparison import compare
 

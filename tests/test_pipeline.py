@@ -14,16 +14,8 @@ from models import Norms, Wide, make
 from nimble_core.allocations import Ask
 from nimble_core.devices.fake import FakeDevice
 from nimble_core.errors import CaptureError, DeviceError, InputError, NotStaticError, ScheduleError
-from nimble_core.pipeline import (
-    Stopwatch,
-    capture,
-    check_inputs,
-    device_for,
-    observe,
-    record_static,
-    schedule_by,
-    state_kept,
-)
+from nimble_core.pipeline import capture, device_for, observe, schedule_by
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.units import format_bytes
 
 

@@ -10,7 +10,8 @@ from sample_reports import CASES, sample_report
 
 from nimble_core.errors import InputError
 from nimble_viz import load
-from nimble_viz.report import PeerResult, Report
+from nimble_viz.render.report import Report
+from nimble_viz.report import PeerResult
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -32,12 +32,13 @@ from nimble_core.fusing import fuse
 from nimble_core.judging import eager_cases
 from nimble_core.lift import lift
 from nimble_core.options import Options
-from nimble_core.pipeline import Recorded, capture
+from nimble_core.pipeline import capture
 from nimble_core.policies.single import single
 from nimble_core.program import KernelChoice
 from nimble_core.rewrites.fold import affine_norms
 from nimble_core.rewrites.layout import keep_strides, to_channels_last, train_channels_last
 from nimble_core.rewrites.library import sites_of
+from nimble_core.tracing.recorded import Recorded
 from nimble_core.training import TrainStep
 
 aten = torch.ops.aten

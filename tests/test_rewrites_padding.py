@@ -23,7 +23,8 @@ from nimble_core.recording import Issuer
 from nimble_core.rewrites import padding
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.padding import pad_products
-from nimble_core.rewritten import Rewritten, tracked
+from nimble_core.rewritten import tracked
+from nimble_core.tracing.rewritten import Rewritten
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten

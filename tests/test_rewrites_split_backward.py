@@ -36,7 +36,8 @@ from nimble_core.program import TensorRef
 from nimble_core.rewrites.decisions import Decisions
 from nimble_core.rewrites.simplify import share_equal
 from nimble_core.rewrites.split_backward import split_backward
-from nimble_core.rewritten import Rewritten, tracked
+from nimble_core.rewritten import tracked
+from nimble_core.tracing.rewritten import Rewritten
 
 aten = torch.ops.aten
 CONVOLUTION = aten.convolution_backward.default

@@ -37,7 +37,8 @@ from nimble_core.rewrites.merge import merge_siblings
 from nimble_core.rewrites.pooling import choose_pools
 from nimble_core.rewrites.simplify import share_equal
 from nimble_core.rewrites.vectors import row_products_as_sums
-from nimble_core.rewritten import Rewritten, provenance_of, tracked
+from nimble_core.rewritten import provenance_of, tracked
+from nimble_core.tracing.rewritten import Rewritten
 
 HOST = torch.device("cpu")
 REWRITES = [

@@ -27,7 +27,7 @@ from nimble_viz.annotation import annotate
 from nimble_viz.command import main
 from nimble_viz.comparison import compare
 from nimble_viz.export import dot
-from nimble_viz.file import load
+from nimble_viz.render.report import load
 
 REPORT = sample_report(12)
 EXISTING = b"what was there before"

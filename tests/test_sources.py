@@ -22,7 +22,8 @@ from nimble_core import Options
 from nimble_core.origins import place_of
 from nimble_core.program import Call, Origin
 from nimble_viz import compare, load, plan, profile
-from nimble_viz.report import Report, SourceLines
+from nimble_viz.render.report import Report
+from nimble_viz.report import SourceLines
 from nimble_viz.sources import code_around, pass_over_machinery, read_sources
 
 

@@ -12,7 +12,7 @@ from kineto_traces import cpu_op, training_loop, write_trace
 import nimble_viz
 from nimble_core.errors import InputError, ReportFileError
 from nimble_viz.export.html import page
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.trace_files import from_trace
 from nimble_viz.views.profiled import profiled
 

@@ -18,11 +18,11 @@ from nimble_core.errors import CaptureError, DeviceError, InputError, ScheduleEr
 from nimble_core.judging import eager_cases
 from nimble_core.memory import serial_peak
 from nimble_core.options import Options
-from nimble_core.pipeline import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.plan import Plan, load_plan
 from nimble_core.policies import POLICIES
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import DeviceModel
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.tuning import _LESS, Tuned, eager_peak, tune
 
 

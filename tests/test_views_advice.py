@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sample_reports import RENDERED, fused_report, plan_report, profile_report, sample_report
 
 from nimble_core.measurement import summarize
-from nimble_viz.report import HostSync, Report
+from nimble_viz.render.report import Report
+from nimble_viz.report import HostSync
 from nimble_viz.text import plain_text
 from nimble_viz.views.advice import advice, advice_data, best_run
 from nimble_viz.views.summary import summary

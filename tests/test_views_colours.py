@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_reports import RENDERED, fused_report, old_report, plan_report, sample_report, training_report
 
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.views import view_data
 from nimble_viz.views.colours import colours, exposed
 from nimble_viz.views.payload import unpack

@@ -11,7 +11,7 @@ from sample_reports import sample_report
 from nimble_core.graph import graph_from_edges
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Lane, Span, Timeline
-from nimble_viz.report import Report
+from nimble_viz.render.report import Report
 from nimble_viz.views.gaps import PARTS, Gap, StreamTime, gaps, launch_gaps, longest_gaps, lost, stream_times
 
 

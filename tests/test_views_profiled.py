@@ -8,7 +8,8 @@ import pytest
 from sample_reports import eager_optimizer_report, fused_report, profile_report, sample_report, training_report
 
 from nimble_core.measurement import summarize
-from nimble_viz.report import Bound, Report
+from nimble_viz.render.report import Report
+from nimble_viz.report import Bound
 from nimble_viz.text import plain_text
 from nimble_viz.views.labels import context
 from nimble_viz.views.overhead import PARTS, grouped, idle_causes, module_tree, overhead

@@ -11,7 +11,8 @@ from sample_reports import HOSTILE, RENDERED, fused_report, old_report, plan_rep
 
 from nimble_core.costs import uniform_costs
 from nimble_core.program import Origin
-from nimble_viz.report import HostSync, Report, SourceLines
+from nimble_viz.render.report import Report
+from nimble_viz.report import HostSync, SourceLines
 from nimble_viz.views.labels import visible
 from nimble_viz.views.source import FIGURES, hottest, replay_times, source, source_text
 

@@ -16,7 +16,8 @@ from nimble_core.schedule import Schedule
 from nimble_core.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_viz.export.tables import make_table
 from nimble_viz.export.trace import make_trace
-from nimble_viz.report import DeviceIdle, Report
+from nimble_viz.render.report import Report
+from nimble_viz.report import DeviceIdle
 from nimble_viz.text import plain_text
 from nimble_viz.views.concurrency import DeviceStreams, device_streams, flight_times, flights, in_flight
 from nimble_viz.views.limit import limit

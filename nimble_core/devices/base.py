@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nimble_core.arena import MemoryPlan
-from nimble_core.costs import Costs
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import NimbleError
+from nimble_core.ir.observation import Observation
 from nimble_core.layout import Layout
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import DeviceModel
-from nimble_core.timeline import Timeline
 
 if TYPE_CHECKING:
     import torch
 
     from nimble_core.recording import Recording
-    from nimble_core.rewritten import Rewritten
     from nimble_core.signature import Signature
+    from nimble_core.tracing.rewritten import Rewritten
 
-__all__ = ["Device", "Executable", "Observation", "PlacementError", "Timed"]
+__all__ = ["Device", "Executable", "PlacementError", "Timed"]
 
 Timed = Callable[[], object] | tuple[Callable[[], object], ...]
 """A call; or several, side by side."""
@@ -31,14 +29,6 @@ Timed = Callable[[], object] | tuple[Callable[[], object], ...]
 
 class PlacementError(NimbleError):
     """A call did not allocate what was planned; the device has learned not to place it: plan again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What was seen of the replays of one executable: when each call ran, and what each costs."""
-
-    timeline: Timeline
-    costs: Costs
 
 
 class Executable(Protocol):

@@ -23,13 +23,14 @@ from nimble_core.accumulators import kept_graphs_apart
 from nimble_core.arena import MemoryPlan
 from nimble_core.around import Around
 from nimble_core.collector import collector_paused
-from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
+from nimble_core.devices.base import Executable, PlacementError, Timed
 from nimble_core.devices.cuda_arena import CudaArena, places_memory
 from nimble_core.devices.cuda_executable import CudaExecutable, free_ended
 from nimble_core.devices.cuda_streams import Lanes, fork, join, own_streams
 from nimble_core.devices.cuda_tracing import CaptureCounter, allocations_traced
 from nimble_core.emitted import RawGraph, launched_ahead
 from nimble_core.errors import CaptureError, DeviceError, NimbleError
+from nimble_core.ir.observation import Observation
 from nimble_core.launchers import Relaunch
 from nimble_core.layout import Layout, lay_out
 from nimble_core.locks import capturing, launching
@@ -40,12 +41,12 @@ from nimble_core.ranges import call_ranges, capture_range, replays_marked
 from nimble_core.rawgraph import CaptureProbe, linked, links_change, read_graph, read_launches, zeroed_at_once
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
-from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule
 from nimble_core.signature import Signature
 from nimble_core.simulate import H200
 from nimble_core.strides import widened
 from nimble_core.structure import builder, flatten
+from nimble_core.tracing.rewritten import Rewritten
 
 __all__ = ["CudaDevice", "CudaExecutable", "multiprocessors"]
 

@@ -11,20 +11,21 @@ import torch
 
 from nimble_core.arena import MemoryPlan
 from nimble_core.costs import Costs
-from nimble_core.devices.base import Executable, Observation, Timed
+from nimble_core.devices.base import Executable, Timed
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import DeviceError
 from nimble_core.graph import build_graph
+from nimble_core.ir.observation import Observation
 from nimble_core.layout import Layout, lay_out
 from nimble_core.preserve import rehearse
 from nimble_core.program import Call, Program
 from nimble_core.record import record
 from nimble_core.recording import Issuer, Recording, issuing
-from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import EXACT, DeviceModel, simulate
 from nimble_core.structure import builder, flatten
 from nimble_core.timeline import Timeline
+from nimble_core.tracing.rewritten import Rewritten
 
 if TYPE_CHECKING:
     from nimble_core.signature import Signature

@@ -32,23 +32,24 @@ import torch
 
 from nimble_core.arena import MemoryPlan, plan_memory
 from nimble_core.costs import Costs
-from nimble_core.devices.base import Executable, Observation, PlacementError, Timed
+from nimble_core.devices.base import Executable, PlacementError, Timed
 from nimble_core.devices.hostcode import Code, Lines, Stopped, compile_recording, lay_out_buffers
 from nimble_core.emitted import RawGraph
 from nimble_core.errors import CaptureError, DeviceError, NimbleError, first_line
 from nimble_core.failures import failing_as_eager
 from nimble_core.host_info import cpu_name
+from nimble_core.ir.observation import Observation
 from nimble_core.layout import Layout
 from nimble_core.measurement import quantile
 from nimble_core.preserve import rehearse
 from nimble_core.ranges import capture_range, replays_marked
 from nimble_core.record import record
 from nimble_core.recording import Recording, issuing
-from nimble_core.rewritten import Rewritten
 from nimble_core.schedule import Schedule, SyncCounts
 from nimble_core.simulate import DeviceModel
 from nimble_core.structure import builder, flatten
 from nimble_core.timeline import Lane, Span, Timeline
+from nimble_core.tracing.rewritten import Rewritten
 
 if TYPE_CHECKING:
     from nimble_core.signature import Signature

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from nimble_core.errors import InputError
 from nimble_core.saving import write_file
 from nimble_core.units import format_ns
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.dag import nest, opening_schedule
 from nimble_viz.views.labels import label_call, label_run, trains
 from nimble_viz.views.provenance import module_of, nesting_modules
@@ -35,7 +35,7 @@ _MOST_DRAWN = 2_000
 _LIMIT_S = 120
 
 
-def digraph(report: Report, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
+def digraph(report: ReportData, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
     """The graph of ``report`` under one of its schedules.
 
     Args:
@@ -111,7 +111,7 @@ def digraph(report: Report, policy: str | None = None, *, transitive: bool = Fal
     return drawn
 
 
-def write_dot(report: Report, target: Path, kind: Literal["dot"] | Drawn) -> Path:
+def write_dot(report: ReportData, target: Path, kind: Literal["dot"] | Drawn) -> Path:
     """Write DOT text, or what ``dot`` draws of it.
 
     Raises:

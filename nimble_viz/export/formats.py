@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from nimble_core.errors import InputError
 from nimble_core.saving import file_path, write_file
 from nimble_viz.export.dot import DRAWN, write_dot
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
 
@@ -51,7 +51,7 @@ def format_of(path: Path) -> Format:
     return _SUFFIXES[path.suffix]
 
 
-def export(report: Report, path: str | os.PathLike[str], format: str | None = None) -> Path:
+def export(report: ReportData, path: str | os.PathLike[str], format: str | None = None) -> Path:
     """Write ``report`` to ``path`` in another tool's format.
 
     Args:
@@ -96,7 +96,7 @@ def export(report: Report, path: str | os.PathLike[str], format: str | None = No
     return write_file(target, chrome_json(trace).encode())
 
 
-def _write_csv(report: Report, target: Path) -> Path:
+def _write_csv(report: ReportData, target: Path) -> Path:
     from nimble_viz.export.tables import KINDS, write_table, write_tables
 
     if target.suffix != ".csv" or target.is_dir():

@@ -10,7 +10,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural
 from nimble_viz.views.payload import view_data
 from nimble_viz.views.summary import summary
@@ -65,7 +65,7 @@ parent.postMessage("nimbleTheme?", "*");
 })()</script>""")
 
 
-def page(report: Report, pane: str = "summary") -> str:
+def page(report: ReportData, pane: str = "summary") -> str:
     """A complete HTML document that shows all views, ``pane`` first; opens from a file, offline."""
     template = Template(_asset("template.html"))
     return template.substitute(
@@ -78,7 +78,7 @@ def page(report: Report, pane: str = "summary") -> str:
     )
 
 
-def fragment(report: Report, pane: str = "summary") -> str:
+def fragment(report: ReportData, pane: str = "summary") -> str:
     """The page for a notebook: a sandboxed frame, and the summary as text where frames or scripts are not allowed.
 
     The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
@@ -94,7 +94,7 @@ def fragment(report: Report, pane: str = "summary") -> str:
     )
 
 
-def still(report: Report) -> str:
+def still(report: ReportData) -> str:
     """The page for a notebook as ``fragment`` gives it, in an output of its own after a dashboard: hidden while that is
     there, and shown where it is not, because no kernel runs or the frontend knows no widgets.
     """
@@ -114,7 +114,7 @@ def embed_json(value: Any) -> str:
     return text
 
 
-def plain_summary(report: Report) -> str:
+def plain_summary(report: ReportData) -> str:
     """The summary in plain words: readable wherever nothing else is."""
     data = summary(report)
     lines = [f"{data['model']}: {data['verdict']}", ""]

@@ -14,7 +14,7 @@ from nimble_core.errors import InputError
 from nimble_core.program import Call
 from nimble_core.ranges import DOMAIN, call_bytes, call_name, colour
 from nimble_core.timeline import Timeline
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import label_run
 
 __all__ = ["write_nsys", "write_timelines"]
@@ -27,7 +27,9 @@ _NO_BACKEND = (
 )
 
 
-def write_nsys(report: Report, path: str | os.PathLike[str], *, merge: str | os.PathLike[str] | None = None) -> Path:
+def write_nsys(
+    report: ReportData, path: str | os.PathLike[str], *, merge: str | os.PathLike[str] | None = None
+) -> Path:
     """Write the timelines of ``report`` to ``path``, a report of Nsight Systems.
 
     Args:
@@ -56,7 +58,7 @@ def write_nsys(report: Report, path: str | os.PathLike[str], *, merge: str | os.
     return target
 
 
-def write_timelines(report: Report, session: Any) -> int:
+def write_timelines(report: ReportData, session: Any) -> int:
     """Write every span of the report's timelines to ``session`` as a range; returns how many.
 
     The domain is ``nimble``; each run is a scope that holds one for each of its lanes. A range is named after its

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from nimble_core.errors import InputError
 from nimble_core.program import Call
 from nimble_core.saving import write_file
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.advice import advice
 from nimble_viz.views.gaps import replay_gaps
 from nimble_viz.views.labels import label_call, label_run
@@ -76,7 +76,7 @@ class Table:
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
 
-def make_table(report: Report, kind: str) -> Table:
+def make_table(report: ReportData, kind: str) -> Table:
     """One table of the report; without rows where the report does not know.
 
     Args:
@@ -98,7 +98,7 @@ def make_table(report: Report, kind: str) -> Table:
     return _MAKERS[cast(Kind, kind)](report)
 
 
-def to_dataframe(report: Report, kind: str) -> pandas.DataFrame:
+def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
     """``make_table`` as a data frame. Integers with missing values are ``Int64``; flags that may be, ``boolean``.
 
     Raises:
@@ -127,7 +127,7 @@ def to_csv(table: Table) -> str:
     return out.getvalue()
 
 
-def write_tables(report: Report, folder: Path) -> Path:
+def write_tables(report: ReportData, folder: Path) -> Path:
     """Write every table as ``folder/KIND.csv`` and return ``folder``. Raises OSError if they cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
@@ -135,7 +135,7 @@ def write_tables(report: Report, folder: Path) -> Path:
     return folder
 
 
-def write_table(report: Report, kind: str, path: Path) -> Path:
+def write_table(report: ReportData, kind: str, path: Path) -> Path:
     """Write one table to ``path``. Raises OSError if it cannot be written, InputError if there is no such kind."""
     text = to_csv(make_table(report, kind))
     return write_file(path, text.encode(errors="backslashreplace"))
@@ -164,7 +164,7 @@ def _source(call: Call) -> str:
     return f"{origin.file}:{origin.line}" if origin and origin.file else ""
 
 
-def _calls(report: Report) -> Table:
+def _calls(report: ReportData) -> Table:
     types = {
         "call": int,
         "operator": str,
@@ -219,7 +219,7 @@ def _calls(report: Report) -> Table:
     )
 
 
-def _kernels(report: Report) -> Table:
+def _kernels(report: ReportData) -> Table:
     types = {
         "call": int,
         "kernel": str,
@@ -254,7 +254,7 @@ def _kernels(report: Report) -> Table:
     )
 
 
-def _spans(report: Report) -> Table:
+def _spans(report: ReportData) -> Table:
     types = {
         "run": str,
         "lane": str,
@@ -291,7 +291,7 @@ def _spans(report: Report) -> Table:
     )
 
 
-def _gaps(report: Report) -> Table:
+def _gaps(report: ReportData) -> Table:
     types = {
         "run": str,
         "lane": str,
@@ -324,7 +324,7 @@ def _gaps(report: Report) -> Table:
     )
 
 
-def _syncs(report: Report) -> Table:
+def _syncs(report: ReportData) -> Table:
     types = {
         "schedule": str,
         "producer": int,
@@ -345,13 +345,13 @@ def _syncs(report: Report) -> Table:
     )
 
 
-def _host_syncs(report: Report) -> Table:
+def _host_syncs(report: ReportData) -> Table:
     types = {"kind": str, "count": int, "total_ns": float, "source": str, "phase": str}
     found = report.overhead.host_syncs if report.overhead else ()
     return _table("host_syncs", types, ((one.kind, one.count, one.total_ns, one.source, one.phase) for one in found))
 
 
-def _schedules(report: Report) -> Table:
+def _schedules(report: ReportData) -> Table:
     types = {
         "schedule": str,
         "chosen": bool,
@@ -393,7 +393,7 @@ def _schedules(report: Report) -> Table:
     )
 
 
-def _candidates(report: Report) -> Table:
+def _candidates(report: ReportData) -> Table:
     types = {
         "candidate": str,
         "kernels": str,
@@ -437,7 +437,7 @@ def _candidates(report: Report) -> Table:
     )
 
 
-def _measurements(report: Report) -> Table:
+def _measurements(report: ReportData) -> Table:
     types = {
         "run": str,
         "label": str,
@@ -474,7 +474,7 @@ def _measurements(report: Report) -> Table:
     )
 
 
-def _samples(report: Report) -> Table:
+def _samples(report: ReportData) -> Table:
     types = {"run": str, "round": int, "ns": float}
     return _table(
         "samples",
@@ -483,7 +483,7 @@ def _samples(report: Report) -> Table:
     )
 
 
-def _peers(report: Report) -> Table:
+def _peers(report: ReportData) -> Table:
     types = {
         "peer": str,
         "median_ns": float,
@@ -516,7 +516,7 @@ _PARTS = ("python", "dispatch", "allocation", "launch", "tail", "work", "exposed
 _PART_TYPES = {f"{part}_ns": float for part in _PARTS}
 
 
-def _overhead(report: Report) -> Table:
+def _overhead(report: ReportData) -> Table:
     types = {"call": int, "operator": str, "phase": str, "module": str, "source": str, **_PART_TYPES}
     calls, found = report.eager_calls, report.overhead.calls if report.overhead else ()
     return _table(
@@ -536,7 +536,7 @@ def _overhead(report: Report) -> Table:
     )
 
 
-def _modules(report: Report) -> Table:
+def _modules(report: ReportData) -> Table:
     types = {"module": str, "depth": int, "calls": int, "overhead_ns": float, **_PART_TYPES}
     rows = (row for root in module_tree(report) for row in root if not row.own)
     sums = ("overhead", *_PARTS)
@@ -545,7 +545,7 @@ def _modules(report: Report) -> Table:
     )
 
 
-def _phases(report: Report) -> Table:
+def _phases(report: ReportData) -> Table:
     types = {"phase": str, "host_ns": float, **_PART_TYPES}
     found = report.overhead.phases if report.overhead else ()
     return _table(
@@ -553,7 +553,7 @@ def _phases(report: Report) -> Table:
     )
 
 
-def _split(report: Report) -> Table:
+def _split(report: ReportData) -> Table:
     types = {"run": str, "part": str, "ns": float, "share": float}
     found = advice(report)
     return _table(
@@ -568,7 +568,7 @@ def _split(report: Report) -> Table:
     )
 
 
-def _advice(report: Report) -> Table:
+def _advice(report: ReportData) -> Table:
     types = {"change": str, "run": str, "gain_ns": float, "of_ns": float, "basis": str, "per_sample": bool, "why": str}
     rows = advice(report).changes
     return _table(
@@ -578,7 +578,7 @@ def _advice(report: Report) -> Table:
     )
 
 
-_MAKERS: Mapping[Kind, Callable[[Report], Table]] = MappingProxyType(
+_MAKERS: Mapping[Kind, Callable[[ReportData], Table]] = MappingProxyType(
     {
         "calls": _calls,
         "kernels": _kernels,

@@ -12,7 +12,7 @@ from typing import Literal
 from nimble_core.program import Call
 from nimble_core.timeline import Span, Timeline
 from nimble_core.units import format_ns
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import context, label_call, label_run
 from nimble_viz.views.phases import PHASES, span_phases
 from nimble_viz.views.timeline import distorted, distortion
@@ -114,7 +114,7 @@ class Trace:
     arguments: tuple[Argument, ...] = ()
 
 
-def make_trace(report: Report) -> Trace:
+def make_trace(report: ReportData) -> Trace:
     """The report's timelines as a Trace; without timelines one without processes.
 
     Each span of a timeline is one slice. Spans that overlap on a lane are nested where the lane is a host thread (they
@@ -168,7 +168,7 @@ def edges_in_time(trace: Trace) -> Iterator[tuple[int, int, bool]]:
 
 
 def _add_run(
-    report: Report, line: Timeline, process: int, tracks: list[Track], slices: list[Slice], flows: list[Flow]
+    report: ReportData, line: Timeline, process: int, tracks: list[Track], slices: list[Slice], flows: list[Flow]
 ) -> None:
     """Append the tracks, slices and flows of one timeline."""
     shift = -min(0.0, min((span.start_ns for span in line.spans), default=0.0))
@@ -237,7 +237,7 @@ def _rows(members: Sequence[tuple[int, int, int]], *, nested: bool) -> list[list
     return rows
 
 
-def _flows(report: Report, line: Timeline, slices: Sequence[Slice], slice_of: Sequence[int]) -> Iterator[Flow]:
+def _flows(report: ReportData, line: Timeline, slices: Sequence[Slice], slice_of: Sequence[int]) -> Iterator[Flow]:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     launched: list[tuple[int, int]] = []
@@ -263,7 +263,7 @@ def _flows(report: Report, line: Timeline, slices: Sequence[Slice], slice_of: Se
                 yield Flow(source, target, kind)
 
 
-def _phase_stretches(report: Report, line: Timeline, shift: float) -> list[tuple[int, int, int]]:
+def _phase_stretches(report: ReportData, line: Timeline, shift: float) -> list[tuple[int, int, int]]:
     """``(start, end, index into PHASES)`` of a profiled eager step."""
     if line.run != "eager" or report.overhead is None:
         return []

@@ -10,7 +10,7 @@ from nimble_core.costs import limit_ns
 from nimble_core.schedule import Schedule
 from nimble_core.simulate import H200, simulate
 from nimble_core.units import format_ns, format_percent, format_ratio
-from nimble_viz.report import OverheadProfile, Report
+from nimble_viz.report import OverheadProfile, ReportData
 from nimble_viz.views.labels import SAME_BAND, label_call, label_run, planned, plural
 from nimble_viz.views.limit import Breakdown, breakdown
 from nimble_viz.views.provenance import is_layout_copy
@@ -113,7 +113,7 @@ class Advice:
         return next((one for one in self.changes if not one.per_sample), None)
 
 
-def best_run(report: Report) -> str:
+def best_run(report: ReportData) -> str:
     """The replay that a report is about: the chosen plan, else the fastest replay that was measured; ``""`` if none."""
     wrong = {check.name for check in report.checks if check.differs}
     if report.measurement(report.chosen) and report.chosen not in wrong:
@@ -122,7 +122,7 @@ def best_run(report: Report) -> str:
     return min(replays, key=lambda taken: taken.median_ns).name if replays else ""
 
 
-def advice(report: Report) -> Advice:
+def advice(report: ReportData) -> Advice:
     """Where the time of ``report`` goes and what would help next. O(calls + edges + spans), and one simulation."""
     if planned(report):
         return Advice(None, None, ())
@@ -138,7 +138,7 @@ def advice(report: Report) -> Advice:
     )
 
 
-def advice_data(report: Report) -> dict[str, Any] | None:
+def advice_data(report: ReportData) -> dict[str, Any] | None:
     """``advice`` as plain data: ``sentence``, ``changes``, ``eager`` and ``replay``; None where there is none."""
     found = advice(report)
     if not (found.eager or found.replay or found.changes):
@@ -156,7 +156,7 @@ def advice_data(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _split_data(report: Report, split: Split | None) -> dict[str, Any] | None:
+def _split_data(report: ReportData, split: Split | None) -> dict[str, Any] | None:
     if split is None:
         return None
     return {
@@ -206,14 +206,14 @@ def _eager(profile: OverheadProfile, host: bool) -> Split:
     return _split("eager", parts, note)
 
 
-def _watched(report: Report, run: str) -> Breakdown | None:
+def _watched(report: ReportData, run: str) -> Breakdown | None:
     plan, line, taken = report.schedule(run), report.timeline(run), report.measurement(run)
     if plan is None or line is None or taken is None or line.source != "measured" or not report.costs.total_ns:
         return None
     return breakdown(report.graph, plan, report.costs, line, taken.median_ns)
 
 
-def _replay(report: Report, run: str, found: Breakdown) -> Split:
+def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
     plan, taken, line = report.schedule(run), report.measurement(run), report.timeline(run)
     assert plan is not None
     assert taken is not None
@@ -251,11 +251,11 @@ def _replay(report: Report, run: str, found: Breakdown) -> Split:
     return _split(run, parts, note)
 
 
-def _on_host(report: Report) -> bool:
+def _on_host(report: ReportData) -> bool:
     return report.environment.device != "cuda"
 
 
-def _copies_ns(report: Report, found: Breakdown) -> float:
+def _copies_ns(report: ReportData, found: Breakdown) -> float:
     calls, ns = report.program.calls, report.costs.ns
     return sum(ns[call] for call in found.calls if calls[call].label in _COPIES or is_layout_copy(calls[call]))
 
@@ -263,7 +263,7 @@ def _copies_ns(report: Report, found: Breakdown) -> float:
 # What would help next.
 
 
-def _of_eager(report: Report) -> Iterator[Change]:
+def _of_eager(report: ReportData) -> Iterator[Change]:
     """Changes to a run without a replay: code that was profiled as it is, or a model that could not be captured."""
     profile, timed = report.overhead, report.measurement("eager")
     if profile is None or not profile.profiled_ns:
@@ -292,7 +292,7 @@ def _of_eager(report: Report) -> Iterator[Change]:
         )
 
 
-def _of_replay(report: Report, run: str, found: Breakdown | None) -> Iterator[Change]:
+def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterator[Change]:
     taken, plan = report.measurement(run), report.schedule(run)
     assert taken is not None
     now = taken.median_ns
@@ -335,7 +335,7 @@ def _of_replay(report: Report, run: str, found: Breakdown | None) -> Iterator[Ch
         yield Change("a larger batch", run, min(unfilled, now), now, "bound", why, per_sample=True)
 
 
-def _faster_runs(report: Report, run: str, now: float) -> Iterator[Change]:
+def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
     """Whatever else was measured in the same rounds, has eager's outputs, and is faster beyond doubt."""
     checks = {check.name: check for check in report.checks}
     checks |= {peer.name: peer.check for peer in report.peers if peer.check}
@@ -349,7 +349,7 @@ def _faster_runs(report: Report, run: str, now: float) -> Iterator[Change]:
             yield Change(what, run, now - other.median_ns, now, "measured", why)
 
 
-def _other_streams(report: Report, run: str, plan: Schedule, now: float) -> Iterator[Change]:
+def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> Iterator[Change]:
     found = what_if(report)
     if found is None:
         return
@@ -361,7 +361,7 @@ def _other_streams(report: Report, run: str, plan: Schedule, now: float) -> Iter
 
 
 def _other_kernels(
-    report: Report, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
+    report: ReportData, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
 ) -> Iterator[Change]:
     """Kernels on the chain that ran longest: those far from the best rates, and those that only wait for memory."""
     if report.work is None:

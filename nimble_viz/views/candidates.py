@@ -8,7 +8,7 @@ from typing import Any
 from nimble_core.candidates import Candidate
 from nimble_core.measurement import TIE, Measurement, quantile, ratio
 from nimble_core.units import format_bytes, format_ns, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import error_text, label_plan, plural, ratio_cell
 
 __all__ = ["FOLDED_ABOVE", "candidates", "pays_back"]
@@ -17,7 +17,7 @@ FOLDED_ABOVE = 3
 """So many plans that were never captured are listed one by one; more are folded to one line for each reason."""
 
 
-def candidates(report: Report) -> dict[str, Any] | None:
+def candidates(report: ReportData) -> dict[str, Any] | None:
     """``rows``: the chosen one, then by median, then those dropped and those not captured; ``folded``: groups.
 
     Many plans that were never captured are no rows but groups, one for each reason. ``fused``: whether kernels other
@@ -52,7 +52,7 @@ def pays_back(cost_s: float, median_ns: float, baseline_ns: float) -> int | None
     return ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
 
 
-def _single(report: Report) -> Candidate | None:
+def _single(report: ReportData) -> Candidate | None:
     """One stream of eager's kernels if it was measured, else of others."""
     ones = [one for one in report.candidates if one.measurement and one.name.rpartition(", ")[2] == "single"]
     return min(ones, key=lambda one: one.fuse != "none", default=None)
@@ -68,7 +68,7 @@ def _rank(one: Candidate) -> tuple[bool, bool, float]:
     return not one.chosen, one.measurement is None, one.measurement.median_ns if one.measurement else 0.0
 
 
-def _row(report: Report, one: Candidate, single: Candidate | None) -> dict[str, Any]:
+def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[str, Any]:
     taken, check = one.measurement, one.check
     wrong = check is not None and check.differs
     base = single.measurement if single and single.name != one.name and not wrong else None
@@ -112,7 +112,7 @@ def _quartiles(taken: Measurement) -> str:
     return " to ".join(format_ns(quantile(taken.samples_ns, q)) for q in (0.25, 0.75))
 
 
-def _outcome(report: Report, one: Candidate) -> str:
+def _outcome(report: ReportData, one: Candidate) -> str:
     """``"chosen"``, or why not."""
     if one.chosen:
         return "chosen"
@@ -137,7 +137,7 @@ def _outcome(report: Report, one: Candidate) -> str:
     return "as fast, no better" if behind >= 1 / TIE else "faster here, not measured again"
 
 
-def _group(report: Report, members: list[Candidate]) -> dict[str, Any]:
+def _group(report: ReportData, members: list[Candidate]) -> dict[str, Any]:
     times = [one.simulated_ns for one in members if one.simulated_ns]
     low, high = (format_ns(min(times)), format_ns(max(times))) if times else ("", "")
     reason = members[0].note or "not captured"

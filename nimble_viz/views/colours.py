@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural, trains
 
 __all__ = ["colours", "exposed"]
 
 
-def colours(report: Report) -> list[dict[str, str]]:
+def colours(report: ReportData) -> list[dict[str, str]]:
     """What calls can be coloured by, in the order in which it is offered.
 
     A row has ``key`` (``"stream"``, ``"exposed"``, ``"time"`` or ``"phase"``), ``name``, ``meaning``, ``unknown`` (what
@@ -42,7 +42,7 @@ def colours(report: Report) -> list[dict[str, str]]:
     return [dict(zip(("key", "name", "meaning", "unknown", "why"), row, strict=True)) for row in rows]
 
 
-def exposed(report: Report) -> list[int]:
+def exposed(report: ReportData) -> list[int]:
     """Exposed overhead of each call of the program in the profiled eager iteration, whole ns; -1 where it is not known.
 
     A call that stands for eager calls has theirs together. An eager call that several stand for is shared out among

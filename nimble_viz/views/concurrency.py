@@ -12,7 +12,7 @@ from nimble_core.algorithms.width import level_width, width
 from nimble_core.graph import CallGraph, predecessors
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_count
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 __all__ = [
     "EXACT_CALLS",
@@ -42,7 +42,7 @@ def graph_width(graph: CallGraph) -> tuple[int, str]:
     return bound, f"at least {format_count(bound)} (the most on one level; not exact above {EXACT_CALLS:,} calls)"
 
 
-def observed(report: Report, policy: str) -> dict[str, Any] | None:
+def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
     """Kernels (on the host: calls) that a replay ran at one time, ``most`` and ``mean``; None if it was not watched."""
     line = report.timeline(policy)
     if line is None or not line.spans:

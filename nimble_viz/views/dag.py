@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nimble_core.schedule import Schedule
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.advice import best_run
 from nimble_viz.views.labels import label_call, label_run, trains
 from nimble_viz.views.provenance import nesting_modules
@@ -86,7 +86,7 @@ class Layout:
     lanes: tuple[Lane, ...]
 
 
-def dag(report: Report) -> dict[str, Any]:
+def dag(report: ReportData) -> dict[str, Any]:
     """Boxes with their rows and positions, edges, critical path and plans, as columns.
 
     A group is number ``like`` (from 1) of ``alike`` that make the same calls, and number ``part`` of ``parts`` that its
@@ -162,7 +162,7 @@ def _ranks(values: Sequence[Any]) -> list[int]:
     return ranks
 
 
-def opening_schedule(report: Report) -> Schedule | None:
+def opening_schedule(report: ReportData) -> Schedule | None:
     """Which schedule to show first: that of the run that the verdict is about, else the last; None of none."""
     return report.schedule(best_run(report)) or (report.schedules[-1] if report.schedules else None)
 

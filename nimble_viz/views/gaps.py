@@ -12,7 +12,7 @@ from nimble_core.graph import CallGraph, predecessors
 from nimble_core.schedule import Schedule, stream_neighbours
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import label_call
 from nimble_viz.views.limit import chain_that_ran
 
@@ -154,7 +154,7 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     return found
 
 
-def replay_gaps(report: Report, line: Timeline) -> list[Gap]:
+def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
     """``gaps`` of one of the report's timelines; none of an eager run, or where kernels are missing."""
     plan = report.schedule(line.run)
     return gaps(report.graph, plan, line) if plan is not None and line.reliable else []
@@ -201,7 +201,7 @@ def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
     return rows
 
 
-def longest_gaps(report: Report, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
+def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
     """The gaps that delayed the replay most, as text: who waited for whom, how long, and why.
 
     Those before (and inside) calls of the chain that ran longest: a call off it may begin later and nothing is lost.
@@ -267,7 +267,7 @@ def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _after(report: Report, line: Timeline, gap: Gap) -> str:
+def _after(report: ReportData, line: Timeline, gap: Gap) -> str:
     if gap.awaited is None:
         return "nothing"
     if gap.awaited == gap.call:

@@ -10,7 +10,7 @@ from typing import Any
 from nimble_core.measurement import Ratio
 from nimble_core.program import Call
 from nimble_core.units import format_count, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 __all__ = [
     "SAME_BAND",
@@ -55,12 +55,12 @@ _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-
 _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
 
 
-def planned(report: Report) -> bool:
+def planned(report: ReportData) -> bool:
     """Whether this is a plan: nothing was run, and so nothing measured."""
     return report.complete and not (report.measurements or report.checks or report.timelines)
 
 
-def context(report: Report) -> str:
+def context(report: ReportData) -> str:
     """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``; and if it is training."""
     if report.sampling is not None:
         where = report.environment
@@ -70,7 +70,7 @@ def context(report: Report) -> str:
     return f"{report.dtype}, {batch}, {'training, ' if trains(report) else ''}{_place(report)}"
 
 
-def trains(report: Report) -> bool:
+def trains(report: ReportData) -> bool:
     """Whether it is about training steps."""
     return any(call.phase != "forward" for call in report.program.calls)
 
@@ -92,7 +92,7 @@ def label_plan(name: str) -> str:
     return plan if fuse == "none" else f"{fuse}, {plan}"
 
 
-def label_run(report: Report, name: str) -> str:
+def label_run(report: ReportData, name: str) -> str:
     """A run's name for people: ``"single"`` reads ``"one-stream replay"``, ``"nimble"`` ``"nimble replay"``.
 
     Fused ones say whose kernels they run, ``"nimble replay (inductor)"``, and beside them those of eager's kernels
@@ -224,7 +224,7 @@ def ratio_words(ratio: Ratio) -> str:
     return f"{format_ratio(1 / ratio.value)} slower than" if ratio.value else "not comparable with"
 
 
-def ratio_cell(report: Report, ratio: Ratio | None) -> dict[str, Any] | None:
+def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
     """A ratio with its quartiles and its doubt, as texts; None stays None."""
     if ratio is None:
         return None
@@ -238,7 +238,7 @@ def ratio_cell(report: Report, ratio: Ratio | None) -> dict[str, Any] | None:
     }
 
 
-def _place(report: Report) -> str:
+def _place(report: ReportData) -> str:
     where = report.environment
     if planned(report):
         return f"planned for {where.device}"

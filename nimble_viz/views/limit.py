@@ -12,7 +12,7 @@ from nimble_core.graph import CallGraph, predecessors
 from nimble_core.schedule import Schedule, stream_neighbours
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_ns, format_percent, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 __all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "limit"]
 
@@ -52,7 +52,7 @@ class Breakdown:
     calls: tuple[int, ...]
 
 
-def distance(report: Report, run: str) -> float | None:
+def distance(report: ReportData, run: str) -> float | None:
     """Wall time of a replay of ``report.program`` over its limit; None if either is unknown."""
     taken, bound = report.measurement(run), limit_ns(report.costs, report.critical_path_ns)
     if taken is None or report.schedule(run) is None or report.critical_path_ns <= 0:
@@ -60,7 +60,7 @@ def distance(report: Report, run: str) -> float | None:
     return taken.median_ns / bound
 
 
-def limit(report: Report, run: str) -> dict[str, Any] | None:
+def limit(report: ReportData, run: str) -> dict[str, Any] | None:
     """The limit of ``run``, its distance, and above ``EXPLAINED_ABOVE`` one sentence on why; None if unknown.
 
     ``parts``: what the time above the limit is due to, largest first, as far as the replay was watched.

@@ -14,7 +14,7 @@ from typing import Any
 
 from nimble_core.program import Program, Storage
 from nimble_core.units import format_bytes, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import label_call, label_run, plural, trains, visible
 from nimble_viz.views.provenance import modules_of
 
@@ -34,7 +34,7 @@ _FIXED = {
 }
 
 
-def live_memory(report: Report) -> dict[str, Any] | None:
+def live_memory(report: ReportData) -> dict[str, Any] | None:
     """A run for eager's order of calls and one for the chosen plan's; None where the calls' memory is not known.
 
     A run has ``run``, ``label``, ``eager`` (whether it counts in eager calls where these are others), ``peak`` (as text
@@ -110,7 +110,7 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
     return live, spans
 
 
-def live_text(report: Report, width: int = 80) -> str:
+def live_text(report: ReportData, width: int = 80) -> str:
     """The curve's peak and what holds it, as plain text in lines of at most ``width`` characters."""
     found = live_memory(report)
     if found is None:
@@ -144,7 +144,7 @@ def live_text(report: Report, width: int = 80) -> str:
 
 
 def _run(
-    report: Report, program: Program, order: Sequence[int], name: str, label: str, marks: list[tuple[str, int]]
+    report: ReportData, program: Program, order: Sequence[int], name: str, label: str, marks: list[tuple[str, int]]
 ) -> dict[str, Any]:
     live, spans = live_bytes(program, order)
     size = len(order)

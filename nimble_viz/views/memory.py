@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from nimble_core.units import format_bytes, format_percent, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import label_run, trains
 
 __all__ = ["memory"]
 
 
-def memory(report: Report) -> dict[str, Any] | None:
+def memory(report: ReportData) -> dict[str, Any] | None:
     """``facts`` (pairs) and ``engines`` (a row each where memory was planned); None if nothing is known."""
     known = report.memory
     planned = {one.name: one for one in known.planned}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nimble_core.program import Call
 from nimble_core.units import format_ns, format_percent, format_ratio
-from nimble_viz.report import OverheadProfile, Report
+from nimble_viz.report import OverheadProfile, ReportData
 from nimble_viz.views.dag import components
 from nimble_viz.views.labels import plural
 
@@ -59,7 +59,7 @@ class ModuleRow:
             yield from row
 
 
-def overhead(report: Report) -> dict[str, Any] | None:
+def overhead(report: ReportData) -> dict[str, Any] | None:
     """Columns of the profiled eager calls (whole ns) and the totals they add up to; None if not profiled."""
     profile = report.overhead
     if profile is None:
@@ -104,7 +104,7 @@ def overhead(report: Report) -> dict[str, Any] | None:
     }
 
 
-def grouped(report: Report, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
+def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
     """Sums of the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
 
     A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
@@ -124,7 +124,7 @@ def grouped(report: Report, by: Literal["operator", "module", "phase"]) -> list[
     return sorted(rows.values(), key=lambda row: (-row["overhead"], row["name"]))
 
 
-def group_name(report: Report, call: int, by: Literal["operator", "module", "phase"]) -> str:
+def group_name(report: ReportData, call: int, by: Literal["operator", "module", "phase"]) -> str:
     """The name of the row of ``grouped`` that a profiled eager call is in."""
     one = report.eager_calls[call]
     if by == "operator":
@@ -133,14 +133,14 @@ def group_name(report: Report, call: int, by: Literal["operator", "module", "pha
     return one.phase if by == "phase" else _home(one)
 
 
-def shared(report: Report) -> str:
+def shared(report: ReportData) -> str:
     """What the row of the optimizer's calls that were not found is called: ``OverheadProfile.shared``."""
     missing = len(report.overhead.shared) if report.overhead else 0
     calls = sum(call.phase == "optimizer" for call in report.eager_calls)
     return f"optimizer (eager runs other operators: {calls - missing} of {plural(calls, 'call')} found)"
 
 
-def module_tree(report: Report, order: str = "overhead") -> list[ModuleRow]:
+def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
     """The outermost modules, each with the sums of everything in it; a row's sums are those of the rows inside it.
 
     A module that holds nothing but another one is named together with that. O(calls × depth).
@@ -198,7 +198,7 @@ def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
     ]
 
 
-def _uncalled(report: Report, profile: OverheadProfile) -> list[tuple[str, str]]:
+def _uncalled(report: ReportData, profile: OverheadProfile) -> list[tuple[str, str]]:
     """What an eager optimizer took, before the first call and after the last: it makes other calls than a captured."""
     phase = next((one for one in profile.phases if one.phase == "optimizer"), None)
     rows = [row for row in profile.calls if report.eager_calls[row.call].phase == "optimizer"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nimble_core.program import Call, Program, TensorRef
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.colours import colours, exposed
 from nimble_viz.views.dag import dag
 from nimble_viz.views.labels import label_call
@@ -50,7 +50,7 @@ class Kept:
     columns: list[Any] = field(default_factory=list)
 
 
-def view_data(report: Report) -> dict[str, Any]:
+def view_data(report: ReportData) -> dict[str, Any]:
     """Everything the viewer draws, ready for ``json.dumps``; under 400 bytes per call for usual models.
 
     ``calls`` are those of the program; ``stands`` counts the eager calls that each stands for, ``for`` lists these.
@@ -152,7 +152,7 @@ def unpack(packed: Any, data: Mapping[str, Sequence[Any]]) -> list[Any]:
     return column
 
 
-def _calls(report: Report) -> dict[str, list[Any]]:
+def _calls(report: ReportData) -> dict[str, list[Any]]:
     calls = report.program.calls
     spread = report.costs.spread_ns
     return {

@@ -6,13 +6,13 @@ from typing import Any
 
 from nimble_core.measurement import Ratio
 from nimble_core.units import format_ns, format_ratio
-from nimble_viz.report import PeerResult, Report
+from nimble_viz.report import PeerResult, ReportData
 from nimble_viz.views.labels import SAME_BAND, error_text, ratio_cell, ratio_words
 
 __all__ = ["against", "best_peer", "peers", "unshown"]
 
 
-def peers(report: Report, ours: str) -> list[dict[str, Any]]:
+def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
     """A row for each peer that was asked for, the fastest first, then those whose outputs differ or that are absent.
 
     ``outcome`` says how the run ``ours`` compares: ``"ours is 1.80x faster"``, ``"tie: ours is as fast"``,
@@ -21,7 +21,7 @@ def peers(report: Report, ours: str) -> list[dict[str, Any]]:
     return sorted((_row(report, peer, ours) for peer in report.peers), key=lambda row: (row["rank"], row["median_ns"]))
 
 
-def best_peer(report: Report) -> str:
+def best_peer(report: ReportData) -> str:
     """The fastest peer whose outputs are not wrong; empty if none was measured."""
     medians = {
         peer.name: taken.median_ns
@@ -40,13 +40,13 @@ def against(ratio: Ratio) -> str:
     return f"{ratio_words(ratio)} {ratio.baseline} (quartiles {format_ratio(low)} to {format_ratio(high)}{doubt})"
 
 
-def unshown(report: Report, name: str) -> str:
+def unshown(report: ReportData, name: str) -> str:
     """What a sentence that names a run is to add where it is a peer whose outputs nobody has shown to be eager's."""
     doubtful = any(peer.name == name and not (peer.check and peer.check.passed) for peer in report.peers)
     return ", whose outputs were not shown to be eager's" if doubtful else ""
 
 
-def _row(report: Report, peer: PeerResult, ours: str) -> dict[str, Any]:
+def _row(report: ReportData, peer: PeerResult, ours: str) -> dict[str, Any]:
     taken = report.measurement(peer.name)
     wrong = peer.check is not None and peer.check.differs
     over = report.ratio(ours, peer.name) if taken and ours else None

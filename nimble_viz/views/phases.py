@@ -11,7 +11,7 @@ from nimble_core.program import Call
 from nimble_core.schedule import Schedule
 from nimble_core.timeline import Timeline
 from nimble_core.units import format_count, format_ns, format_percent
-from nimble_viz.report import STAGES, Report, Stage
+from nimble_viz.report import STAGES, ReportData, Stage
 from nimble_viz.views.labels import label_run, plural, trains
 
 __all__ = ["PHASES", "phase_syncs", "phases", "span_phases"]
@@ -20,7 +20,7 @@ PHASES = STAGES
 """In the order in which a step runs them."""
 
 
-def phases(report: Report) -> dict[str, Any] | None:
+def phases(report: ReportData) -> dict[str, Any] | None:
     """A row for each phase; None where nothing was trained and no phases were seen.
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
@@ -67,7 +67,7 @@ def phases(report: Report) -> dict[str, Any] | None:
     return {"runs": [label_run(report, line.run) for line in lines], "rows": rows}
 
 
-def _inside(report: Report, phase: Stage) -> str:
+def _inside(report: ReportData, phase: Stage) -> str:
     """``"inside 2 calls of backward"``: which fused calls of other phases stand for eager calls of this one."""
     if report.eager is None:
         return ""
@@ -79,7 +79,7 @@ def _inside(report: Report, phase: Stage) -> str:
     return f"inside {named}" if named else ""
 
 
-def phase_syncs(report: Report, plan: Schedule) -> list[dict[str, Any]]:
+def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
     """How many of the plan's waits lie between which phases, in a step's order; empty without training."""
     if not trains(report):
         return []
@@ -98,7 +98,7 @@ def phase_syncs(report: Report, plan: Schedule) -> list[dict[str, Any]]:
     ]
 
 
-def span_phases(report: Report, line: Timeline) -> list[int]:
+def span_phases(report: ReportData, line: Timeline) -> list[int]:
     """For each span of a timeline its phase, as an index into ``PHASES``; -1 if it is of none.
 
     That of its call; in the eager run of what belongs to no call, that during which it began.
@@ -122,11 +122,11 @@ def span_phases(report: Report, line: Timeline) -> list[int]:
     return found
 
 
-def _phased(report: Report) -> bool:
+def _phased(report: ReportData) -> bool:
     return trains(report) or bool(report.overhead and report.overhead.phases)
 
 
-def _stages(report: Report, calls: Sequence[Call]) -> list[Stage]:
+def _stages(report: ReportData, calls: Sequence[Call]) -> list[Stage]:
     """What each call is for: of code as it is when it began, where a call may copy input; else its own phase."""
     found: list[Stage] = [call.phase for call in calls]
     line = report.timeline("eager")
@@ -145,7 +145,7 @@ def _on_device(line: Timeline, lane: int) -> bool:
     return line.lanes[lane].kind == "gpu"
 
 
-def _parts(report: Report, phase: Stage) -> dict[str, int]:
+def _parts(report: ReportData, phase: Stage) -> dict[str, int]:
     one = next((one for one in report.overhead.phases if one.phase == phase), None) if report.overhead else None
     if one is None:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nimble_core.units import format_ns, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural
 
 __all__ = ["ABSENT", "BOUNDS", "profiled", "profiled_verdict"]
@@ -25,7 +25,7 @@ ABSENT = (
 """Views that need an engine, and why a profile has none of them."""
 
 
-def profiled(report: Report) -> dict[str, Any] | None:
+def profiled(report: ReportData) -> dict[str, Any] | None:
     """What an iteration is spent on, what it is bound by, and what is absent; None if this is no profile.
 
     Shares are of an iteration without the profiler where such were timed, else of the profiled one. Of the former the
@@ -71,7 +71,7 @@ def profiled(report: Report) -> dict[str, Any] | None:
     }
 
 
-def profiled_verdict(report: Report) -> str:
+def profiled_verdict(report: ReportData) -> str:
     """One sentence: how long an iteration takes and what it is bound by, with the numbers."""
     found, taken = profiled(report), report.sampling
     if found is None or taken is None:
@@ -93,7 +93,7 @@ def profiled_verdict(report: Report) -> str:
     return "; ".join([f"{taken.iteration} takes {length}", f"{found['verdict']}: {spent}", *doubts]) + "."
 
 
-def _spent(report: Report) -> tuple[dict[str, float], str]:
+def _spent(report: ReportData) -> tuple[dict[str, float], str]:
     taken, timed = report.sampling, report.measurement("eager")
     assert taken is not None
     bound = taken.bound

@@ -8,7 +8,7 @@ from typing import Any
 
 from nimble_core.program import Call
 from nimble_core.units import format_count, format_ns, format_percent
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import common_module, label_call, plural, spanned_modules
 
 __all__ = ["became", "fused_calls", "is_layout_copy", "module_of", "modules_of", "nesting_modules", "provenance"]
@@ -19,7 +19,7 @@ _COPIES = "clone|_?to_copy|contiguous|copy_?|permute|transpose|t|view|reshape|_?
 _MOVES = f"{_COPIES}|(?:cudnn_)?convolution|convolution_backward"
 
 
-def became(report: Report) -> tuple[tuple[int, ...], ...]:
+def became(report: ReportData) -> tuple[tuple[int, ...], ...]:
     """For each eager call the calls that stand for it; where nothing was fused, itself."""
     if report.eager is None:
         return tuple((call.index,) for call in report.program.calls)
@@ -58,7 +58,7 @@ def is_layout_copy(call: Call) -> bool:
     return sorted(ref.numel for ref in call.reads) == sorted(ref.numel for ref in call.writes)
 
 
-def nesting_modules(report: Report) -> list[str]:
+def nesting_modules(report: ReportData) -> list[str]:
     """A module path for each call to group by.
 
     A fused call that no eager call explains goes with its neighbours, to the module that holds both, so that it does
@@ -80,7 +80,7 @@ def nesting_modules(report: Report) -> list[str]:
     return found
 
 
-def provenance(report: Report) -> dict[str, Any] | None:
+def provenance(report: ReportData) -> dict[str, Any] | None:
     """How much of a fused program is explained by eager calls; None where nothing was fused.
 
     Of the calls that stand for no eager call, ``copies`` only copy to another layout (``is_layout_copy``), ``unmapped``
@@ -121,7 +121,7 @@ def provenance(report: Report) -> dict[str, Any] | None:
     }
 
 
-def fused_calls(report: Report, most: int) -> list[dict[str, str]]:
+def fused_calls(report: ReportData, most: int) -> list[dict[str, str]]:
     """The ``most`` expensive calls that are not just an eager call themselves, with what they stand for."""
     if report.eager is None:
         return []

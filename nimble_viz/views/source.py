@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nimble_core.units import format_count, format_ns, format_percent
-from nimble_viz.report import HostSync, Report, SourceLines
+from nimble_viz.report import HostSync, ReportData, SourceLines
 from nimble_viz.views.labels import label_run, plural, trains, visible
 
 __all__ = ["FIGURES", "hottest", "replay_times", "source", "source_text"]
@@ -26,7 +26,7 @@ _FOLD = 4
 _AFTER = "after "
 
 
-def source(report: Report) -> dict[str, Any] | None:
+def source(report: ReportData) -> dict[str, Any] | None:
     """Functions with their text, and a row for each of their lines that has calls or waits; None without any line.
 
     ``functions`` lists those with most eager host time first (else most replay time): ``file``, ``name``, ``group``
@@ -119,7 +119,7 @@ def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, 
     return rows
 
 
-def source_text(report: Report) -> str:
+def source_text(report: ReportData) -> str:
     """The annotated code as plain text, functions with most time first; lines far from calls are left out."""
     found = source(report)
     if found is None:
@@ -157,7 +157,7 @@ def source_text(report: Report) -> str:
     return "".join(f"{visible(line)}\n" for line in [*lines, *found["notes"]])
 
 
-def replay_times(report: Report) -> tuple[list[float], str] | None:
+def replay_times(report: ReportData) -> tuple[list[float], str] | None:
     """Time of each call of the program in the chosen replay, ns, and where it is from; None if nothing was timed.
 
     What was seen in that replay, where calls slow each other down; else what they take alone.
@@ -179,7 +179,7 @@ def replay_times(report: Report) -> tuple[list[float], str] | None:
 class _Places:
     """Which function each line belongs to: those of the report, and one without text for each other file."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportData) -> None:
         self.pieces = list(report.sources)
         self.by_file: defaultdict[str, list[int]] = defaultdict(list)
         for at, piece in enumerate(self.pieces):
@@ -230,7 +230,7 @@ def _group(piece: SourceLines) -> str:
     return around or piece.file
 
 
-def _times(report: Report) -> dict[str, list[float]]:
+def _times(report: ReportData) -> dict[str, list[float]]:
     """By figure, the time of each eager call; 0 where it is not known."""
     size = len(report.eager_calls)
     found = {name: [0.0] * size for name in FIGURES}
@@ -253,7 +253,7 @@ def _times(report: Report) -> dict[str, list[float]]:
     return found
 
 
-def _awaiting(report: Report) -> Iterator[int]:
+def _awaiting(report: ReportData) -> Iterator[int]:
     """For each wait of the chosen plan, an eager call that the call that waits stands for."""
     plan = report.schedule(report.chosen)
     for _, consumer in plan.syncs if plan else ():
@@ -263,7 +263,7 @@ def _awaiting(report: Report) -> Iterator[int]:
             yield report.program.calls[consumer].eager[0]
 
 
-def _figures(report: Report) -> list[tuple[str, str, str]]:
+def _figures(report: ReportData) -> list[tuple[str, str, str]]:
     """Key, name and meaning of the times that are known."""
     serial = report.environment.device != "cuda"
     timed, found = replay_times(report), []
@@ -278,7 +278,7 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
     return found
 
 
-def _notes(report: Report) -> list[str]:
+def _notes(report: ReportData) -> list[str]:
     notes = []
     if report.overhead is not None:
         notes.append(

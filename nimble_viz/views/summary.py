@@ -10,7 +10,7 @@ from nimble_core.costs import limit_ns
 from nimble_core.measurement import Measurement, Ratio
 from nimble_core.schedule import Schedule
 from nimble_core.units import format_count, format_ns, format_percent, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.advice import advice_data, best_run
 from nimble_viz.views.candidates import candidates
 from nimble_viz.views.concurrency import graph_width, observed
@@ -42,7 +42,7 @@ _OVERLAP_NS = 1000.0
 seen on an H200."""
 
 
-def verdict(report: Report) -> str:
+def verdict(report: ReportData) -> str:
     """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
 
     ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
@@ -79,7 +79,7 @@ def verdict(report: Report) -> str:
     return "; ".join([sentence, *doubts]) + "."
 
 
-def summary(report: Report) -> dict[str, Any]:
+def summary(report: ReportData) -> dict[str, Any]:
     """Tables of the summary: speed, peers, limit, advice, provenance, checks, candidates, plans, what-if, ….
 
     Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
@@ -130,7 +130,7 @@ def summary(report: Report) -> dict[str, Any]:
     }
 
 
-def _outlook(report: Report) -> str:
+def _outlook(report: ReportData) -> str:
     """The verdict on a plan."""
     plan, calls = report.schedule(report.chosen), format_count(len(report.program.calls))
     if plan is None:
@@ -147,7 +147,7 @@ def _mark(ratio: Ratio) -> str:
     return "" if ratio.stable else ", unstable"
 
 
-def _doubts(report: Report) -> list[str]:
+def _doubts(report: ReportData) -> list[str]:
     doubts = []
     if not report.complete:
         doubts.append("interrupted: this is what was measured until then")
@@ -177,7 +177,7 @@ def _reference(check: EqualityCheck) -> str:
     )
 
 
-def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
+def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
     peer = next((one for one in report.peers if one.name == taken.name), None)
     wrong = peer is not None and peer.check is not None and peer.check.differs
     compared = taken.name != "eager" and bool(report.program.calls)
@@ -203,14 +203,14 @@ def _speed(report: Report, taken: Measurement) -> dict[str, Any]:
     }
 
 
-def _over_one_stream(report: Report, name: str) -> Ratio | None:
+def _over_one_stream(report: ReportData, name: str) -> Ratio | None:
     """None where that would compare a plan with itself: another one on one stream differs from it by noise alone."""
     base, plan = one_stream(name), report.schedule(name)
     itself = name == base or (plan is not None and plan.streams == 1)
     return report.ratio(name, base) if not itself and report.measurement(base) else None
 
 
-def _plan(report: Report, plan: Schedule) -> dict[str, Any]:
+def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
     return {
         "policy": plan.policy,
         "label": label_run(report, plan.policy),
@@ -230,7 +230,7 @@ def _promises(concurrency: bool, syncs: bool) -> str:
     return "; ".join(parts) or "none"
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
+def _facts(report: ReportData) -> list[tuple[str, str]]:
     calls = len(report.program.calls)
     if report.sampling is not None:
         return [("Calls of an iteration", format_count(calls))]
@@ -255,7 +255,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return facts[:1] + (origin["facts"] if origin else []) + facts[1:]
 
 
-def _environment(report: Report) -> list[tuple[str, str]]:
+def _environment(report: ReportData) -> list[tuple[str, str]]:
     where = report.environment
     cast = report.dtype.partition(" under ")[2].removesuffix(" autocast")  # of the step, not around the comparison
     rows = [
@@ -281,7 +281,7 @@ def _environment(report: Report) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def _device(report: Report) -> str:
+def _device(report: ReportData) -> str:
     name = report.environment.device_name
     if planned(report) or report.environment.device == "cuda":
         return name
@@ -290,7 +290,7 @@ def _device(report: Report) -> str:
     return f"{name} (host replay, no GPU)"
 
 
-def _beaten(report: Report, run: str, bound_ns: float) -> bool:
+def _beaten(report: ReportData, run: str, bound_ns: float) -> bool:
     """Whether a replay took less than this bound by more than measuring and launching ahead explain."""
     taken, plan = report.measurement(run), report.schedule(run)
     if taken is None or plan is None:
@@ -298,7 +298,7 @@ def _beaten(report: Report, run: str, bound_ns: float) -> bool:
     return taken.median_ns < (1 - SAME_BAND) * bound_ns - _OVERLAP_NS * (plan.counts.ahead or 0)
 
 
-def _warnings(report: Report) -> list[str]:
+def _warnings(report: ReportData) -> list[str]:
     # Said below, with the run's label.
     known = {f"{check.name}: {check.reason}" for check in report.checks}
     known |= {f"timeline of {line.run} is unreliable: {line.note}" for line in report.timelines}

@@ -6,7 +6,7 @@ from typing import Any
 
 from nimble_core.schedule import Schedule
 from nimble_core.units import format_count, format_ns
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.labels import plural
 
 __all__ = ["COUNTS", "ENDS", "hint", "host_syncs", "promise"]
@@ -70,7 +70,7 @@ def hint(kind: str, phase: str = "") -> str:
     return "see what on this line needs a value on the host"
 
 
-def host_syncs(report: Report) -> list[dict[str, Any]] | None:
+def host_syncs(report: ReportData) -> list[dict[str, Any]] | None:
     """Host synchronisations of the eager run, longest first; None if eager was not profiled."""
     if report.overhead is None:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from nimble_core.timeline import Lane, Span, Timeline
 from nimble_core.units import format_count, format_ns, format_percent, format_ratio
-from nimble_viz.report import DeviceIdle, Report
+from nimble_viz.report import DeviceIdle, ReportData
 from nimble_viz.views.concurrency import device_streams, flight_times, flights, in_flight
 from nimble_viz.views.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
 from nimble_viz.views.labels import label_run, planned, plural
@@ -31,7 +31,7 @@ _IDLE = (
 )
 
 
-def timelines(report: Report) -> list[dict[str, Any]]:
+def timelines(report: ReportData) -> list[dict[str, Any]]:
     """One entry per timeline, eager first; spans as columns, whole nanoseconds from that run's first start.
 
     ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
@@ -95,7 +95,7 @@ def timelines(report: Report) -> list[dict[str, Any]]:
     return shown
 
 
-def axis_note(report: Report) -> str:
+def axis_note(report: ReportData) -> str:
     """One sentence on what may be compared along the axis: which clocks the runs were timed by, and what is simulated.
 
     Empty where there is no timeline.
@@ -129,7 +129,7 @@ def distorted(line: Timeline) -> bool:
     return bool(factor) and not 1 / DISTORTION_BOUND <= factor <= DISTORTION_BOUND
 
 
-def device_idle(report: Report, line: Timeline) -> float:
+def device_idle(report: ReportData, line: Timeline) -> float:
     """Share of a run's length during which the device did nothing, whatever the stream.
 
     The length of a replay is that from its first start to its last end, as its lanes are drawn; of the eager run that
@@ -195,7 +195,7 @@ def _distortion_words(line: Timeline) -> str:
     return words
 
 
-def _facts(report: Report, line: Timeline, found: list[Gap]) -> list[tuple[str, str]]:
+def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[str, str]]:
     facts = []
     if line.check is not None:
         by = f", told by {line.check.by}" if line.check.by else ""
@@ -229,7 +229,7 @@ def _facts(report: Report, line: Timeline, found: list[Gap]) -> list[tuple[str, 
     return facts
 
 
-def _lost(report: Report, line: Timeline, found: list[Gap]) -> list[dict[str, Any]]:
+def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str, Any]]:
     """What the device's time went to: of a replay by stream, of an eager run as the profile of its overhead says."""
     if line.run != "eager":
         plan = report.schedule(line.run)
@@ -257,7 +257,7 @@ def _idle_parts(idle: DeviceIdle) -> list[tuple[str, float, str]]:
     return [(name, getattr(idle, key), meaning) for key, name, meaning in _IDLE]
 
 
-def _path(report: Report, line: Timeline) -> str:
+def _path(report: ReportData, line: Timeline) -> str:
     """How much of the unprofiled replay its critical path accounts for; empty where that is not known."""
     wall, path = line.unprofiled_ns, set(report.critical_path)
     if report.schedule(line.run) is None or report.critical_path_ns <= 0 or not wall or not line.length_ns:

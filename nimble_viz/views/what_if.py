@@ -10,7 +10,7 @@ from nimble_core.graph import CallGraph
 from nimble_core.policies import POLICIES
 from nimble_core.simulate import H200, simulate
 from nimble_core.units import format_ns, format_percent, format_ratio
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 from nimble_viz.views.concurrency import graph_width
 from nimble_viz.views.labels import SAME_BAND, plural, split_plan
 
@@ -26,7 +26,7 @@ _SEARCHED_CALLS = 500
 """``contention`` tries many plans for each answer; above this its list schedules, ``critical_path``, answer alone."""
 
 
-def what_if(report: Report) -> dict[str, Any] | None:
+def what_if(report: ReportData) -> dict[str, Any] | None:
     """Simulated replay time by number of streams, with the chosen plan's policy, and how many are worth it.
 
     None where there is nothing to simulate with or to ask: no GPU, costs not measured, too many calls, or a graph

@@ -10,7 +10,7 @@ from typing import Any
 from nimble_core.costs import Kernel
 from nimble_core.occupancy import Launch, launch_of
 from nimble_core.program import Call, TensorRef
-from nimble_viz.report import Report
+from nimble_viz.report import ReportData
 
 __all__ = ["CallWork", "call_bytes", "call_work", "launches", "work"]
 
@@ -57,13 +57,13 @@ def call_bytes(call: Call) -> tuple[int, int]:
     return sum(min(nbytes, written) for nbytes in read) if call.label in _LOOKUPS else sum(read), written
 
 
-def launches(report: Report) -> list[Launch | None]:
+def launches(report: ReportData) -> list[Launch | None]:
     """How each of ``report.costs.kernels`` lies on the GPU; None for copies, and where the GPU is not known."""
     held = report.work.processors if report.work else None
     return [launch_of(kernel, held) if held else None for kernel in report.costs.kernels]
 
 
-def call_work(report: Report) -> list[CallWork]:
+def call_work(report: ReportData) -> list[CallWork]:
     """Work of every call of the program. O(calls + kernels)."""
     costs = report.costs
     measured = costs.source != "uniform"
@@ -95,7 +95,7 @@ def call_work(report: Report) -> list[CallWork]:
     return rows
 
 
-def work(report: Report) -> dict[str, list[Any]]:
+def work(report: ReportData) -> dict[str, list[Any]]:
     """``call_work`` as columns; -1 stands for what is not known."""
     rows = call_work(report)
     return {

@@ -1,0 +1,145 @@
+"""One prepared signature of a model: what replays it, and what is known about that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nimble_core.candidates import Candidate
+from nimble_core.casts import Autocast
+from nimble_core.costs import Costs
+from nimble_core.devices.base import Executable
+from nimble_core.differentiable import Backward
+from nimble_core.errors import InputError
+from nimble_core.folded import Folded
+from nimble_core.freshness import Watch, announce
+from nimble_core.origins import warn
+from nimble_core.overlaps import Apart
+from nimble_core.plan import Plan
+from nimble_core.schedule import Schedule
+from nimble_core.signature import Signature
+from nimble_core.tracing.recorded import (
+    Recorded,
+)
+
+__all__ = ["Engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One prepared signature.
+
+    Args:
+        signature: inputs it takes.
+        executable: what it replays.
+        build: makes the model's output from output tensors.
+        mode: whether the module was in training mode when it was prepared.
+        watch: notices that the model was changed in a way that a replay cannot follow, and folded weights.
+        check_first: whether it is asked before a run. Otherwise it is asked while the device is busy with the run,
+            which then is repeated on weights that were folded anew.
+        seconds: preparation time by step; ``"warm-up"`` holds library loading and autotuning.
+        candidates: the plans that were tried before this one was chosen.
+        plan: what it runs, as a value to keep and to prepare with again; None if the module was captured as a whole.
+        notes: what the user should know.
+        recorded: the calls that it replays.
+        costs: isolated time of each, None if nothing was measured.
+        folded: constants that it reads in place of weights; None if it reads all weights live.
+        writes: addresses of the storages outside of it, inputs not counted, that a run writes.
+        backward: what follows a forward that was prepared for training; None for inference.
+        apart: asks whether inputs share memory; None if a run writes none of them.
+        autocast: what it was prepared under; None for a step, which casts by itself or asks by itself.
+        unlinked: set once it was said that outputs carry no gradient to an input that requires one.
+    """
+
+    signature: Signature
+    executable: Executable
+    build: Callable[[Sequence[torch.Tensor]], Any]
+    mode: bool
+    watch: Watch
+    check_first: bool
+    seconds: Mapping[str, float]
+    recorded: Recorded
+    costs: Costs | None = None
+    candidates: tuple[Candidate, ...] = ()
+    plan: Plan | None = None
+    notes: tuple[str, ...] = ()
+    folded: Folded | None = None
+    writes: frozenset[int] = frozenset()
+    backward: Backward | None = None
+    apart: Apart | None = None
+    autocast: Autocast | None = None
+    unlinked: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule it replays."""
+        return self.executable.schedule
+
+    def __repr__(self) -> str:
+        return (
+            f"Engine({self.signature}; {self.executable.schedule.policy}, {len(self.executable.schedule.stream)} calls)"
+        )
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """Input tensors of a call that it stands for; None of one with other inputs, or under another autocast."""
+        tensors = self.signature.bind(args, kwargs)
+        return None if tensors is None or (self.autocast is not None and not self.autocast.holds()) else tensors
+
+    def run(self, tensors: Sequence[torch.Tensor], *, static: bool) -> list[torch.Tensor]:
+        """Run on ``tensors`` and on the weights as they are now; see ``Executable.run``.
+
+        Raises:
+            InputError: the model is not the one that was prepared, or inputs share memory that a run writes.
+            DeviceError: closed, or a call failed.
+        """
+        if self.apart is not None:
+            self.apart.require(tensors)
+        if self.check_first:
+            self.check()
+            outputs = self.executable.run(tensors, static=static)
+        else:
+            folds = self.watch.folds
+            outputs = self.executable.run(tensors, static=static)
+            self.check()
+            if self.watch.folds != folds:
+                outputs = self.executable.run(tensors, static=static)
+        if self.writes:
+            announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
+        return outputs
+
+    def say_unlinked(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Warn, once, of inputs that require gradients, before a run under autograd of what was prepared without."""
+        if not self.unlinked.is_set():
+            self.unlinked.set()
+            wanted = next(
+                path for path, tensor in zip(self.signature.paths, tensors, strict=True) if tensor.requires_grad
+            )
+            warn(
+                f"{wanted} requires a gradient, but outputs of what was prepared for inference carry none; "
+                "prepare(..., training=True) for gradients, or call under torch.no_grad()"
+            )
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self.executable.close()
+        if self.backward is not None:
+            self.backward.close()
+
+    def check(self, *, thorough: bool = False) -> None:
+        """Refuse a model that a replay cannot follow; fold again what has changed."""
+        change = self.watch.looked_through() if thorough else self.watch.change()
+        if change:
+            raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
+        if self.folded is not None and self.watch.stale():
+            with self.executable.paused():
+                if self.watch.stale():  # no other thread was faster
+                    self.watch.folding()
+                    try:
+                        self.folded.refresh()
+                    except BaseException:
+                        self.watch.doubt()
+                        raise

@@ -1,0 +1,75 @@
+"""What changed between two reports, and whether one is good enough: as values that show themselves.
+
+The values are made by ``nimble_viz.diff`` and ``nimble_viz.gate``, which know no terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from nimble_viz.diff import DifferenceData, differences
+from nimble_viz.gate import GateData, Rules, judge
+from nimble_viz.report import ReportData
+from nimble_viz.text import plain
+from nimble_viz.text_diff import difference_text, gate_text
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+__all__ = ["Difference", "Gate", "diff", "gate"]
+
+
+class _Shown:
+    """Shows itself as text, in a terminal and in a notebook."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, data: Any) -> Self:
+        """The same values, which then show themselves."""
+        return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
+
+    def to_text(self, width: int | None = None) -> str:
+        """As plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
+        return plain(_text(self), width)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/plain": self.to_text(100)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield _text(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(_Shown, DifferenceData):
+    """What changed from one report to another: its fields are those of ``DifferenceData``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(_Shown, GateData):
+    """All verdicts on one report: its fields are those of ``GateData``."""
+
+
+def _text(shown: object) -> RenderableType:
+    if isinstance(shown, DifferenceData):
+        return difference_text(shown)
+    assert isinstance(shown, GateData)
+    return gate_text(shown)
+
+
+def diff(old: ReportData, new: ReportData) -> Difference:
+    """What changed from ``old`` to ``new``; see ``differences``."""
+    return Difference.of(differences(old, new))
+
+
+def gate(
+    report: ReportData,
+    rules: Rules | None = None,
+    *,
+    baseline: ReportData | None = None,
+    any_environment: bool = False,
+) -> Gate:
+    """Judge ``report`` by ``rules``; see ``judge``, which says what is asked and what is raised."""
+    return Gate.of(judge(report, rules, baseline=baseline, any_environment=any_environment))
