@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.cuda import in_a_process, options_of_rows, rows_held, write
 from benchmarks.zoo import load, precision
-from nimble_core.host_info import environment
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_viz.peers import peer
+from nimble_core.api.nimble import Nimble
+from nimble_core.profiling.machine import environment
+from nimble_core.scheduling.options import Options
+from nimble_viz.collect.peers import peer
 
 MODELS = ("ResNet-50", "GoogLeNet", "MobileNetV2", "BERT-base 128", "ViT-B/16", "T5-small 128+32", "NASNet-A mobile")
 OURS = {"ours, not tuned": Options(fuse="inductor", tune="off"), "ours": Options()}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.counters --out benchmarks/results/counters-h200.json
 
-Every row prepares its model twice, once with workspaces where they lie without counters (``nimble_core/staggered.py``),
+Every row prepares its model twice, once with workspaces where they lie without counters (``workspace_zeroing``),
 and runs both in turn, in a process of its own: replays for inference; for training one step, and ten of which only the
 last is waited for. A ratio above 1 says that zeroing at once is faster. Rows that the file holds are not measured
 again.
@@ -21,16 +21,16 @@ from benchmarks import train_zoo, training
 from benchmarks.cuda import figures, fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
 from nimble_core.api.engine import Engine
-from nimble_core.devices.base import Device
-from nimble_core.devices.cuda import CudaDevice
-from nimble_core.emitted import leading_fills
-from nimble_core.layout import Layout
-from nimble_core.measurement import interleave, ratio
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_core.pipeline import device_for
-from nimble_core.recording import Recording
-from nimble_core.schedule import Schedule
+from nimble_core.api.nimble import Nimble
+from nimble_core.autotune.capture_pipeline import device_for
+from nimble_core.ir.measurement import interleave, ratio
+from nimble_core.ir.schedule import Schedule
+from nimble_core.runtime.cuda.device import CudaDevice
+from nimble_core.runtime.device import Device
+from nimble_core.scheduling.memory_requirements import Layout
+from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.verify_capture import leading_fills
+from nimble_core.tracing.recording import Recording
 
 ROWS = {
     "BERT-base 128": ("tf32, 32, drop-in", "tf32, 32, whole step", "tf32, 32, inductor", "float32, 1, library"),

@@ -26,16 +26,16 @@ import torch
 
 from benchmarks.zoo import CASES, ZOO, load
 from nimble_core.algorithms.critical_path import critical_path
-from nimble_core.equality import check_equality
-from nimble_core.graph import predecessors
-from nimble_core.host_info import environment, finish
-from nimble_core.measurement import Measurement, interleave, quantile, ratio
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_core.pipeline import capture, device_for, observe, schedule_by
-from nimble_core.static import other_values
-from nimble_core.structure import builder, flatten
+from nimble_core.api.nimble import Nimble
+from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from nimble_core.ir.call_graph import predecessors
+from nimble_core.ir.measurement import Measurement, interleave, quantile, ratio
+from nimble_core.profiling.machine import environment, finish
+from nimble_core.scheduling.options import Options
+from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.tracing.static_check import other_values
+from nimble_core.validation.equality import check_equality
 
 TARGETS = {"NASNet-A large": 2.0, "HRNet-W18": 2.2, "GoogLeNet": 1.8, "Inception-v3": 1.5}
 CALL_BUDGET_US = 10.0

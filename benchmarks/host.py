@@ -32,15 +32,15 @@ from typing import Any
 import torch
 
 from examples import models
-from nimble_core.devices.host import HostDevice
-from nimble_core.host_info import environment
-from nimble_core.measurement import interleave, ratio
-from nimble_core.options import Options
-from nimble_core.pipeline import capture, observe, schedule_by
-from nimble_core.recording import Recording, fill, flat_tensors, issuing
-from nimble_core.signature import Signature
+from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
+from nimble_core.ir.measurement import interleave, ratio
+from nimble_core.profiling.machine import environment
+from nimble_core.runtime.host.device import HostDevice
+from nimble_core.scheduling.options import Options
 from nimble_core.tracing.recorded import Stopwatch, record_static
-from nimble_core.units import format_ns, format_percent
+from nimble_core.tracing.recording import Recording, fill, flat_tensors, issuing
+from nimble_core.tracing.signature import Signature
+from nimble_core.utils.units import format_ns, format_percent
 
 MODELS: dict[str, Callable[[], models.Example]] = {
     "bert-small, length 16": partial(models.bert_small, length=16),
@@ -242,7 +242,7 @@ def _time(function: Callable[[], object]) -> tuple[Any, float]:
 
 def _agreement(model: Any, args: Any, kwargs: Any, signature: Signature, plans: Sequence[Any]) -> dict[str, Any]:
     """Largest difference from eager relative to its largest value, by plan; 0 means every bit."""
-    from nimble_core.structure import flatten
+    from nimble_core.tracing.pytree import flatten
 
     with torch.no_grad():
         expected, _ = flatten(model(*args, **kwargs), what="output")

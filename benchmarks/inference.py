@@ -60,21 +60,21 @@ from benchmarks.rows import (
 )
 from benchmarks.zoo import DTYPES, SUITE, load, precision
 from nimble_core.api.engine import Engine
-from nimble_core.attribution import unmapped
-from nimble_core.devices.base import Device
-from nimble_core.equality import check_equality
-from nimble_core.host_info import environment, finish
-from nimble_core.judging import Cases, eager_cases
-from nimble_core.measurement import Measurement, interleave, ratio
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_core.pipeline import device_for
-from nimble_core.preserve import preserved
-from nimble_core.structure import builder, flatten
+from nimble_core.api.nimble import Nimble
+from nimble_core.autotune.capture_pipeline import device_for
+from nimble_core.compiler.attribution import unmapped
+from nimble_core.ir.measurement import Measurement, interleave, ratio
+from nimble_core.profiling.machine import environment, finish
+from nimble_core.runtime.device import Device
+from nimble_core.scheduling.options import Options
+from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.tracing.side_effects import preserved
+from nimble_core.validation.equality import check_equality
+from nimble_core.validation.judge import Cases, eager_cases
+from nimble_viz.analysis.limit import EXPLAINED_ABOVE
 from nimble_viz.collect.peer_runs import PeerRuns
-from nimble_viz.peers import close, peer, peer_names
-from nimble_viz.views.limit import EXPLAINED_ABOVE
+from nimble_viz.collect.peers import close, peer, peer_names
 
 __all__ = [
     "AUTOTUNED",

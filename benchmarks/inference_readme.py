@@ -29,7 +29,7 @@ from benchmarks.readme import (
 )
 from benchmarks.rows import Results
 from benchmarks.zoo import CASES, DTYPES, SUITE
-from nimble_viz.views.limit import EXPLAINED_ABOVE
+from nimble_viz.analysis.limit import EXPLAINED_ABOVE
 
 RESULTS = ROOT / "benchmarks" / "results" / "inference-h200.json"
 IMAGE = ROOT / "docs" / "images" / "inference.svg"

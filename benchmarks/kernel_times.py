@@ -28,10 +28,10 @@ import torch
 
 from benchmarks.cuda import write
 from benchmarks.zoo import load
-from nimble_core.devices.base import Device, Executable
-from nimble_core.host_info import environment
-from nimble_core.kernel_names import short_kernel_name
-from nimble_core.pipeline import capture, device_for, observe, schedule_by
+from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from nimble_core.profiling.kernel_names import short_kernel_name
+from nimble_core.profiling.machine import environment
+from nimble_core.runtime.device import Device, Executable
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 
 MODELS = ("GoogLeNet", "BERT-base 128", "MobileNetV2")

@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.cuda import fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
-from nimble_core.devices.cuda import CudaExecutable
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_core.pipeline import device_for, observe
+from nimble_core.api.nimble import Nimble
+from nimble_core.autotune.capture_pipeline import device_for, observe
+from nimble_core.runtime.cuda.device import CudaExecutable
+from nimble_core.scheduling.options import Options
 
 MODELS = ("ResNet-50", "GoogLeNet", "BERT-base 128", "NASNet-A mobile", "NASNet-A large", "HRNet-W18")
 POLICIES = ("single", "contention")

@@ -32,24 +32,24 @@ from benchmarks.cuda import figures, write
 from benchmarks.zoo import CASES, ZOO, load
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.api.engine import Engine
-from nimble_core.candidates import Candidate
-from nimble_core.costs import Costs
-from nimble_core.devices.base import Device, Executable
-from nimble_core.equality import check_equality
-from nimble_core.errors import DeviceError
-from nimble_core.graph import predecessors
-from nimble_core.host_info import environment
-from nimble_core.judging import eager_cases, from_same_state
-from nimble_core.measurement import Measurement, interleave, quantile, ratio, summarize
-from nimble_core.memory_bound import memory_lower_bound
-from nimble_core.nimble import Nimble
-from nimble_core.pipeline import capture, device_for, observe, schedule_by
-from nimble_core.policies import POLICIES
-from nimble_core.program import Program
-from nimble_core.schedule import Schedule
-from nimble_core.simulate import simulate
-from nimble_core.timeline import Timeline
+from nimble_core.api.nimble import Nimble
+from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
+from nimble_core.ir.call_graph import predecessors
+from nimble_core.ir.candidates import Candidate
+from nimble_core.ir.costs import Costs
+from nimble_core.ir.measurement import Measurement, interleave, quantile, ratio, summarize
+from nimble_core.ir.program import Program
+from nimble_core.ir.schedule import Schedule
+from nimble_core.ir.timeline import Timeline
+from nimble_core.profiling.machine import environment
+from nimble_core.runtime.device import Device, Executable
+from nimble_core.scheduling.memory_lower_bound import memory_lower_bound
+from nimble_core.scheduling.policies import POLICIES
+from nimble_core.scheduling.simulator import simulate
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
+from nimble_core.utils.errors import DeviceError
+from nimble_core.validation.equality import check_equality
+from nimble_core.validation.judge import eager_cases, from_same_state
 
 OURS = ("nimble", "contention")
 """Policies that are also measured on fewer streams and under a memory limit, and watched while they run."""

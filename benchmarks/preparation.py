@@ -24,10 +24,10 @@ from torch import nn
 
 from benchmarks.cuda import in_a_process, options_of_rows, rows_held, write
 from benchmarks.zoo import SUITE, load, precision
-from nimble_core.host_info import environment
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_viz.peers import peer
+from nimble_core.api.nimble import Nimble
+from nimble_core.profiling.machine import environment
+from nimble_core.scheduling.options import Options
+from nimble_viz.collect.peers import peer
 
 DTYPES = ("float32", "float16")
 TIMES = 5

@@ -1,9 +1,9 @@
 """What NVTX ranges cost: nothing where no tool listens, and how much where one does.
 
 ``python -m benchmarks.ranges`` prepares a small model in new processes, in turn: with ranges turned off, with no tool,
-and with the tool of ``tests/nvtx_tool.cpp`` attached, which hears each range and writes nothing down. In each, replays
-with and without what ranges add are timed in turn, and so are eager runs. Needs a C++ compiler for the tool; without
-one that column is left out.
+and with the tool of ``tests/support/nvtx_tool.cpp`` attached, which hears each range and writes nothing down. In each,
+replays with and without what ranges add are timed in turn, and so are eager runs. Needs a C++ compiler for the tool;
+without one that column is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import median
 
 import torch
 
-from nimble_core.host_info import environment
+from nimble_core.profiling.machine import environment
 
 ROOT = Path(__file__).parent.parent
 CALLS = 16
@@ -98,8 +98,8 @@ def sample(kind: str, tool: Path | None, device: str) -> dict[str, float]:
 def measured(device: str) -> dict[str, float]:
     """Microseconds of each thing, in this process."""
     from nimble_core import Nimble, Options
-    from nimble_core.ranges import listener
-    from nimble_viz.nvtx_ranges import annotated
+    from nimble_core.profiling.nvtx import listener
+    from nimble_viz.collect.annotated import annotated
 
     start = time.perf_counter_ns()
     listener()

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from nimble_core.host_info import environment
-from nimble_core.units import format_ns
+from nimble_core.profiling.machine import environment
+from nimble_core.utils.units import format_ns
 from nimble_viz import load
 from nimble_viz.render.report import Report
 
@@ -32,8 +32,8 @@ LIMIT_BYTES = 5_000_000
 
 def reports(calls: int = CALLS) -> dict[str, Callable[[], Report]]:
     """Makers of the reports that are timed, by name; the tests' own samples."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from sample_reports import fused_report, sample_report
+    sys.path.insert(0, str(ROOT))
+    from tests.support.sample_reports import fused_report, sample_report
 
     return {"eager's kernels": lambda: sample_report(calls, width=8), "fused": lambda: fused_report(calls, width=8)}
 

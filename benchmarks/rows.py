@@ -40,15 +40,15 @@ from typing import Any
 from benchmarks.policies import candidate_figures, replays_in_a_row_ns
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.api.engine import Engine
-from nimble_core.candidates import Candidate
-from nimble_core.devices.base import Device
-from nimble_core.environment import Environment
-from nimble_core.graph import predecessors
-from nimble_core.measurement import Measurement
-from nimble_core.pipeline import observe
+from nimble_core.autotune.capture_pipeline import observe
+from nimble_core.ir.call_graph import predecessors
+from nimble_core.ir.candidates import Candidate
+from nimble_core.ir.environment import Environment
+from nimble_core.ir.measurement import Measurement
+from nimble_core.runtime.device import Device
 from nimble_core.tracing.recorded import Stopwatch
+from nimble_viz.analysis.limit import limit
 from nimble_viz.render.report import Report
-from nimble_viz.views.limit import limit
 
 __all__ = [
     "BEST",
@@ -271,7 +271,7 @@ def about_ahead(engine: Engine) -> dict[str, Any] | None:
 
     None where there are none.
     """
-    from nimble_core.devices.cuda import CudaExecutable
+    from nimble_core.runtime.cuda.device import CudaExecutable
 
     executable = engine.executable
     if not isinstance(executable, CudaExecutable) or not executable.raw.ahead:

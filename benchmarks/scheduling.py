@@ -27,16 +27,16 @@ from types import FrameType
 from typing import Any
 
 from nimble_core.algorithms.reachability import predecessor_lists
-from nimble_core.algorithms.reduction import transitive_reduction
-from nimble_core.arena import plan_memory
-from nimble_core.check import check_schedule
-from nimble_core.costs import Costs
-from nimble_core.graph import CallGraph, build_graph, predecessors
-from nimble_core.memory import release_plan
-from nimble_core.policies import POLICIES, nimble
-from nimble_core.program import Access, Call, Program, Storage, TensorRef
-from nimble_core.schedule import Schedule
-from nimble_core.simulate import EXACT, H200, simulate
+from nimble_core.algorithms.transitive_reduction import transitive_reduction
+from nimble_core.ir.call_graph import CallGraph, build_graph, predecessors
+from nimble_core.ir.costs import Costs
+from nimble_core.ir.program import Access, Call, Program, Storage, TensorRef
+from nimble_core.ir.schedule import Schedule
+from nimble_core.scheduling.live_bytes import release_plan
+from nimble_core.scheduling.memory_planner import plan_memory
+from nimble_core.scheduling.policies import POLICIES, nimble
+from nimble_core.scheduling.simulator import EXACT, H200, simulate
+from nimble_core.scheduling.verify_schedule import check_schedule
 
 Edges = list[tuple[int, int]]
 

@@ -18,10 +18,10 @@ from unittest.mock import patch
 from benchmarks.cuda import figures, fill_rows, options_of_rows
 from benchmarks.zoo import load, precision
 from nimble_core.api.engine import Engine
-from nimble_core.measurement import interleave, ratio
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_core.pipeline import device_for
+from nimble_core.api.nimble import Nimble
+from nimble_core.autotune.capture_pipeline import device_for
+from nimble_core.ir.measurement import interleave, ratio
+from nimble_core.scheduling.options import Options
 
 MODELS = ("GoogLeNet", "Inception-v3", "DARTS")
 DTYPES = ("float16", "float32")
@@ -54,7 +54,7 @@ def both(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: str
     """Times of both, and what was merged."""
     options = Options(fuse="library", policy=policy)
     nets = {MERGED: Nimble(model, options).prepare(*args, **kwargs)}
-    with patch("nimble_core.rewrites.merge._sites_pay", lambda *given: False):
+    with patch("nimble_core.compiler.passes.merge_siblings._sites_pay", lambda *given: False):
         nets[APART] = Nimble(model, options).prepare(*args, **kwargs)
     engines = {name: net.engines[0] for name, net in nets.items()}
     device = device_for(engines[MERGED].signature.device)

@@ -83,15 +83,15 @@ from benchmarks.rows import (
 from benchmarks.train_zoo import BATCHES, PRECISIONS, TASKS, Task, load
 from benchmarks.zoo import precision
 from nimble_core.api.engine import Engine
-from nimble_core.devices.base import Device
-from nimble_core.differentiable import Backward
-from nimble_core.gradients import perturbed
-from nimble_core.host_info import environment, finish
-from nimble_core.measurement import Measurement, interleave, ratio
-from nimble_core.nimble import Nimble
-from nimble_core.options import Options
-from nimble_core.pipeline import device_for
-from nimble_core.training import TrainStep
+from nimble_core.api.nimble import Nimble
+from nimble_core.api.train_step import TrainStep
+from nimble_core.autotune.capture_pipeline import device_for
+from nimble_core.ir.measurement import Measurement, interleave, ratio
+from nimble_core.profiling.machine import environment, finish
+from nimble_core.runtime.device import Device
+from nimble_core.scheduling.options import Options
+from nimble_core.training.autograd_function import Backward
+from nimble_core.validation.rounding_noise import perturbed
 
 __all__ = [
     "PEERS",
@@ -505,7 +505,7 @@ def lessons(
         dtype: a key of ``TOLERANCE``.
         batches: that were taken in turn.
         random: whether steps draw random numbers.
-        moved: eager's losses under ``nimble_core.gradients.perturbed``, from the same starts; empty: not known.
+        moved: eager's losses under ``rounding_noise.perturbed``, from the same starts; empty: not known.
     """
     middle = means(curves)
     norm, count = math.hypot(*middle) or 1.0, len(curves)

@@ -45,7 +45,7 @@ from benchmarks.training import (
     selected,
     summary,
 )
-from nimble_viz.views.limit import EXPLAINED_ABOVE
+from nimble_viz.analysis.limit import EXPLAINED_ABOVE
 
 __all__ = ["BEGIN", "IMAGE", "RESULTS", "main", "rendered", "replaced", "rows_table", "sentences", "targets_table"]
 

@@ -29,8 +29,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report_file import CALLS, reports
-from nimble_core.host_info import environment
-from nimble_viz.export.html import fragment, page
+from nimble_core.profiling.machine import environment
+from nimble_viz.render.html import fragment, page
 from nimble_viz.render.report import Report
 
 LIMIT_S = 3.0

@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 from nimble_core.utils.version import __version__
 
 if TYPE_CHECKING:
-    from nimble_core.check import check_schedule
-    from nimble_core.costs import Costs
-    from nimble_core.errors import (
+    from nimble_core.api.nimble import Nimble
+    from nimble_core.api.train_step import TrainStep
+    from nimble_core.ir.call_graph import CallGraph, build_graph
+    from nimble_core.ir.costs import Costs
+    from nimble_core.ir.program import Program
+    from nimble_core.ir.schedule import Schedule
+    from nimble_core.ir.timeline import Timeline
+    from nimble_core.scheduling.options import Options
+    from nimble_core.scheduling.saved_plan import Plan, load_plan
+    from nimble_core.scheduling.verify_schedule import check_schedule
+    from nimble_core.utils.errors import (
         CaptureError,
         DeviceError,
         InputError,
@@ -26,14 +34,6 @@ if TYPE_CHECKING:
         ReportFileError,
         ScheduleError,
     )
-    from nimble_core.graph import CallGraph, build_graph
-    from nimble_core.nimble import Nimble
-    from nimble_core.options import Options
-    from nimble_core.plan import Plan, load_plan
-    from nimble_core.program import Program
-    from nimble_core.schedule import Schedule
-    from nimble_core.timeline import Timeline
-    from nimble_core.training import TrainStep
 
 __all__ = [
     "CallGraph",
@@ -59,28 +59,26 @@ __all__ = [
     "load_plan",
 ]
 
-# No name here may also be the name of a submodule: importing the submodule would put the module in its place. So
-# ``record`` and ``simulate`` stay where they are: ``from nimble_core.record import record``.
 _HOMES = {
-    "CallGraph": "graph",
-    "Costs": "costs",
-    "Nimble": "nimble",
-    "Options": "options",
-    "Plan": "plan",
-    "Program": "program",
-    "Schedule": "schedule",
-    "Timeline": "timeline",
-    "TrainStep": "training",
-    "build_graph": "graph",
-    "check_schedule": "check",
-    "load_plan": "plan",
+    "CallGraph": "ir.call_graph",
+    "Costs": "ir.costs",
+    "Nimble": "api.nimble",
+    "Options": "scheduling.options",
+    "Plan": "scheduling.saved_plan",
+    "Program": "ir.program",
+    "Schedule": "ir.schedule",
+    "Timeline": "ir.timeline",
+    "TrainStep": "api.train_step",
+    "build_graph": "ir.call_graph",
+    "check_schedule": "scheduling.verify_schedule",
+    "load_plan": "scheduling.saved_plan",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'utils.errors')}"), name)
     globals()[name] = value
     return value
 

@@ -16,17 +16,17 @@ from nimble_core import __version__
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nimble_core.options import Options
-    from nimble_viz.ablation import ablate
-    from nimble_viz.annotation import annotate
-    from nimble_viz.comparison import compare
-    from nimble_viz.gate import Rules
-    from nimble_viz.nvtx_ranges import annotated
-    from nimble_viz.planning import plan
-    from nimble_viz.profiling import profile
+    from nimble_core.scheduling.options import Options
+    from nimble_viz.analysis.gate import Rules
+    from nimble_viz.collect.ablate import ablate
+    from nimble_viz.collect.annotate import annotate
+    from nimble_viz.collect.annotated import annotated
+    from nimble_viz.collect.compare import compare
+    from nimble_viz.collect.from_trace import from_trace
+    from nimble_viz.collect.plan import plan
+    from nimble_viz.collect.profile import profile
     from nimble_viz.render.report import Report, load
     from nimble_viz.render.verdicts import gate
-    from nimble_viz.trace_files import from_trace
 
 __all__ = [
     "Options",
@@ -44,33 +44,32 @@ __all__ = [
     "profile",
 ]
 
-# No name here may also be the name of a submodule: importing the submodule would put the module in its place.
 _HOMES = {
-    "Options": "nimble_core.options",
+    "Options": "nimble_core.scheduling.options",
     "Report": "nimble_viz.render.report",
-    "Rules": "nimble_viz.gate",
-    "ablate": "nimble_viz.ablation",
-    "annotate": "nimble_viz.annotation",
-    "annotated": "nimble_viz.nvtx_ranges",
-    "compare": "nimble_viz.comparison",
-    "from_trace": "nimble_viz.trace_files",
+    "Rules": "nimble_viz.analysis.gate",
+    "ablate": "nimble_viz.collect.ablate",
+    "annotate": "nimble_viz.collect.annotate",
+    "annotated": "nimble_viz.collect.annotated",
+    "compare": "nimble_viz.collect.compare",
+    "from_trace": "nimble_viz.collect.from_trace",
     "gate": "nimble_viz.render.verdicts",
     "load": "nimble_viz.render.report",
-    "plan": "nimble_viz.planning",
-    "profile": "nimble_viz.profiling",
+    "plan": "nimble_viz.collect.plan",
+    "profile": "nimble_viz.collect.profile",
 }
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """``%load_ext nimble_viz``: ``%nimble`` compares a model, ``%%nimble`` profiles a cell."""
-    from nimble_viz.extension import load
+    from nimble_viz.cli.magics import load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """``%unload_ext nimble_viz``."""
-    from nimble_viz.extension import unload
+    from nimble_viz.cli.magics import unload
 
     unload(shell)
 

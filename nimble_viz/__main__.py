@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from nimble_viz.command import main
+        from nimble_viz.cli.command import main
 
         code = main()
     except KeyboardInterrupt:  # while it was imported; later ones main answers

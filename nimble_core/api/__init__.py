@@ -1,1 +1,1 @@
-"""x."""
+"""What users import: Nimble, Engine, TrainStep."""

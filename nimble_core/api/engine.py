@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from nimble_core.candidates import Candidate
-from nimble_core.casts import Autocast
-from nimble_core.costs import Costs
-from nimble_core.devices.base import Executable
-from nimble_core.differentiable import Backward
-from nimble_core.errors import InputError
-from nimble_core.folded import Folded
-from nimble_core.freshness import Watch, announce
-from nimble_core.origins import warn
-from nimble_core.overlaps import Apart
-from nimble_core.plan import Plan
-from nimble_core.schedule import Schedule
-from nimble_core.signature import Signature
+from nimble_core.guards.module_guard import Watch, announce
+from nimble_core.ir.candidates import Candidate
+from nimble_core.ir.costs import Costs
+from nimble_core.ir.schedule import Schedule
+from nimble_core.runtime.device import Executable
+from nimble_core.scheduling.saved_plan import Plan
+from nimble_core.tracing.autocast import Autocast
+from nimble_core.tracing.folded_weights import Folded
+from nimble_core.tracing.input_aliasing import Apart
+from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.recorded import (
     Recorded,
 )
+from nimble_core.tracing.signature import Signature
+from nimble_core.training.autograd_function import Backward
+from nimble_core.utils.errors import InputError
 
 __all__ = ["Engine"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nimble_core.costs import Costs
-from nimble_core.timeline import Timeline
+from nimble_core.ir.costs import Costs
+from nimble_core.ir.timeline import Timeline
 
 __all__ = ["Observation"]
 

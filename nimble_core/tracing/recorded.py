@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from nimble_core.arena import ALIGNMENT, Lent
-from nimble_core.around import Around
-from nimble_core.collector import collector_paused
-from nimble_core.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
-from nimble_core.graph import CallGraph, build_graph
-from nimble_core.layout import SMALL_NBYTES
-from nimble_core.preserve import Saved, random_state_kept
-from nimble_core.random_states import OTHER_SEED, seed_otherwise
-from nimble_core.record import announced, expecting
-from nimble_core.scripted import forget_compiled
-from nimble_core.signature import Signature, require_initialised, require_plain
-from nimble_core.static import (
+from nimble_core.ir.call_graph import CallGraph, build_graph
+from nimble_core.scheduling.memory_planner import ALIGNMENT, Lent
+from nimble_core.scheduling.memory_requirements import SMALL_NBYTES
+from nimble_core.tracing.recorder import announced, expecting
+from nimble_core.tracing.rng_state import OTHER_SEED, seed_otherwise
+from nimble_core.tracing.side_effects import Saved, random_state_kept
+from nimble_core.tracing.signature import Signature, require_initialised, require_plain
+from nimble_core.tracing.static_check import (
     OF_VALUES,
     changed_constant,
     check_outputs,
@@ -32,11 +28,15 @@ from nimble_core.static import (
     on_other_values,
     other_values,
 )
+from nimble_core.tracing.step_wrapper import Around
+from nimble_core.tracing.torchscript import forget_compiled
+from nimble_core.utils.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
+from nimble_core.utils.gc_pause import collector_paused
 
 if TYPE_CHECKING:
-    from nimble_core.folded import Folded
-    from nimble_core.program import Program
-    from nimble_core.recording import Recording
+    from nimble_core.ir.program import Program
+    from nimble_core.tracing.folded_weights import Folded
+    from nimble_core.tracing.recording import Recording
     from nimble_core.tracing.rewritten import Rewritten
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nimble_core.program import Fuse, Origin, Role
+from nimble_core.ir.program import Fuse, Origin, Role
 
 __all__ = ["Provenance", "Rewritten"]
 

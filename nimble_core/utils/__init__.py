@@ -1,1 +1,1 @@
-"""x."""
+"""Shared by everything: errors, units, files, locks. No torch at import."""

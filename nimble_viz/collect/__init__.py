@@ -1,1 +1,1 @@
-"""x."""
+"""From a model, a script or a trace to a report."""

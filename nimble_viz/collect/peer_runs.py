@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nimble_core.equality import check_equality
-from nimble_core.errors import NimbleError
-from nimble_core.structure import Structure, builder, flatten, leaf_paths, same_structure, structure_difference
+from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, same_structure, structure_difference
 from nimble_core.tracing.recorded import state_kept
-from nimble_viz.peers import Peer, Run, close
-from nimble_viz.report import PeerResult
+from nimble_core.utils.errors import NimbleError
+from nimble_core.validation.equality import check_equality
+from nimble_viz.collect.peers import Peer, Run, close
+from nimble_viz.report.data import PeerResult
 
 if TYPE_CHECKING:
-    from nimble_core.candidates import EqualityCheck
-    from nimble_core.judging import Cases
+    from nimble_core.ir.candidates import EqualityCheck
     from nimble_core.tracing.recorded import Recorded
-    from nimble_viz.training import Training
+    from nimble_core.validation.judge import Cases
+    from nimble_viz.collect.compare_training import Training
 
 
 __all__ = ["Outputs", "PeerRuns"]

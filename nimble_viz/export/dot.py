@@ -11,13 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from nimble_core.errors import InputError
-from nimble_core.saving import write_file
-from nimble_core.units import format_ns
-from nimble_viz.report import ReportData
-from nimble_viz.views.dag import nest, opening_schedule
-from nimble_viz.views.labels import label_call, label_run, trains
-from nimble_viz.views.provenance import module_of, nesting_modules
+from nimble_core.utils.errors import InputError
+from nimble_core.utils.files import write_file
+from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.dag import nest, opening_schedule
+from nimble_viz.analysis.labels import label_call, label_run, trains
+from nimble_viz.analysis.provenance import module_of, nesting_modules
+from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
     import graphviz

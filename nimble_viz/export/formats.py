@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Literal, get_args
 
-from nimble_core.errors import InputError
-from nimble_core.saving import file_path, write_file
+from nimble_core.utils.errors import InputError
+from nimble_core.utils.files import file_path, write_file
 from nimble_viz.export.dot import DRAWN, write_dot
-from nimble_viz.report import ReportData
+from nimble_viz.report.data import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
 

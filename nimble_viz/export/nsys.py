@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nimble_core.errors import InputError
-from nimble_core.program import Call
-from nimble_core.ranges import DOMAIN, call_bytes, call_name, colour
-from nimble_core.timeline import Timeline
-from nimble_viz.report import ReportData
-from nimble_viz.views.labels import label_run
+from nimble_core.ir.program import Call
+from nimble_core.ir.timeline import Timeline
+from nimble_core.profiling.nvtx import DOMAIN, call_bytes, call_name, colour
+from nimble_core.utils.errors import InputError
+from nimble_viz.analysis.labels import label_run
+from nimble_viz.report.data import ReportData
 
 __all__ = ["write_nsys", "write_timelines"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from nimble_core.errors import InputError
+from nimble_core.utils.errors import InputError
 from nimble_viz.export.trace import Trace, edges_in_time
 
 __all__ = ["perfetto_bytes"]

@@ -13,16 +13,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from nimble_core.errors import InputError
-from nimble_core.program import Call
-from nimble_core.saving import write_file
-from nimble_viz.report import ReportData
-from nimble_viz.views.advice import advice
-from nimble_viz.views.gaps import replay_gaps
-from nimble_viz.views.labels import label_call, label_run
-from nimble_viz.views.overhead import module_tree
-from nimble_viz.views.timeline import distortion
-from nimble_viz.views.work import call_work, launches
+from nimble_core.ir.program import Call
+from nimble_core.utils.errors import InputError
+from nimble_core.utils.files import write_file
+from nimble_viz.analysis.advice import advice
+from nimble_viz.analysis.gaps import replay_gaps
+from nimble_viz.analysis.labels import label_call, label_run
+from nimble_viz.analysis.overhead import module_tree
+from nimble_viz.analysis.timeline import distortion
+from nimble_viz.analysis.work import call_work, launches
+from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
     import pandas

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nimble_core.program import Call
-from nimble_core.timeline import Span, Timeline
-from nimble_core.units import format_ns
-from nimble_viz.report import ReportData
-from nimble_viz.views.labels import context, label_call, label_run
-from nimble_viz.views.phases import PHASES, span_phases
-from nimble_viz.views.timeline import distorted, distortion
+from nimble_core.ir.program import Call
+from nimble_core.ir.timeline import Span, Timeline
+from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.labels import context, label_call, label_run
+from nimble_viz.analysis.phases import PHASES, span_phases
+from nimble_viz.analysis.timeline import distorted, distortion
+from nimble_viz.report.data import ReportData
 
 __all__ = ["Argument", "Flow", "Process", "Slice", "Trace", "Track", "edges_in_time", "make_trace"]
 

@@ -1,1 +1,1 @@
-"""x."""
+"""From that data to a page, text and widgets; and the Report that shows itself."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from nimble_core.errors import InputError
-from nimble_core.saving import write_file
-from nimble_viz import file
-from nimble_viz.report import ReportData
+from nimble_core.utils.errors import InputError
+from nimble_core.utils.files import write_file
+from nimble_viz.report import file
+from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
     from rich.console import Console, ConsoleOptions, RenderableType
 
-    from nimble_viz.dashboard import Dashboard
-    from nimble_viz.pane import Pane
+    from nimble_viz.render.dashboard import Dashboard
+    from nimble_viz.render.pane import Pane
     from nimble_viz.render.verdicts import Difference
 
 __all__ = ["Report", "load"]
@@ -54,7 +54,7 @@ class Report(ReportData):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page with all views to ``path``, as ``save`` does. Raises OSError if it cannot."""
-        from nimble_viz.export.html import page
+        from nimble_viz.render.html import page
 
         return write_file(path, page(self).encode())
 
@@ -119,13 +119,13 @@ class Report(ReportData):
 
     def to_text(self, width: int | None = None) -> str:
         """This report as plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
-        from nimble_viz.text import plain_text
+        from nimble_viz.render.text import plain_text
 
         return plain_text(self, width)
 
     def figure(self) -> Figure:
         """Statistics of the raw samples as a plotly figure."""
-        from nimble_viz.statistics import statistics_figure
+        from nimble_viz.render.statistics_figure import statistics_figure
 
         return statistics_figure(self)
 
@@ -138,7 +138,7 @@ class Report(ReportData):
         Raises:
             InputError: no such view; names those there are.
         """
-        from nimble_viz.pane import Pane
+        from nimble_viz.render.pane import Pane
 
         return Pane(self, name)
 
@@ -168,23 +168,23 @@ class Report(ReportData):
             A widget: the last line of a cell shows it. ``select(call, …)`` and ``what_if(policy, streams)`` do from
             code what clicks do, ``marked`` and ``simulated`` hold what came of it.
         """
-        from nimble_viz.dashboard import Dashboard
+        from nimble_viz.render.dashboard import Dashboard
 
         return Dashboard(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from nimble_viz.text import report_text
+        from nimble_viz.render.text import report_text
 
         yield report_text(self)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from nimble_viz.pane import notebook_bundle
+        from nimble_viz.render.pane import notebook_bundle
 
         return notebook_bundle(self, self)
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = file.MAX_BYTES) -> Report:
-    """Read a report that ``Report.save`` wrote, of this or an older version; see ``nimble_viz.report.file.read``.
+    """Read a report that ``Report.save`` wrote, of this or an older version; see ``nimble_viz.report.data.file.read``.
 
     Raises:
         ReportFileError: it is no report, is damaged or too large, or holds what no report can.

@@ -1,6 +1,6 @@
 """What changed between two reports, and whether one is good enough: as values that show themselves.
 
-The values are made by ``nimble_viz.diff`` and ``nimble_viz.gate``, which know no terminal.
+The values are made by ``nimble_viz.analysis.diff`` and ``nimble_viz.analysis.gate``, which know no terminal.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from nimble_viz.diff import DifferenceData, differences
-from nimble_viz.gate import GateData, Rules, judge
-from nimble_viz.report import ReportData
-from nimble_viz.text import plain
-from nimble_viz.text_diff import difference_text, gate_text
+from nimble_viz.analysis.diff import DifferenceData, differences
+from nimble_viz.analysis.gate import GateData, Rules, judge
+from nimble_viz.render.text import plain
+from nimble_viz.render.verdict_text import difference_text, gate_text
+from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

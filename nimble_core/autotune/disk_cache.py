@@ -1,0 +1,57 @@
+"""Plans that earlier processes chose, kept on disk: the next one makes the same kernels and need not measure.
+
+One small JSON file for each program, GPU, version of torch and set of options, in ``NIMBLE_CACHE_DIR`` or the user's
+cache directory. What is read is checked like any plan; a file that does not fit is as good as none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from nimble_core.scheduling.saved_plan import Plan, load_plan
+from nimble_core.utils.errors import NimbleError
+
+__all__ = ["cache_directory", "choice_key", "recall", "remember"]
+
+
+def cache_directory() -> Path:
+    """Where plans are kept: ``$NIMBLE_CACHE_DIR``, else ``nimble`` in the user's cache directory."""
+    named = os.environ.get("NIMBLE_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nimble"
+
+
+def choice_key(fingerprint: str, conditions: Mapping[str, object]) -> str:
+    """What a choice depends on, as one name.
+
+    Args:
+        fingerprint: of the eager program.
+        conditions: device, versions, options: all that another choice may be best under.
+
+    >>> choice_key("ab", {"torch": "2.11"}) == choice_key("ab", {"torch": "2.12"})
+    False
+    """
+    text = "\n".join([fingerprint, *(f"{name}={value!r}" for name, value in sorted(conditions.items()))])
+    return sha256(text.encode()).hexdigest()[:32]
+
+
+def recall(key: str) -> Plan | None:
+    """The plan that was kept under ``key``; None if there is none that can be read."""
+    try:
+        return load_plan(cache_directory() / f"{key}.json")
+    except (OSError, RuntimeError, NimbleError):
+        return None
+
+
+def remember(key: str, plan: Plan) -> None:
+    """Keep ``plan`` under ``key``; does nothing where the directory cannot be written."""
+    try:
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        plan.save(directory / f"{key}.json")
+    except (OSError, RuntimeError):  # a cache is no reason to fail; Path.home() raises RuntimeError without one
+        return

@@ -1,0 +1,78 @@
+"""Seeds of attention's dropout, found where its backward looks for them.
+
+Memory-efficient attention keeps them for its backward on the device if it is captured and on the host if it is not, and
+its backward looks where a forward that runs as it does would have kept them. Cut from its forward, it is given what the
+captured forward left on the device, and to be compiled and compared it has to run outside of a capture as well, where
+reading them ends the process. Operators of our own bring them to the host then; in a capture they are ATen's. Other
+kernels of attention keep seeds on the device at all times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.compiler.to_fx import arguments_of
+
+__all__ = ["bring_seeds"]
+
+_SEEDS = ("philox_seed", "philox_offset")
+_aten = torch.ops.aten
+_BACKWARDS = {
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+    _aten._efficient_attention_backward.default,
+}
+
+_NAMESPACE = "nimble"
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def bring_seeds(module: fx.GraphModule) -> int:
+    """Let backwards of attention with dropout find seeds that were made ahead of the graph; how many there were.
+
+    Args:
+        module: changed in place.
+    """
+    count = 0
+    for node in module.graph.nodes:
+        if node.target in _BACKWARDS and _drops_as_given(node):
+            node.target = _bringing(node.target)
+            count += 1
+    if count:
+        module.recompile()
+    return count
+
+
+def _drops_as_given(node: fx.Node) -> bool:
+    """Whether a call drops what a call outside of the graph dropped."""
+    given = arguments_of(node)
+    return given["dropout_p"] != 0.0 and given["philox_seed"].op in ("get_attr", "placeholder")
+
+
+@cache
+def _bringing(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """``func`` under a name of our own, which looks for seeds on the device at all times."""
+    schema = func._schema
+    _, _, signature = str(schema).partition("::")
+    name = signature.partition("(")[0]
+    at = [place for place, one in enumerate(schema.arguments) if one.name in _SEEDS]
+
+    def brought(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            return func(*args, **kwargs)
+        return func(*(one.cpu() if place in at else one for place, one in enumerate(args)), **kwargs)
+
+    _define(name, signature, brought, func)
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return found
+
+
+def _define(name: str, signature: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """An operator whose arguments keep the layout that they were recorded in, as kernels of libraries ask for it."""
+    _library.define(signature, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    _library.impl(name, run, "CUDA")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)

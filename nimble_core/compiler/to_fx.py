@@ -1,0 +1,370 @@
+"""From a recording to an FX graph: what the model computes, as a graph of pure operators that rewrites can change.
+
+In-place operators become their functional forms where nothing else looks at the memory they write; the others stay as
+they are, in order, and everything on their memory is *pinned*: rewrites leave it alone. Every node knows which eager
+calls it stands for, so that whatever becomes of it can be traced back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimble_core.ir.program import TensorRef
+from nimble_core.tracing.operator_traits import draws_numbers, fills, makes_memory_only, written_arguments
+from nimble_core.tracing.recording import Recording, Slot, Step, slots_in
+from nimble_core.tracing.strides import laid_out, row_by_row
+
+__all__ = [
+    "CALL_PREFIX",
+    "add_call",
+    "arguments_of",
+    "calls_of",
+    "draws",
+    "drop_unused",
+    "graph_module",
+    "is_view",
+    "lift",
+    "made_of",
+    "movable",
+    "only_computes",
+    "pinned",
+    "recorded_ancestor",
+    "reference_of",
+    "use_calls",
+]
+
+CALL_PREFIX = "eager_call_"
+"""Nodes are named after the eager call they stand for: a compiler's comments then tell where its kernels come from."""
+
+_CALLS, _REF, _PINNED = "eager", "ref", "pinned"
+
+_WINDOWS = {torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default}
+
+_RESHAPES: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+"""Views that ask for strides which rewrites may change, unless memory is written through them."""
+
+_SPLITS: dict[Any, Any] = {
+    torch.ops.aten.unsafe_split.Tensor: torch.ops.aten.split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default: torch.ops.aten.split_with_sizes.default,
+}
+"""Views whose schemas deny it: a compiler would lose what is written through them."""
+
+_TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
+"""Operators whose result is of another type than what they write in place."""
+
+
+def calls_of(node: fx.Node) -> tuple[int, ...]:
+    """Eager calls that a node stands for, ascending; empty for views and what rewrites added."""
+    return tuple(node.meta.get(_CALLS, ()))
+
+
+def use_calls(node: fx.Node, *sources: fx.Node) -> None:
+    """Let ``node`` stand for the eager calls of ``sources`` as well."""
+    node.meta[_CALLS] = tuple(sorted({*calls_of(node), *(call for source in sources for call in calls_of(source))}))
+
+
+def reference_of(node: fx.Node) -> TensorRef | None:
+    """Shape, strides and type of a node's tensor as they were recorded; None if it makes several or was added."""
+    found = node.meta.get(_REF)
+    return found if isinstance(found, TensorRef) else None
+
+
+def pinned(node: fx.Node) -> bool:
+    """Whether some operator writes the memory of this node in place: rewrites leave it alone."""
+    return bool(node.meta.get(_PINNED))
+
+
+def movable(node: fx.Node) -> bool:
+    """Whether a node may run earlier or later than it does: nothing that it reads or makes is written in place."""
+    return not pinned(node) and not any(pinned(one) for one in node.all_input_nodes)
+
+
+def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], sources: Sequence[fx.Node], **kwargs: Any) -> fx.Node:
+    """A new node that stands for the eager calls of ``sources``; its recorded shape is that of the last of them."""
+    node = graph.call_function(target, tuple(args), kwargs)
+    use_calls(node, *sources)
+    if sources and _REF in sources[-1].meta:
+        node.meta[_REF] = sources[-1].meta[_REF]
+    return node
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an operator's node by name, defaults included."""
+    given: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args):
+            given[argument.name] = node.args[position]
+        else:
+            given[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return given
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether an operator's result shares memory with an argument that it does not write."""
+    schema = getattr(func, "_schema", None)
+    return func is operator.getitem or (
+        schema is not None and any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+    )
+
+
+def only_computes(func: Any) -> bool:
+    """Whether an operator gives the same for the same arguments, and does nothing else: views among them."""
+    if is_view(func):
+        return True
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or makes_memory_only(func):
+        return False
+    return torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return draws_numbers(node.target, node.args, node.kwargs)
+
+
+def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """Nodes of ``graph`` that ``nodes`` are computed from, and themselves, in graph order."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return [node for node in graph.nodes if node in found]
+
+
+def recorded_ancestor(node: fx.Node) -> fx.Node:
+    """The node itself if it was recorded, else what rewrites made it of, first inputs first: a weight, most often."""
+    while reference_of(node) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+@dataclass(slots=True)
+class _Lift:
+    recording: Recording
+    module: torch.nn.Module
+    graph: fx.Graph
+    value: dict[int, fx.Node]
+    exact: frozenset[int]
+
+    def step(self, step: Step, used_later: Mapping[int, int], position: int) -> None:
+        same = self._same_window(step)
+        if same is not None:
+            self._take_window(step.outputs[0], self.value[same])
+            return
+        step = self._reshaped(step)
+        func, kwargs = step.func, dict(step.kwargs)
+        schema = getattr(func, "_schema", None)
+        written = _written_slots(step)
+        functional = self._functional(step, written, used_later, position) if schema else None
+        args = tuple(self._filled(arg) for arg in step.args)
+        named = {name: self._filled(value) for name, value in kwargs.items()}
+        for argument in schema.arguments[len(args) :] if schema else ():
+            if argument.kwarg_only or argument.name not in named:
+                break
+            args = (*args, named.pop(argument.name))
+        name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
+        target = functional or _RESHAPES.get(func) or _SPLITS.get(func, func)
+        node = self.graph.create_node("call_function", target, args, named, name=name)
+        if step.call is not None:
+            node.meta[_CALLS] = (step.call,)
+        if functional:
+            self._take(written[0], node)
+            return
+        storages = self.recording.storage_of
+        node.meta[_PINNED] = bool(written)
+        for slot in written:
+            for other, one in self.value.items():
+                if storages[other] == storages[slot]:
+                    _pin(one)
+        self._take_all(step, node)
+
+    def _same_window(self, step: Step) -> int | None:
+        """The slot that ``as_strided`` gives again, but for strides that do not matter, as pools do; None otherwise."""
+        if step.func not in _WINDOWS or step.reads[0] not in self.value:
+            return None
+        before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
+        if (before.offset, before.sizes, before.dtype) != (after.offset, after.sizes, after.dtype):
+            return None
+        strides = zip(before.sizes, before.strides, after.strides, strict=True)
+        return step.reads[0] if all(size == 1 or a == b for size, a, b in strides) else None
+
+    def _reshaped(self, step: Step) -> Step:
+        """A window on all of a tensor, row by row as the tensor is, is a view of it; autograd makes some."""
+        if step.func not in _WINDOWS or not step.reads:
+            return step
+        before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
+        whole = (before.offset, before.numel, before.dtype) == (after.offset, after.numel, after.dtype)
+        if not (whole and row_by_row(before.sizes, before.strides) and row_by_row(after.sizes, after.strides)):
+            return step
+        return replace(step, func=torch.ops.aten.view.default, args=(step.args[0], list(after.sizes)), kwargs=())
+
+    def _take_window(self, slot: int, node: fx.Node) -> None:
+        strides = self.recording.refs[slot].strides
+        if slot not in self.exact or self.recording.refs[slot] == reference_of(node):
+            self.value[slot] = node
+            return
+        window = add_call(self.graph, laid_out, (node, strides), (node,))
+        window.meta[_PINNED] = pinned(node)
+        self._take(slot, window)
+
+    def _functional(self, step: Step, written: Sequence[int], used_later: Mapping[int, int], position: int) -> Any:
+        """The operator without its write in place, or itself if it fills memory of its own; None if others see it."""
+        if len(written) != 1 or written[0] not in self.value:
+            return None
+        slot, recording = written[0], self.recording
+        storage = recording.storage_of[slot]
+        if recording.program.storages[storage].role != "intermediate":
+            return None
+        if recording.refs[slot].nbytes != recording.program.storages[storage].nbytes:
+            return None
+        aliases = [other for other, home in enumerate(recording.storage_of) if home == storage and other != slot]
+        if any(used_later.get(other, -1) > position and other in self.value for other in aliases):
+            return None
+        if self.value[slot].meta.get(_PINNED) or len({recording.refs[read].dtype for read in step.reads}) > 1:
+            return None  # of mixed types the functional form may give another one
+        fresh = self.value[slot].target is torch.ops.aten.empty_strided.default and not self.value[slot].users
+        return step.func if fresh and fills(step.func) else _without_write(step.func)
+
+    def _take_all(self, step: Step, node: fx.Node) -> None:
+        for slot, place in zip(step.outputs, step.places, strict=True):
+            if slot < 0:
+                continue
+            item = node
+            for at in place:
+                item = self.graph.call_function(operator.getitem, (item, at))
+                item.meta[_CALLS] = node.meta.get(_CALLS, ())
+                item.meta[_PINNED] = node.meta.get(_PINNED)
+            self._take(slot, item)
+
+    def _take(self, slot: int, node: fx.Node) -> None:
+        if self.recording.refs[slot].numel or _REF not in node.meta:
+            node.meta[_REF] = self.recording.refs[slot]
+        storage = self.recording.storage_of[slot]
+        if any(
+            one.meta.get(_PINNED) and self.recording.storage_of[other] == storage for other, one in self.value.items()
+        ):
+            _pin(node)
+        self.value[slot] = node
+
+    def _filled(self, arg: Any) -> Any:
+        if type(arg) is Slot:
+            return self.value[arg.index]
+        if type(arg) in (list, tuple):
+            return type(arg)(self._filled(item) for item in arg)
+        return arg
+
+
+def lift(recording: Recording) -> fx.GraphModule:
+    """The recording as a GraphModule from its input tensors to the tuple of its output tensors.
+
+    Given tensors (parameters, buffers, constants) are attributes ``given_<slot>`` of the module: the very tensors, so
+    that the graph reads live weights.
+
+    Raises:
+        CaptureError: a result that cannot be told by its place.
+    """
+    graph, module = fx.Graph(), torch.nn.Module()
+    lifting = _Lift(recording, module, graph, {}, _exact(recording))
+    for position, slot in enumerate(recording.inputs):
+        node = graph.placeholder(f"input_{position}")
+        node.meta[_REF] = recording.refs[slot]
+        lifting.value[slot] = node
+    written = {recording.storage_of[slot] for step in recording.steps for slot in _written_slots(step)}
+    for slot, tensor in recording.given.items():
+        name = f"given_{slot}"
+        module.register_buffer(name, tensor)
+        node = graph.get_attr(name)
+        node.meta[_REF] = recording.refs[slot]
+        node.meta[_PINNED] = recording.storage_of[slot] in written
+        lifting.value[slot] = node
+    used_later: dict[int, int] = {}
+    for position, step in enumerate(recording.steps):
+        used_later.update(dict.fromkeys(step.reads, position))
+    used_later.update(dict.fromkeys(recording.outputs, len(recording.steps)))
+    for position, step in enumerate(recording.steps):
+        lifting.step(step, used_later, position)
+    graph.output(tuple(lifting._filled(Slot(slot)) for slot in recording.outputs))
+    for node in graph.nodes:
+        if pinned(node) and node.target is torch.ops.aten.reshape.default:  # a copy would not be written
+            node.target = torch.ops.aten.view.default
+    lifted = graph_module(module, graph)
+    drop_unused(lifted)
+    return lifted
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule whose tensors are freed with the last reference to it.
+
+    A graph that knew its module in turn, as ``torch.fx`` has it, would keep weights until Python's collector comes by.
+    """
+    module = fx.GraphModule(root, graph)
+    graph.owning_module = None
+    return module
+
+
+def _exact(recording: Recording) -> frozenset[int]:
+    """Slots whose strides count even where they address nothing: results, and what fused optimizers compare."""
+    calls = recording.program.calls
+    updates = (step for step in recording.steps if step.call is not None and calls[step.call].phase == "optimizer")
+    return frozenset(recording.outputs).union(*(step.reads for step in updates))
+
+
+def _pin(node: fx.Node) -> None:
+    """Pin a node, and what makes it where that makes several."""
+    node.meta[_PINNED] = True
+    if node.target is operator.getitem:
+        _pin(node.args[0])  # type: ignore[arg-type]
+
+
+def drop_unused(module: fx.GraphModule) -> None:
+    """Remove nodes whose result nobody reads, but for those that write in place, draw random numbers or check."""
+    for node in reversed(module.graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not _matters(node):
+            module.graph.erase_node(node)
+
+
+def _matters(node: fx.Node) -> bool:
+    """Whether a node does more than make its result."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if pinned(node) or schema is None:
+        return pinned(node)
+    return schema.is_mutable or not schema.returns or draws(node)
+
+
+def _written_slots(step: Step) -> tuple[int, ...]:
+    """Slots that a step writes; of what has no schema, all that it is given."""
+    if getattr(step.func, "_schema", None) is None:
+        return step.reads
+    return tuple(slots_in(written_arguments(step.func, step.args, dict(step.kwargs))))
+
+
+@cache
+def _without_write(func: Any) -> Any:
+    """``relu`` for ``relu_``: the same operator with a new result; None if there is none with the same arguments."""
+    schema = func._schema
+    namespace, _, name = schema.name.partition("::")
+    if not name.endswith("_") or name.startswith("_") or name.removesuffix("_") in _TRUTHS:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    found = getattr(packet, func._overloadname, None)
+    if found is None or found._schema.is_mutable:
+        return None
+    same = [one.name for one in found._schema.arguments] == [one.name for one in schema.arguments]
+    return found if same and len(found._schema.returns) == 1 else None

@@ -1,1 +1,0 @@
-"""Devices: where Programs are recorded, captured and replayed."""

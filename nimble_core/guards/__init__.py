@@ -1,0 +1,1 @@
+"""Is the model still the one that was prepared?"""

@@ -1,0 +1,239 @@
+"""The environment stamp: asks the machine what it is. Best effort: what cannot be learnt stays empty.
+
+GPU facts come from NVML through ``nvidia-ml-py`` where it is installed, else from ``nvidia-smi``. Importing this
+module imports neither; nothing here raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nimble_core.ir.environment import Environment
+
+__all__ = ["GpuFacts", "cpu_name", "environment", "finish", "gpu_facts", "throttle_reasons"]
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+_SMI_TIMEOUT_S = 5.0
+
+# Bits of nvmlClocksEventReasons that mean "slower than asked"; idling and clocks that the user fixed are left out.
+_THROTTLE_BITS = (
+    (0x04, "software power cap"),
+    (0x08, "hardware slowdown"),
+    (0x20, "software thermal slowdown"),
+    (0x40, "hardware thermal slowdown"),
+    (0x80, "hardware power brake"),
+)
+
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "KMP_AFFINITY",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_VARIABLES_PRESENCE = ("CUDA_VISIBLE_DEVICES", "LD_PRELOAD")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What the driver says about one GPU now; fields are empty or None where it does not say."""
+
+    driver: str = ""
+    sm_clock_mhz: int | None = None
+    throttling: tuple[str, ...] = ()
+    processes: tuple[int, ...] | None = None
+
+
+def environment(device: str) -> Environment:
+    """The stamp for results measured on ``device`` (``"cuda"`` or ``"cpu"``), taken before measuring.
+
+    Never raises. Without a GPU it takes a few milliseconds once torch is imported.
+    """
+    import torch
+
+    cpu = cpu_name()
+    on_gpu = device == "cuda"
+    facts = gpu_facts(_uuid(torch)) if on_gpu else GpuFacts()
+    return Environment(
+        device=device,
+        device_name=_attempt(lambda: str(torch.cuda.get_device_name()), "unknown GPU") if on_gpu else cpu,
+        host_cpu=cpu,
+        cores=_attempt(lambda: len(os.sched_getaffinity(0)), os.cpu_count() or 1),
+        threads=_attempt(torch.get_num_threads, 0),
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        driver=facts.driver,
+        cuda=str(torch.version.cuda or ""),
+        sm_clock_mhz=() if facts.sm_clock_mhz is None else (facts.sm_clock_mhz,),
+        throttling=facts.throttling,
+        other_processes=_others(facts.processes, holds_context=_attempt(torch.cuda.is_initialized, False)),
+        load=_attempt(lambda: round(os.getloadavg()[0], 2), -1.0),
+        settings=_settings(torch, device),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def finish(before: Environment) -> Environment:
+    """``before`` with the clock after the measurement, and the throttling seen then added to that seen before.
+
+    Off CUDA it is returned as it is. Never raises.
+    """
+    if before.device != "cuda":
+        return before
+    import torch
+
+    facts = gpu_facts(_uuid(torch))
+    after = () if facts.sm_clock_mhz is None else (facts.sm_clock_mhz,)
+    return replace(
+        before,
+        sm_clock_mhz=(*before.sm_clock_mhz[:1], *after),
+        throttling=tuple(dict.fromkeys((*before.throttling, *facts.throttling))),
+    )
+
+
+def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Model name of the host's CPU; its architecture where the system does not tell."""
+    with suppress(OSError):
+        for line in Path(cpuinfo).read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    return platform.machine() or "unknown CPU"
+
+
+def throttle_reasons(bits: int) -> tuple[str, ...]:
+    """NVML's clock event bits as words, those that slow the GPU down alone.
+
+    >>> throttle_reasons(0x1 | 0x4 | 0x40)
+    ('software power cap', 'hardware thermal slowdown')
+    """
+    return tuple(name for bit, name in _THROTTLE_BITS if bits & bit)
+
+
+def gpu_facts(uuid: str = "") -> GpuFacts:
+    """Driver, SM clock, throttling and processes of the GPU ``uuid`` (``"GPU-…"``), the first one if empty."""
+    facts = _attempt(lambda: _from_nvml(uuid), None)
+    if facts is None:
+        facts = _attempt(lambda: _from_smi(uuid, _nvidia_smi), None)
+    return facts or GpuFacts()
+
+
+def _from_nvml(uuid: str) -> GpuFacts:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
+        reasons = getattr(
+            nvml, "nvmlDeviceGetCurrentClocksEventReasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons
+        )
+        driver = nvml.nvmlSystemGetDriverVersion()
+        return GpuFacts(
+            driver=driver.decode() if isinstance(driver, bytes) else str(driver),
+            sm_clock_mhz=_attempt(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), None),
+            throttling=_attempt(lambda: throttle_reasons(int(reasons(handle))), ()),
+            processes=_attempt(
+                lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), None
+            ),
+        )
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _from_smi(uuid: str, ask: Callable[[Sequence[str]], str]) -> GpuFacts:
+    """From ``nvidia-smi``; ``ask`` runs it with arguments and returns what it printed, empty if it failed."""
+    which = ["-i", uuid] if uuid else ["-i", "0"]
+    form = "--format=csv,noheader,nounits"
+    # Drivers before 535 call the field clocks_throttle_reasons.
+    for field in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
+        fields = ask([f"--query-gpu=driver_version,clocks.sm,{field}", form, *which]).strip().split(", ")
+        if len(fields) == 3:
+            pids = ask(["--query-compute-apps=pid", form, *which]).split()
+            driver, clock, reasons = fields
+            return GpuFacts(
+                driver=driver,
+                sm_clock_mhz=int(clock) if clock.isdigit() else None,
+                throttling=throttle_reasons(int(reasons, 16)) if reasons.startswith("0x") else (),
+                processes=tuple(int(pid) for pid in pids if pid.isdigit()),
+            )
+    return GpuFacts()
+
+
+def _nvidia_smi(arguments: Sequence[str]) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _others(processes: Iterable[int] | None, *, holds_context: bool) -> int | None:
+    """Processes other than this one.
+
+    In a container the driver's process ids are not ours, and the list may be empty though we are on the GPU: then it
+    says nothing. Where ids do not match, one of them is taken to be this process.
+    """
+    if processes is None:
+        return None
+    listed = set(processes)
+    if not holds_context:
+        return len(listed - {os.getpid()})
+    return len(listed) - 1 if listed else None
+
+
+def _uuid(torch: Any) -> str:
+    """UUID of torch's current GPU: device numbers of torch and of the driver differ under CUDA_VISIBLE_DEVICES."""
+    return _attempt(lambda: f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}", "")
+
+
+def _settings(torch: Any, device: str) -> tuple[tuple[str, str], ...]:
+    asked: dict[str, Callable[[], object]] = {
+        "autocast": lambda: (
+            str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else False
+        ),
+        "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+        "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+        "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+        "float32_matmul_precision": torch.get_float32_matmul_precision,
+        "grad_enabled": torch.is_grad_enabled,
+        "matmul.allow_fp16_reduced_precision_reduction": lambda: (
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        ),
+        "matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {name: str(value) for name, ask in asked.items() if (value := _attempt(ask, None)) is not None}
+    found |= {f"env.{name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+    found |= {f"env.{name}": "set" for name in _VARIABLES_PRESENCE if name in os.environ}
+    return tuple(sorted(found.items()))
+
+
+def _attempt(ask: Callable[[], T], otherwise: D) -> T | D:
+    """What ``ask`` returns, or ``otherwise`` if it cannot say: a stamp must not stop a measurement."""
+    try:
+        return ask()
+    except Exception:
+        return otherwise

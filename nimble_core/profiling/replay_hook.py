@@ -1,0 +1,54 @@
+"""Replays of torch's CUDA graphs, whoever asks for them: counted, and held back while CUPTI comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from nimble_core.utils.locks import launching
+
+__all__ = ["Replays"]
+
+_counting: list[Replays] = []
+
+
+class Replays:
+    """Counts replays from now until ``end``, each of which holds ``launching``: ours, torch.compile's, the user's.
+
+    What launches graphs without torch is neither counted nor held back.
+    """
+
+    def __init__(self) -> None:
+        graphs = _graphs()
+        self.count = 0
+        with launching:
+            if not _counting:
+                graphs.replay = _held(graphs.replay)
+            _counting.append(self)
+
+    def end(self) -> None:
+        """Count no more."""
+        graphs = _graphs()
+        with launching:
+            if self in _counting:
+                _counting.remove(self)
+                if not _counting:
+                    graphs.replay = graphs.replay.__wrapped__
+
+
+def _graphs() -> Any:
+    import torch
+
+    return torch.cuda.CUDAGraph
+
+
+def _held(replay: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(replay)
+    def held(self: Any) -> None:
+        with launching:
+            for one in _counting:
+                one.count += 1
+            replay(self)
+
+    return held

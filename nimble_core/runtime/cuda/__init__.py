@@ -1,0 +1,1 @@
+"""CUDA graphs on several streams, with planned memory."""

@@ -1,0 +1,93 @@
+"""What a throwaway capture tells while a model is recorded under it: nodes, and what is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from nimble_core.ir.allocations import Ask, Event, Window, asks_of
+from nimble_core.runtime.cuda.graph_nodes import CaptureProbe
+
+__all__ = ["AllocationTrace", "CaptureCounter", "allocations_traced"]
+
+
+class CaptureCounter:
+    """Nodes of the throwaway capture, and a way out of it for host constants."""
+
+    def __init__(self, probe: CaptureProbe, device: torch.device, trace: AllocationTrace | None) -> None:
+        self.nodes = probe.nodes
+        self._probe = probe
+        self._device = device
+        self._trace = trace
+        self._first: dict[str, int] = {}
+
+    def begin(self, label: str) -> None:
+        """What is allocated and captured from now on is of the call with this label."""
+        if self._trace is not None:
+            self._first[label] = self.nodes()
+            # A workspace that a library kept from the call before would not show.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch._C._cuda_setMemoryMetadata(label)
+
+    def end(self) -> None:
+        """What is allocated from now on is of no call."""
+        if self._trace is not None:
+            torch._C._cuda_setMemoryMetadata("")
+
+    def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
+        """What each call has asked the allocator for; nothing where that was not traced."""
+        if self._trace is None:
+            return ()
+        first = {self._first[window.label]: window.label for window in windows}
+        zeroed = {first[node]: found for node, found in self._probe.zeroed(first).items()}
+        return asks_of(self._trace.events(), windows, zeroed)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside, what is launched runs at once, on a stream of its own, and is waited for."""
+        from cuda.bindings import runtime
+
+        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        _, mode = runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
+        side = torch.cuda.Stream(self._device)
+        try:
+            with torch.cuda.stream(side):
+                yield
+                side.synchronize()
+        finally:
+            runtime.cudaThreadExchangeStreamCaptureMode(mode)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationTrace:
+    """The allocator's history of one stream. Labels are of the thread that allocates: others' are told apart."""
+
+    stream: torch.cuda.Stream
+
+    def events(self) -> list[Event]:
+        """What was allocated and freed since, in order."""
+        own = self.stream.cuda_stream
+        return [
+            Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["user_metadata"])
+            for one in torch.cuda.memory._snapshot()["device_traces"][self.stream.device.index]
+            if one["action"] in ("alloc", "free_requested") and one["stream"] == own
+        ]
+
+
+@contextmanager
+def allocations_traced(stream: torch.cuda.Stream) -> Iterator[AllocationTrace | None]:
+    """Yields what tells the allocations inside; None where someone else traces them."""
+    if torch._C._cuda_isHistoryEnabled():
+        yield None
+        return
+    label = torch._C._cuda_getMemoryMetadata()
+    try:
+        torch.cuda.memory._record_memory_history(enabled="all", context=None)
+        torch._C._cuda_setMemoryMetadata("")  # the user's could be that of a call
+        yield AllocationTrace(stream)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        torch._C._cuda_setMemoryMetadata(label)

@@ -1,0 +1,226 @@
+"""The memory of a captured schedule: one block, in which the allocator is told where each call's results go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from nimble_core.ir.program import Program
+from nimble_core.ir.schedule import Schedule
+from nimble_core.runtime.cuda.allocator import Placer
+from nimble_core.scheduling.live_bytes import release_plan
+from nimble_core.scheduling.memory_planner import MemoryPlan
+from nimble_core.scheduling.memory_requirements import Layout
+from nimble_core.tracing.recording import Issuer
+
+__all__ = ["CudaArena", "places_memory"]
+
+_GUARD_BYTES = 512
+"""Between the start of an arena's own block and the first address in it: no two blocks may start at one address."""
+
+
+@cache
+def places_memory() -> bool:
+    """Whether this torch has what placing memory takes."""
+    names = ("_cuda_customAllocator", "_cuda_beginAllocateCurrentThreadToPool", "_cuda_releasePool")
+    return torch.cuda.get_allocator_backend() == "native" and all(hasattr(torch._C, name) for name in names)
+
+
+class CudaArena:
+    """The memory of one captured schedule: a single block, and the allocator told where in it each call's results go.
+
+    Args:
+        device: which GPU.
+        program: the calls.
+        schedule: the schedule to be captured.
+        layout: what each call allocates; None: all is left to torch's allocator, which reuses memory on each stream.
+        memory: where it goes.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        program: Program,
+        schedule: Schedule,
+        layout: Layout | None,
+        memory: MemoryPlan | None,
+    ) -> None:
+        self.memory = memory
+        self._device = device.index
+        self._asked = {} if layout is None else dict(enumerate(layout.asked))
+        self._as_asked = True
+        self._allocated: tuple[int, int] | None = None  # up to the last placed call: to ask takes long
+        self._surprises = 0
+        self.nbytes = 0
+        self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
+        self._planned: list[list[tuple[int, int]]] = []
+        self._address: dict[int, int] = {}
+        self._placer: Placer | None = None
+        self._block: torch.Tensor | None = None
+        self.inputs: dict[int, int] = {}
+        self.untouched: list[dict[int, list[range]]] = []
+        if layout is None or memory is None:
+            return
+        placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
+        self._releases = _last_uses(program, schedule, placed, self._releases)
+        shared = layout.front_nbytes
+        kept = shared + memory.nbytes
+        cells = kept + layout.kept_nbytes
+        apart = cells + layout.cells_nbytes
+        scratch = apart + layout.staggered_nbytes
+        self.nbytes = scratch + memory.scratch_nbytes
+        if not any(layout.blocks):
+            return
+        self._placer = Placer(device.index)
+        self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
+        start = self._block.data_ptr() + _GUARD_BYTES
+
+        def located(offset: int) -> int:
+            in_arena = start + shared + offset - memory.start
+            return in_arena if offset >= memory.start else layout.lent_address + offset
+
+        self.inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
+        # Cells lie beside the first chain: one node may set all of that to zero.
+        self.untouched = [{} for _ in layout.chains or [()]]
+        chain_of = {call: number for number, calls in enumerate(layout.chains) for call in calls}
+        for call, blocks in enumerate(layout.blocks):
+            running = {
+                "scratch": start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0),
+                "workspace": located(memory.workspace_offsets[call] if memory.workspace_offsets else 0),
+            }
+            planned = []
+            for block in blocks:
+                if block.home == "arena" and block.storage is not None:
+                    address = located(memory.offsets[block.storage])
+                elif block.home == "front":
+                    address = start + block.offset
+                elif block.home == "kept":
+                    address = start + kept + block.offset
+                elif block.home == "cell":
+                    address = start + cells + block.offset
+                elif block.home == "staggered":
+                    address = start + apart + block.offset
+                else:
+                    address = running[block.home]
+                    running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
+                if block.storage is not None:
+                    self._address[block.storage] = address
+                if block.untouched:
+                    chain = chain_of[call] if block.home == "staggered" else 0
+                    self.untouched[chain].setdefault(call, []).append(range(address, address + block.untouched))
+                planned.append((address, block.nbytes))
+            self._planned.append(planned)
+        self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]
+
+    def input(self, storage: int, example: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The buffer of an input at its place, which may be larger; what it holds is whatever is there."""
+        dtype, device = example.dtype, example.device
+        if example.shape == torch.Size(sizes):
+            like = torch.empty_like(example, device="meta")
+        else:
+            like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
+        memory = torch._C._construct_storage_from_data_pointer(self.inputs[storage], device, like.nbytes)
+        return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, like.shape, like.stride())
+
+    def dead_before(self, position: int) -> Sequence[int]:
+        """Storages to let go of before the call at this place of the issue order."""
+        return self._releases[position]
+
+    @contextmanager
+    def placing(self, call: int) -> Iterator[None]:
+        """Inside, what ``call`` allocates goes where it was planned."""
+        if self._placer is None or not self._planned[call]:
+            yield
+            self._allocated = None
+            return
+        # A library's workspace that an earlier call got is not this call's: it asks for its own.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            before = self._allocated or _allocations(self._device)
+            with self._placer.placing(self._planned[call]) as made:
+                yield
+                after = self._allocated = _allocations(self._device)
+            asked = (after[0] - before[0] - made[0], after[1] - before[1] - made[1])
+            self._as_asked = self._asked[call] == asked
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def placed(self, call: int, issuer: Issuer) -> bool:
+        """Whether all results of ``call`` are where they should be, and it asked for what was planned."""
+        if self._placer is None:
+            return True
+        surprised = len(self._placer.surprises) > self._surprises
+        self._surprises = len(self._placer.surprises)
+        # Also what is freed again counts: a workspace larger than in the recording may have run over its block.
+        return (
+            not surprised
+            and (self._as_asked or not self._planned[call])
+            and all(
+                (tensor := issuer.tensor_on(storage)) is None
+                or tensor.untyped_storage().data_ptr() == self._address[storage]
+                for storage in self._made[call]
+            )
+        )
+
+    def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs as views of the block itself, so that the allocator's pools can go."""
+        if self._block is None:
+            return outputs
+        block = self._block
+        start, end = block.data_ptr(), block.data_ptr() + block.nbytes
+        settled = []
+        for tensor in outputs:
+            address = tensor.untyped_storage().data_ptr()
+            if start < address < end:
+                view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                offset = (address - start) // tensor.element_size() + tensor.storage_offset()
+                view.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())
+                view = torch._conj(view) if tensor.is_conj() else view
+                tensor = torch._neg_view(view) if tensor.is_neg() else view
+            settled.append(tensor)
+        return settled
+
+    @property
+    def all(self) -> torch.Tensor | None:
+        """Every byte that calls use; None if there is none."""
+        return None if self._block is None or not self.nbytes else self._block[_GUARD_BYTES:]
+
+    def capture_ended(self) -> None:
+        """Let the pools go; nothing may be alive in them."""
+        if self._placer is not None:
+            self._placer.release()
+
+    def close(self) -> None:
+        """Free the block."""
+        self._block = None
+        if self._placer is not None:
+            self._placer.release()
+            self._placer.close()
+            self._placer = None
+
+
+def _last_uses(
+    program: Program, schedule: Schedule, placed: set[int], releases: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Placed storages go right after their last use was issued: their bytes are the plan's; the others as before."""
+    last: dict[int, int] = {}
+    for position, call in enumerate(schedule.order):
+        for access in program.calls[call].accesses:
+            if access.ref.storage in placed:
+                last[access.ref.storage] = position
+    for ref in program.outputs:
+        last.pop(ref.storage, None)
+    before = [[storage for storage in storages if storage not in placed] for storages in releases]
+    for storage, position in last.items():
+        if position + 1 < len(before):
+            before[position + 1].append(storage)
+    return before
+
+
+def _allocations(device: int) -> tuple[int, int]:
+    """``(allocations, bytes asked for)`` so far."""
+    stats = torch._C._cuda_memoryStats(device)
+    return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]

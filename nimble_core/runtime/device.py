@@ -1,0 +1,154 @@
+"""What a device must do: record, capture, replay, observe. Each is called what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nimble_core.ir.observation import Observation
+from nimble_core.ir.schedule import Schedule, SyncCounts
+from nimble_core.scheduling.memory_planner import MemoryPlan
+from nimble_core.scheduling.memory_requirements import Layout
+from nimble_core.scheduling.simulator import DeviceModel
+from nimble_core.scheduling.verify_capture import RawGraph
+from nimble_core.utils.errors import NimbleError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nimble_core.tracing.recording import Recording
+    from nimble_core.tracing.rewritten import Rewritten
+    from nimble_core.tracing.signature import Signature
+
+__all__ = ["Device", "Executable", "PlacementError", "Timed"]
+
+Timed = Callable[[], object] | tuple[Callable[[], object], ...]
+"""A call; or several, side by side."""
+
+
+class PlacementError(NimbleError):
+    """A call did not allocate what was planned; the device has learned not to place it: plan again."""
+
+
+class Executable(Protocol):
+    """A schedule made ready to run, again and again."""
+
+    schedule: Schedule
+    nbytes: int
+    """Memory it holds, bytes, the model's own tensors not counted."""
+    counts: SyncCounts
+    """The schedule's counts, with what was emitted where that can be read back."""
+
+    @property
+    def raw(self) -> RawGraph | None:
+        """The captured graph, read back; None where there is none."""
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Where its storages lie; None where the device looks after its memory itself."""
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        """Run on ``inputs`` (shapes and dtypes as recorded) and return the outputs.
+
+        Asynchronous where the device is. With ``static`` the outputs are the executable's own buffers, overwritten by
+        the next run, where it has such buffers; otherwise they belong to the caller.
+        """
+
+    def replay(self) -> None:
+        """Run once more on the inputs it holds, outputs left in place: what the schedule costs by itself."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Nobody runs it inside; where the device is asynchronous, what is issued inside on the current stream follows
+        the last run and precedes the next.
+        """
+
+    def close(self) -> None:
+        """Free what it holds. Using it afterwards raises DeviceError; closing twice does nothing."""
+
+
+class Device(Protocol):
+    """Where a model runs."""
+
+    kind: str
+    """``"cuda"``, ``"cpu"`` or ``"fake"``."""
+    name: str
+    """As people call it, e.g. ``"NVIDIA H200"``."""
+    model: DeviceModel
+    """What simulations for this device assume."""
+
+    def stream_cap(self, asked: int | None) -> int | None:
+        """How many streams a schedule may use here: ``asked`` (None for no cap), or fewer."""
+
+    def clock_ns(self) -> float:
+        """Time in nanoseconds, monotonic."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
+
+    def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run the model once as it is, so that libraries are loaded and tuned; leaves no trace in its state."""
+
+    def record(
+        self,
+        model: Callable[..., Any],
+        signature: Signature,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rewritten: Rewritten | None = None,
+        *,
+        traced: bool = True,
+    ) -> Recording:
+        """One recording of the model, or of what was rewritten from it. Raises CaptureError.
+
+        Not ``traced``, it does not say what the calls ask of the allocator (``Recording.asks``), and takes less time
+        where that has to be asked after each call.
+        """
+
+    def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
+        """What of the calls' memory can be planned; None if the device looks after its memory itself.
+
+        Not to ``stagger`` workspaces takes less memory and more time, on devices that do.
+        """
+
+    def capture(
+        self,
+        recording: Recording,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        layout: Layout | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> Executable:
+        """Make ``schedule`` ready to run.
+
+        Args:
+            recording: the calls.
+            schedule: checked.
+            inputs: example values.
+            layout: what ``lay_out`` said for this schedule, and
+            memory: the plan made of it; None: reuse is left to the device.
+
+        Raises:
+            CaptureError: a call that cannot be issued again.
+            DeviceError: out of memory.
+            PlacementError: memory could not be placed as planned; ``lay_out`` will ask for less next time.
+        """
+
+    def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> Executable:
+        """One-stream capture of the model itself, for programs with launches that were not seen."""
+
+    def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
+        """Watch ``replays`` replays: a timeline of the median one, and the cost of every call."""
+
+    def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
+        """What each of ``calls`` takes on the device when nothing else runs, ns; None for one that fails.
+
+        Those of a tuple begin together, and the time is that until the last of them has ended; None, too, where a
+        device cannot time that.
+        """
+
+    def libraries_tuned(self) -> AbstractContextManager[None]:
+        """Inside, libraries take the fastest of their routines, as found by trial the first time a shape is seen."""
+
+    def memory_peak(self, run: Callable[[], object]) -> int:
+        """Call ``run`` once; device memory at its peak above what was held before, bytes; 0 if unknown."""

@@ -1,0 +1,161 @@
+"""Which piece of memory is dead before which other is made, whatever the streams' relative speed.
+
+One storage may take the place of another where each call that uses the one *happens before* each that uses the other,
+by the order within streams and by waits. That one is used earlier in program order says nothing across streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nimble_core.algorithms.reachability import inherited, predecessor_lists
+from nimble_core.ir.program import Program
+from nimble_core.ir.schedule import Schedule, positions, stream_neighbours
+
+__all__ = ["Lifetime", "conflict_sets", "dead_before", "happens_before", "lifetimes", "made", "members"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """Between which calls a storage is in use; calls are named by their positions in the issue order.
+
+    On one stream earlier calls end before later ones start: one first and one last use on each stream say all.
+
+    Args:
+        storage: index into ``Program.storages``.
+        first: position of the first use on each stream that uses the storage, ascending; empty if it is there from the
+            start.
+        last: position of the last use on each of those streams, ascending; empty if it lives to the end.
+    """
+
+    storage: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+def lifetimes(program: Program, schedule: Schedule, storages: Iterable[int]) -> list[Lifetime]:
+    """Lifetimes of those of ``storages`` that any call touches, in the order they are made; outputs never die, and what
+    the calls do not make is there from the start.
+
+    Complexity:
+        Linear in accesses.
+    """
+    first: dict[int, dict[int, int]] = {storage: {} for storage in storages}
+    last: dict[int, dict[int, int]] = {storage: {} for storage in first}
+    for position, call in enumerate(schedule.order):
+        lane = schedule.stream[call]
+        for access in program.calls[call].accesses:
+            storage = access.ref.storage
+            if storage in first:
+                first[storage].setdefault(lane, position)
+                last[storage][lane] = position
+    for ref in program.outputs:
+        last[ref.storage] = {}
+    found = [
+        Lifetime(
+            storage,
+            tuple(sorted(uses.values())) if program.storages[storage].role == "intermediate" else (),
+            tuple(sorted(last[storage].values())),
+        )
+        for storage, uses in first.items()
+        if uses
+    ]
+    return sorted(found, key=made)
+
+
+def made(life: Lifetime) -> tuple[tuple[int, ...], int]:
+    """Sorts lifetimes by when they begin."""
+    return life.first[:1], life.storage
+
+
+def happens_before(schedule: Schedule) -> list[list[int]]:
+    """What each call directly comes after, by its stream and by waits: positions in the issue order, by position."""
+    position = positions(schedule.order)
+    pairs = (*stream_neighbours(schedule.stream, schedule.order), *schedule.syncs)
+    return predecessor_lists(len(position), ((position[u], position[v]) for u, v in pairs))
+
+
+def dead_before(predecessors: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Iterator[int]:
+    """For each call in turn, the bitset of the storages whose every use happens before it.
+
+    Args:
+        predecessors: what each call directly comes after, all of lower index.
+        last: the last uses of each storage, one on each stream that uses it; empty: it lives to the end.
+
+    Yields:
+        One ``int`` per call; bit ``i`` stands for the ``i``-th of ``last``.
+
+    Complexity:
+        O(edges * storages * d / word size), d the mean number of streams that use a storage.
+
+    >>> list(dead_before([[], [0], [0], [1, 2]], [[0], [1, 2], []]))
+    [0, 1, 1, 3]
+    """
+    # Row k has a bit for the k-th last use of each storage that has so many, up to the last such storage. A storage is
+    # dead where its bits are set in every row.
+    ends: list[int] = [0] * len(predecessors)
+    starts: list[int] = []
+    absent: list[int] = []
+    start = 0
+    for row in range(max(map(len, last), default=0)):
+        users = [index for index, uses in enumerate(last) if len(uses) > row]
+        there = 0
+        for index in users:
+            ends[last[index][row]] |= 1 << start + index
+            there |= 1 << index
+        starts.append(start)
+        absent.append(~there if row else 0)
+        start += users[-1] + 1
+    # Storages without an end have no bit in any row: what is read there belongs to the next row.
+    mortal = sum(1 << index for index, uses in enumerate(last) if uses)
+
+    for known in inherited(predecessors, ends.__getitem__):
+        dead = known & mortal
+        for start, missing in zip(starts, absent, strict=True):
+            dead &= known >> start | missing
+        yield dead
+
+
+def conflict_sets(before: Sequence[Sequence[int]], lives: Sequence[Lifetime]) -> list[int]:
+    """For each lifetime the bitset of the others that it may overlap: neither is sure to be over before the other.
+
+    Args:
+        before: what each call directly comes after (:func:`happens_before`).
+        lives: the lifetimes; bit ``i`` of a set stands for the ``i``-th.
+
+    Complexity:
+        Twice that of :func:`dead_before`.
+    """
+    end = len(before) - 1
+    after: list[list[int]] = [[] for _ in before]
+    for position, sources in enumerate(before):
+        for source in sources:
+            after[end - source].append(end - position)
+    dead = list(dead_before(before, [life.last for life in lives]))
+    # Seen from the end, what is not made yet is what is over.
+    unmade = list(dead_before(after, [[end - position for position in life.first] for life in lives]))
+    everything = (1 << len(lives)) - 1
+    sets = []
+    for index, life in enumerate(lives):
+        over, later = everything if life.first else 0, everything if life.last else 0
+        for position in life.first:
+            over &= dead[position]
+        for position in life.last:
+            later &= unmade[end - position]
+        sets.append(everything & ~(over | later | 1 << index))
+    return sets
+
+
+def members(bits: int) -> list[int]:
+    """Members of a bitset, ascending.
+
+    >>> members(0b1011)
+    [0, 1, 3]
+    """
+    found = []
+    while bits:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return found

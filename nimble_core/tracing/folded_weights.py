@@ -1,0 +1,69 @@
+"""Constants computed from a model's weights, and how to compute them again in place.
+
+A rewritten program may read tensors that no model has: a convolution's weight with the batch norm behind it folded in,
+query, key and value weights side by side, a weight in another memory layout. They are right for the values that the
+parameters had; ``freshness`` notices when these change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nimble_core.tracing.recording import issuing
+from nimble_core.utils.errors import DeviceError, InputError
+
+__all__ = ["Folded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Constants of an engine that depend on parameters and buffers.
+
+    Args:
+        compute: every constant anew from the live parameters, in the order of ``constants``. Draws no random numbers
+            and writes nothing. A ``torch.fx.GraphModule`` whose only outputs they are will do.
+        constants: tensors that the engine reads; their memory stays where it is. No two share memory.
+        sources: name and tensor of every parameter and buffer that ``compute`` reads, or an alias of it. One that is no
+            tensor of the model's must share its version counter (``detach()`` in plain code, not ``.data``). The
+            program must write none of them.
+    """
+
+    compute: Callable[[], Sequence[torch.Tensor]]
+    constants: tuple[torch.Tensor, ...]
+    sources: tuple[tuple[str, torch.Tensor], ...]
+
+    def refresh(self) -> None:
+        """Compute the constants anew and copy them into their memory, on the current stream.
+
+        Nothing is written before all are computed and found to fit; what that took is free again at the end. No replay
+        may run meanwhile.
+
+        Raises:
+            InputError: there are more or fewer constants than there were, or one has another shape or dtype.
+            DeviceError: they cannot be computed; out of memory, most often.
+        """
+        if not self.constants:
+            return
+        try:
+            # The caller's modes are not those under which the constants were made.
+            with torch.inference_mode(False), issuing(self.constants[0].device.type):
+                values = self.compute()
+        except RuntimeError as error:
+            raise DeviceError(
+                f"folded weights cannot be computed again: {str(error).splitlines()[0]}",
+                fix="free memory if it ran out; otherwise call prepare(...) again",
+            ) from error
+        was, now = _described(self.constants), _described(values)
+        if was != now:
+            raise InputError(f"folded weights were {was}, now they are {now}", fix="call prepare(...) again")
+        with torch.inference_mode():  # elsewhere, constants made under it cannot be written
+            for constant, value in zip(self.constants, values, strict=True):
+                if value.data_ptr() != constant.data_ptr():  # a layout that needed no copy: the parameter itself
+                    constant.copy_(value)
+
+
+def _described(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)

@@ -1,0 +1,33 @@
+"""Which part of a training step is running; what is recorded meanwhile belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from nimble_core.ir.program import Phase
+
+__all__ = ["current_phase", "phase"]
+
+_now: ContextVar[Phase] = ContextVar("phase", default="forward")
+
+
+def current_phase() -> Phase:
+    """The phase that is running on this thread; ``"forward"`` where nobody said."""
+    return _now.get()
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Inside, calls belong to phase ``name``.
+
+    >>> with phase("backward"):
+    ...     current_phase()
+    'backward'
+    """
+    token = _now.set(name)
+    try:
+        yield
+    finally:
+        _now.reset(token)

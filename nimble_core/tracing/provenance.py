@@ -1,0 +1,119 @@
+"""Where a call comes from: module path, file and line, read off the running frames."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nimble_core.utils.errors import NimbleWarning
+
+__all__ = ["issued_in", "label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
+
+# With the slash: torchvision's code is not torch's.
+_TORCH_ROOT = f"{torch.__path__[0]}/"
+_FROZEN = "<frozen "  # what runs modules: runpy, importlib
+_PACKAGE_ROOT = f"{Path(__file__).parents[1]}/"
+_passed: tuple[str, ...] = (_TORCH_ROOT, _PACKAGE_ROOT, _FROZEN)
+
+
+def module_paths(model: Callable[..., Any]) -> dict[int, str]:
+    """Path of every submodule, by ``id``; empty for a function."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def pass_over(place: str) -> None:
+    """Code in this directory, or file, stands for nobody, like torch's and this package's: lines are its callers'."""
+    global _passed
+    _passed = (*dict.fromkeys((*_passed, place if place.endswith(".py") else f"{place.rstrip('/')}/")),)
+
+
+def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:
+    """``(module path, file, line)`` of the code that issued a call.
+
+    The module is the innermost one running, the line the innermost one outside torch and what is passed over.
+    """
+    file, line, fallback = "", 0, ("", 0)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not file and not name.startswith(_passed):
+            file, line = label_of(name), frame.f_lineno
+        if frame.f_code.co_name == "_call_impl" and name.startswith(_TORCH_ROOT):
+            path = modules.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                if file:
+                    return path, file, line
+                return path, *_outside_torch(frame, fallback)
+        frame = frame.f_back
+    return "", file, line
+
+
+def issued_in(frame: FrameType | None, file: str) -> bool:
+    """Whether a call was issued by code of this file of torch's own, before any line of the user's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_passed):
+        if frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def line_inside(frame: FrameType | None) -> tuple[str, int]:
+    """File and line of the user's code that is running inside of what this package runs; ``("", 0)`` if none is.
+
+    In a backward that is the code of an autograd function or a hook, where operators of torch have none.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith(_passed[1:]):
+        if not frame.f_code.co_filename.startswith(_TORCH_ROOT):
+            return label_of(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def warn(what: str) -> None:
+    """Give a ``NimbleWarning`` at the innermost running line outside torch and what is passed over: the user's.
+
+    However many frames are between, such as those of ``Module.__call__``, its hooks or a container.
+    """
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_passed):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(what, NimbleWarning, stacklevel=level)
+
+
+def label_of(file: str) -> str:
+    """``file`` relative to the import path it lies on: reports travel, absolute paths do not.
+
+    A notebook's cell is called by its number, ``"In[12]"``: the file that stands for it has a name nobody has seen. A
+    cell that is run again has another number from then on.
+    """
+    return _cell(file) or _relative(file)
+
+
+def _cell(file: str) -> str:
+    """``"In[12]"`` for the code of a cell of the running IPython, else nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    return str(named[1]) if named and named[0] == "Cell" else ""
+
+
+@cache
+def _relative(file: str) -> str:
+    roots = sorted((root.rstrip("/") + "/" for root in sys.path if root), key=len, reverse=True)
+    return next((file[len(root) :] for root in roots if file.startswith(root)), file.rpartition("/")[2])
+
+
+def _outside_torch(frame: FrameType | None, fallback: tuple[str, int]) -> tuple[str, int]:
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_passed):
+            return label_of(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back
+    return fallback

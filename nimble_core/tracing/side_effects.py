@@ -1,0 +1,652 @@
+"""Runs that leave no trace: attributes, parameters, buffers, inputs and random state are put back."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress, filterfalse, repeat
+from operator import is_, not_
+from traceback import walk_tb
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+from nimble_core.tracing.operator_traits import has_memory, parts_of, shown_by, storage_address, written_tensors
+from nimble_core.tracing.provenance import module_paths, place_of
+from nimble_core.tracing.pytree import flatten
+from nimble_core.tracing.recording import flat_tensors
+from nimble_core.tracing.step_wrapper import Around
+from nimble_core.tracing.strides import elements_once
+from nimble_core.tracing.tensor_escapes import exports_seen
+from nimble_core.tracing.torchscript import operator_by_operator, scripted_parts
+from nimble_core.utils.errors import CaptureError, InputError
+
+__all__ = [
+    "Change",
+    "Changes",
+    "Guard",
+    "Saved",
+    "installed_by_runs",
+    "only_watches",
+    "preserved",
+    "random_state_kept",
+    "rehearse",
+    "requirements_kept",
+    "run_preserved",
+]
+
+
+class Change(NamedTuple):
+    """An attribute, or something in a container that it leads to, which is another one than it was.
+
+    Args:
+        was: ``...`` where there was none.
+        now: ``...`` where there is none any more.
+        attribute: path of the attribute; empty where a change there is no news.
+        name: the place, as its module writes it after ``self.``: ``"state['v']"``.
+    """
+
+    was: Any
+    now: Any
+    attribute: str
+    name: str
+
+
+Changes = dict[str, Change]
+"""By path: ``"encoder.state['v']"``."""
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
+"""The containers that modules have many of, and what stands for a copy of an empty one."""
+_FOLLOWED = (*_EMPTY, deque, tuple, SimpleNamespace)
+"""Where tensors are looked for below these. Not in objects of other classes, nor in subclasses: reading them may run
+what is not ours, and may find what other threads work with.
+"""
+_NAMED_BY = (str, int, float, tuple)
+"""Keys that are shown as they are written."""
+_DEPTH, _LONG, _REACH = 12, 1_000, 20_000
+"""How deep, how long containers are followed, and how many items in all: data and vocabularies are none of a run's."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
+
+
+def installed_by_runs(hook: object) -> bool:
+    """Whether ``hook`` is of the same code as one that a run inside ``preserved`` has registered and left behind.
+
+    Such hooks belong to the forward, and with it to what was recorded: libraries install theirs when first run.
+    """
+    return _code(hook) in _installed
+
+
+def only_watches(hook: Callable[..., Any]) -> None:
+    """Let replays pass ``hook`` by: it neither changes nor needs what the model computes."""
+    _installed.add(_code(hook))
+
+
+def _code(hook: Any) -> Any:
+    hook = _function(hook)
+    return getattr(hook, "__code__", type(hook))
+
+
+def _function(called: Any) -> Any:
+    while isinstance(called, partial):
+        called = called.func
+    return called
+
+
+@contextmanager
+def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
+    before = _Attributes(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
+    try:
+        yield before.changes
+    finally:
+        before.put_back()
+
+
+_Held = tuple[int, Any, Any]
+"""What holds something: the position of the attribute that leads to it, itself, and a copy of what it held."""
+
+
+class _Attributes:
+    """The attributes of modules, what the containers among them hold, and tensors in containers that these lead to.
+
+    The first two are kept as a few long lists, since most runs change nothing: loops in C find that out.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        tables = [module.__dict__ for module in modules.values()]
+        values = list(chain.from_iterable(table.values() for table in tables))
+        types = list(map(type, values))
+        inner = list(compress(values, map(_EMPTY.__contains__, types)))
+        self._paths = list(modules)
+        self._attributes = len(values)
+        self._filled = list(map(bool, inner))
+        self._empty = list(filterfalse(None, inner))
+        self._held = [*tables, *compress(inner, self._filled)]
+        self._items = [held.values() if isinstance(held, dict) else held for held in self._held]
+        self._sizes, self._keys, self._values = self._contents()
+        self._deeper = self._led_to(list(_leading(values, types, _EMPTY)), set(map(id, modules.values())))
+
+    def changes(self) -> Changes:
+        """What is another object than it was; in private containers only tensors."""
+        different = self._different()
+        if not different:
+            return {}
+        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        paths = list(chain.from_iterable(map(repeat, self._paths, self._sizes)))
+        for origin, held, copy in different:  # tables come first
+            was, now = found.setdefault(self._paths[origin] if origin < 0 else paths[origin], ({}, {}))
+            if origin < 0 or (held is self._values[origin] and self._keys[origin] in _TABLES):
+                keys = {key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)}
+                was |= {key: copy[key] for key in keys & copy.keys()}
+                now |= {key: held[key] for key in keys & held.keys()}
+            elif self._keys[origin] not in was:
+                was[self._keys[origin]] = now[self._keys[origin]] = self._values[origin]
+        copies = {id(held): copy for _, held, copy in chain(self._shallow(), self._deeper)}
+        changes: Changes = {}
+        seen: set[tuple[int, int]] = set()
+        for path in filter(found.__contains__, self._paths):
+            was, now = found[path]
+            for key in sorted(was.keys() | now.keys()):
+                pair = was.get(key, ...), now.get(key, ...)
+                quiet = key.startswith("_") and pair[0] is pair[1]  # such as hooks that a library installs by itself
+                attribute = "" if quiet else f"{path}.{key}".lstrip(".")
+                for name, one, other in self._differences(*pair, key, copies, seen):
+                    if not quiet or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+                        changes[f"{path}.{name}".lstrip(".")] = Change(one, other, attribute, name)
+        return changes
+
+    def put_back(self) -> None:
+        """Let all hold what they did."""
+        for origin, held, copy in self._different():
+            if origin >= 0 and held is self._values[origin] and self._keys[origin] in _HOOKS:
+                _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
+            _put_back(held, copy)
+
+    def _different(self) -> list[_Held]:
+        sizes, keys, values = self._contents()
+        same = sizes == self._sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
+        shallow = () if same and not any(self._empty) else self._shallow()
+        return [
+            *(one for one in shallow if (one[1] or one[2]) and not _same_items(one[1], one[2])),
+            *(one for one in self._deeper if _tensors(_read(one[1])) != _tensors(one[2])),
+        ]
+
+    def _shallow(self) -> Iterator[_Held]:
+        """Tables, and the containers in them."""
+        copies, tables = self._copies(), len(self._paths)
+        yield from zip(range(-tables, 0), self._held, copies, strict=False)  # ends before it takes another copy
+        yield from zip(self._containers(), self._held[tables:], copies, strict=True)
+        for origin, held in zip(self._containers(empty=True), self._empty, strict=True):
+            yield origin, held, _EMPTY[type(held)]
+
+    def _containers(self, empty: bool = False) -> Iterator[int]:
+        """Positions of the attributes that are containers, and hold something or nothing."""
+        kinds = map(type, self._values[: self._attributes])
+        filled = map(not_, self._filled) if empty else self._filled
+        return compress(compress(range(self._attributes), map(_EMPTY.__contains__, kinds)), filled)
+
+    def _led_to(self, reached: list[tuple[int, Any]], known: set[int]) -> list[_Held]:
+        """Containers that attributes and the shallow ones lead to, and that those lead to, and so on.
+
+        Args:
+            reached: what attributes lead to but the shallow ones, with their positions.
+            known: ids of what is not looked into; filled.
+        """
+        tables, found, left = len(self._paths), list[_Held](), _REACH
+        for origin, held in zip(self._containers(), self._held[tables:], strict=True):
+            if len(held) <= _LONG:
+                entries = list(_entries(held))
+                reached += [(origin, value) for _, value in _leading(entries, list(map(type, entries)))]
+        for _ in range(_DEPTH):
+            following: list[tuple[int, Any]] = []
+            for origin, value in reached:
+                size = len(vars(value)) if isinstance(value, SimpleNamespace) else len(value)
+                if id(value) in known or size > min(_LONG, left):
+                    continue
+                known.add(id(value))
+                copy = _read(value)
+                left -= size
+                if type(value) is not tuple:
+                    found.append((origin, value, copy))
+                inside = list(_entries(copy))
+                following += [(origin, one) for _, one in _leading(inside, list(map(type, inside)))]
+            reached = following
+        return found
+
+    def _differences(
+        self, was: Any, now: Any, name: str, copies: Mapping[int, Any], seen: set[tuple[int, int]]
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Where what two values lead to differs: names and what is there; once for each pair.
+
+        Args:
+            was: what was at a place.
+            now: what is there now.
+            name: of the place.
+            copies: of what containers held, by their ids.
+            seen: ids of pairs that were told; filled.
+        """
+        if type(was) is not type(now) or not (id(was) in copies or type(was) is tuple) or name.count("[") > _DEPTH:
+            if was is not now:
+                yield name, was, now
+            return
+        if (id(was), id(now)) in seen:
+            return
+        seen.add((id(was), id(now)))
+        before, after = _labelled(copies.get(id(was), was), type(was)), _labelled(_read(now), type(was))
+        inside = [
+            found
+            for label, one in before.items()
+            if label in after
+            for found in self._differences(one, after[label], name + label, copies, seen)
+        ]
+        if list(before) != list(after) or (was is not now and not inside):
+            yield name, was, now
+        yield from inside
+
+    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
+        """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
+        return list(map(len, self._held)), list(chain.from_iterable(self._held)), list(chain.from_iterable(self._items))
+
+    def _copies(self) -> Iterator[Any]:
+        end = 0
+        for held, size in zip(self._held, self._sizes, strict=True):
+            start, end = end, end + size
+            keys = self._keys[start:end]
+            if isinstance(held, dict):
+                yield dict(zip(keys, self._values[start:end], strict=True))
+            else:
+                yield set(keys) if isinstance(held, set) else keys
+
+
+def _leading(values: Sequence[Any], types: Sequence[type], but: Container[type] = ()) -> Iterator[tuple[int, Any]]:
+    """Those that are looked into, with their positions; not those of some types, nor tuples that lead nowhere."""
+    kinds = {kind for kind in set(types) if kind not in but and kind in _FOLLOWED}
+    if tuple in kinds:  # of numbers and strings, mostly
+        items = chain.from_iterable(value for value, kind in zip(values, types, strict=True) if kind is tuple)
+        if not {torch.Tensor, *_FOLLOWED}.intersection(map(type, items)):
+            kinds.remove(tuple)
+    return compress(enumerate(values), map(kinds.__contains__, types)) if kinds else iter(())
+
+
+def _read(held: Any) -> Any:
+    """A copy of what it holds."""
+    if isinstance(held, (list, tuple, deque)):
+        return list(held)
+    return vars(held).copy() if isinstance(held, SimpleNamespace) else held.copy()
+
+
+def _entries(held: Any) -> Iterable[Any]:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _tensors(held: Any) -> list[int]:
+    return [id(one) for one in _entries(held) if isinstance(one, torch.Tensor)]
+
+
+def _labelled(entries: Any, kind: type) -> dict[str, Any]:
+    """What a container holds, by what leads there in Python."""
+    if kind is SimpleNamespace:
+        return {f".{name}": one for name, one in entries.items()}
+    if issubclass(kind, dict):
+        return {
+            f"[{key!r}]" if isinstance(key, _NAMED_BY) else f"[{object.__repr__(key)}]": one
+            for key, one in entries.items()
+        }
+    if kind is set:
+        return {object.__repr__(one): one for one in entries}
+    return {f"[{position}]": one for position, one in enumerate(entries)}
+
+
+def _put_back(held: Any, copy: Any) -> None:
+    if isinstance(held, SimpleNamespace):
+        _put_back(vars(held), copy)
+    elif isinstance(held, dict):
+        for key in held.keys() - copy.keys():
+            held.pop(key, None)  # another thread may have been faster
+        held.update(copy)
+        if not all(map(is_, held, copy)):  # something was deleted: back in its old place
+            held.clear()
+            held.update(copy)
+    elif isinstance(held, list):
+        held[:] = copy
+    else:
+        held.clear()
+        held.extend(copy) if isinstance(held, deque) else held.update(copy)
+
+
+def _same_items(held: Any, copy: Any) -> bool:
+    if len(held) != len(copy):
+        return False
+    if isinstance(held, set):
+        return bool(held == copy)
+    if isinstance(held, dict) and not all(map(is_, held.values(), copy.values())):
+        return False
+    return all(map(is_, held, copy))
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor's value and version, as they were.
+
+    Args:
+        tensor: itself: within a dispatch mode an alias has a version counter of its own.
+        alone: the part of it that shows each element once.
+        value: a copy of that.
+        version: None if it has none.
+    """
+
+    tensor: torch.Tensor
+    alone: torch.Tensor
+    value: torch.Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Saved:
+        """Copy what ``tensor`` holds now."""
+        version = None if tensor.is_inference() else tensor._version
+        alone = elements_once(tensor.detach())
+        return cls(tensor, alone, alone.clone(), version)
+
+    def restore(self) -> None:
+        """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
+        self.alone.copy_(self.value)
+        if self.version is not None:
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+
+
+class Guard:
+    """Keeps what a live run is about to overwrite.
+
+    Args:
+        live: whether runs execute.
+        changed: which attributes are others by now.
+        drawn: which of the interpreter's generators have been drawn from.
+    """
+
+    def __init__(self, live: bool, changed: Callable[[], Changes], drawn: Callable[[], list[str]] = list) -> None:
+        self.live = live
+        self.changed_attributes = changed
+        self.drawn = drawn
+        self._saved: list[Saved] = []
+        self._drawn: dict[torch.Generator, torch.Tensor] = {}
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
+        if self.live:
+            self._saved.append(Saved.of(tensor))
+
+    def before_draw(self, generator: torch.Generator | None) -> None:
+        """Keep the state of ``generator``, the user's own. Under a capture only the host's are drawn from."""
+        if generator is None or not (self.live or generator.device.type == "cpu"):
+            return
+        if generator not in self._drawn:
+            self._drawn[generator] = generator.get_state()
+
+    def restore(self) -> None:
+        """Undo the writes and the draws, last first. An interrupt that comes meanwhile is raised when all is undone."""
+        late, grad = None, torch.is_grad_enabled()
+        while True:
+            try:
+                try:
+                    torch._C._set_grad_enabled(False)  # torch.no_grad() is Python: interrupted, it would stay
+                    self._undo()
+                finally:
+                    torch._C._set_grad_enabled(grad)
+                break
+            except KeyboardInterrupt as error:
+                late = error
+        if late is not None:
+            raise late
+
+    def _undo(self) -> None:
+        for one in reversed(self._saved):
+            one.restore()
+        for generator, state in reversed(self._drawn.items()):  # one may go by as several objects
+            generator.set_state(state)
+
+
+@contextmanager
+def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = True) -> Iterator[Guard]:
+    """Put back, at the end or after an error, what runs of ``model`` inside change.
+
+    Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
+    the generators reported to its ``before_draw``, and the dispatch modes in force.
+
+    Args:
+        model: module or function.
+        live: whether the runs execute (False under a capture).
+        memory: whether parameters and buffers that were given other memory get theirs back here; else the caller sees
+            to that.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept(torch.device("cpu")))
+        if memory:
+            stack.enter_context(_memory_kept(_owned(model)))
+        if not live:
+            # A capture writes nothing, and is counted as if it did.
+            counted = tuple(one for one in _owned(model) if not one.is_inference())
+            stack.enter_context(_unsafe_preserve_version_counter(counted))
+        changed = stack.enter_context(_attribute_guard(model))
+        guard = Guard(live, changed, _draws())
+        stack.callback(guard.restore)
+        stack.enter_context(_modes_kept())
+        yield guard
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Leave the dispatch modes that runs inside have left in force, as one interrupted at a mode's end does."""
+    before = _get_current_dispatch_mode_stack()
+    try:
+        yield
+    finally:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if not any(mode is one for one in before):
+                try:
+                    mode.__exit__(None, None, None)
+                except IndexError:  # it was interrupted in its exit, with torch's flags put back already
+                    _pop_mode()
+
+
+def _draws() -> Callable[[], list[str]]:
+    """A function that names those of the interpreter's generators, Python's and numpy's, that have been drawn from."""
+
+    def states() -> dict[str, bytes]:
+        numpy = sys.modules.get("numpy")
+        kept = {"Python's random": random.getstate()} | ({"numpy.random": numpy.random.get_state()} if numpy else {})
+        return {name: pickle.dumps(state) for name, state in kept.items()}
+
+    before = states()
+    return lambda: [name for name, now in states().items() if before.get(name, now) != now]
+
+
+@contextmanager
+def random_state_kept(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Put the random state of Python, numpy (if loaded), torch's host generator, ``device`` and ``generators``, the
+    user's own, back at the end.
+    """
+    own = [(one, one.get_state()) for one in generators]
+    python, host = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy else None
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy:
+            numpy.random.set_state(array)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu, device)
+        for one, state in own:
+            one.set_state(state)
+
+
+class _WriteGuard(TorchDispatchMode):
+    """Lets a model run, telling the guard of every tensor it is about to write that existed before.
+
+    Operators that take functions (``torch.cond``) are refused here, in the first run of a model.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self.guard = guard
+        self.made: dict[int, StorageWeakRef] = {}  # while held, a storage's address names no other storage
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """The memory of ``tensor`` is handed out, and may be written out of sight."""
+        if has_memory(tensor) and storage_address(tensor) not in self.made:
+            with _disable_current_modes():
+                self.guard.before_write(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise CaptureError(
+                f"{func} takes functions: what they do cannot be recorded as calls",
+                fix="write the branch or loop that is taken as plain operators, or move it out of the prepared module",
+            )
+        if (parts := parts_of(func)) is not None:
+            with self:
+                return parts(*args, **kwargs)
+        self.guard.before_draw(kwargs.get("generator"))
+        for tensor in written_tensors(func, args, kwargs):
+            if has_memory(tensor) and storage_address(tensor) not in self.made:
+                self.guard.before_write(tensor)
+        result = func(*args, **kwargs)
+        new = [t for t in flat_tensors(result) if has_memory(t) and storage_address(t) not in self.made]
+        if new:
+            given = {storage_address(t) for t in flat_tensors([*args, *kwargs.values()]) if has_memory(t)}
+            for tensor in new:
+                if storage_address(tensor) not in given:
+                    self.made[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        return result
+
+
+def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were.
+
+    Raises:
+        CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
+            that runs another one inside.
+    """
+    given = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
+    with preserved(model) as guard, _memory_kept(given), torch.no_grad(), _WriteGuard(guard) as writes:
+        try:
+            with exports_seen(writes.exported):
+                return model(*args, **kwargs)
+        except RuntimeError as error:
+            refusal = _refusal(error, module_paths(model), differentiates=isinstance(model, Around))
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
+def rehearse(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run ``model`` once as recordings do, TorchScript operator by operator; see ``run_preserved``."""
+    for part in scripted_parts(model):
+        getattr(part, "forward", None)  # torch keeps it as an attribute from its first use on: no run changes that
+    with operator_by_operator():
+        run_preserved(model, args, kwargs)
+
+
+def _owned(model: Callable[..., Any]) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+
+
+@contextmanager
+def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, these may be given other memory (``.data = …``); then they get theirs back."""
+    before = [(one, one.detach()) for one in tensors if has_memory(one)]
+    try:
+        yield
+    finally:
+        for tensor, alias in before:
+            if shown_by(tensor) != shown_by(alias):
+                tensor.data = alias
+
+
+@contextmanager
+def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inputs require a gradient, or none, as before: a model that differentiates may ask for that of them."""
+    tensors: list[torch.Tensor] = []
+    with suppress(InputError):  # who prepares says so in the user's words
+        tensors = [one for one in flatten((tuple(args), dict(kwargs)))[0] if one.is_leaf]
+    before = [one.requires_grad for one in tensors]
+    try:
+        yield
+    finally:
+        for tensor, required in zip(tensors, before, strict=True):
+            if tensor.is_leaf and tensor.requires_grad != required:
+                tensor.requires_grad_(required)
+
+
+def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:
+    """Ours, for what autograd refuses without saying where; None for other errors.
+
+    Args:
+        error: of the model.
+        modules: paths by id.
+        differentiates: whether what ran is a model and its backward, with gradients on.
+    """
+    text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+    if "leaf Variable that requires grad" in text:
+        return CaptureError(
+            "an input or parameter that requires a gradient is written in place",
+            where=_place(*place_of(frame, modules)),
+            fix="inplace=False in that layer, or prepare with an input that requires no gradient",
+        )
+    if not differentiates and "does not require grad and does not have a grad_fn" in text:
+        return CaptureError(
+            "the model differentiates in its own forward, and what is prepared for inference runs without gradients",
+            where=_place(*place_of(frame, modules)),
+            fix="with torch.enable_grad(): around what it differentiates, of tensors that require a gradient there",
+        )
+    if "use_reentrant=True" in text:
+        return CaptureError(
+            "torch.utils.checkpoint with use_reentrant=True runs a backward inside the backward",
+            where=_checkpointed(getattr(frame.f_locals.get("ctx"), "run_function", None), modules),
+            fix="checkpoint(..., use_reentrant=False); Hugging Face: gradient_checkpointing_enable("
+            "gradient_checkpointing_kwargs={'use_reentrant': False})",
+        )
+    return None
+
+
+def _checkpointed(computed: Any, modules: Mapping[int, str]) -> str:
+    computed = _function(computed)
+    module, code = modules.get(id(getattr(computed, "__self__", computed))), getattr(computed, "__code__", None)
+    if module is None and code is not None:
+        return f"checkpoint of {code.co_name}, {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+    return f"checkpoint of {module or 'the model'}"
+
+
+def _place(module: str, file: str, line: int) -> str:
+    return f"{module or 'the model'} at {file}:{line}" if file else module or "the model"

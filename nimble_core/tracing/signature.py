@@ -1,0 +1,247 @@
+"""What a prepared engine accepts: structure, classes, shapes, dtypes and device of inputs, checked on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nimble_core.tracing.pytree import (
+    Leaf,
+    Node,
+    Structure,
+    builder,
+    flatten,
+    leaf_paths,
+    reader,
+    same_structure,
+    structure_difference,
+)
+from nimble_core.utils.errors import InputError
+
+__all__ = ["Signature", "require_initialised", "require_plain", "take_apart"]
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes that do nothing of their own in an operator; buffers are of the first. A replay would pass others by."""
+
+
+class Signature:
+    """Inputs as they were at preparation.
+
+    ``bind`` is the hot path: it returns the input tensors of a call that fits and None for any other.
+    ``explain`` says, for one that does not, what was expected and what was given.
+
+    Args:
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        called: what users call the positional inputs; those without a name are ``args[0]``, ….
+
+    Raises:
+        InputError: no tensor among the inputs, or tensors on more than one device, or not dense.
+    """
+
+    def __init__(self, args: Args, kwargs: Kwargs, called: Sequence[str] = ()) -> None:
+        self.names, self._called = tuple(kwargs), tuple(called)
+        self.tensors, self.structure, self.paths = take_apart(args, kwargs, called)
+        if not self.tensors:
+            raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
+        self.device = _one_device(self.tensors, self.paths)
+        for tensor, path in zip(self.tensors, self.paths, strict=True):
+            _require_dense(tensor, path)
+        # A tensor given twice was recorded as one: calls have to do the same.
+        first = {id(tensor): position for position, tensor in reversed(list(enumerate(self.tensors)))}
+        self.twins = tuple((first[id(t)], i) for i, t in enumerate(self.tensors) if first[id(t)] != i)
+        self.metas = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
+        # Calls that read the memory of a complex tensor do not see that it is to be conjugated.
+        self.conjugate = tuple((i, t.is_conj()) for i, t in enumerate(self.tensors) if t.is_complex())
+        self._build = builder(self.structure)
+        self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
+
+    def arguments(self, tensors: Sequence[torch.Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword inputs around ``tensors``, by default the example's, in containers made anew.
+
+        A model may change what it is given: lists and dicts of the caller's are not to be.
+        """
+        args, kwargs = self._build(self.tensors if tensors is None else tensors)
+        return args, kwargs
+
+    def changed(self, args: Args, kwargs: Kwargs) -> str:
+        """Which input a run has changed that was given ``arguments()``, apart from values; empty if none."""
+        tensors, now, paths = take_apart(args, kwargs, self._called)
+        if not same_structure(self.structure, now):
+            return _in_words(structure_difference(self.structure, now).path, self._called)
+        known = zip(self.tensors, tensors, paths, strict=True)
+        return next((path for before, after, path in known if before is not after), "")
+
+    def _compile(self) -> Callable[[Args, Kwargs], list[torch.Tensor] | None]:
+        assert isinstance(self.structure, Node)
+        positional, keyword = self.structure.children
+        assert isinstance(positional, Node)
+        assert isinstance(keyword, Node)
+        metas, names, twins, conjugate = self.metas, self.names, self.twins, self.conjugate
+        read, dense, plain = reader(self.structure), torch.strided, torch.Tensor
+        flat = all(isinstance(child, Leaf) for child in (*positional.children, *keyword.children))
+        count, named = len(positional.children), len(names)
+
+        def fits(tensors: Sequence[Any]) -> bool:
+            try:
+                for tensor, (shape, dtype, device) in zip(tensors, metas, strict=True):
+                    if not (
+                        (type(tensor) is plain or type(tensor) in _PLAIN)
+                        and tensor.layout is dense
+                        and tensor.shape == shape
+                        and tensor.dtype is dtype
+                        and tensor.device == device
+                    ):
+                        return False
+            except RuntimeError:  # of nested tensors, which have no shape
+                return False
+            if conjugate and any(tensors[i].is_conj() != bit for i, bit in conjugate):
+                return False
+            return all(tensors[a] is tensors[b] for a, b in twins) if twins else True
+
+        def bind_flat(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
+            if len(args) != count or len(kwargs) != named:
+                return None
+            tensors = list(args)
+            if named:
+                try:
+                    tensors += [kwargs[name] for name in names]
+                except KeyError:
+                    return None
+            return tensors if fits(tensors) else None
+
+        def bind_nested(args: Args, kwargs: Kwargs) -> list[torch.Tensor] | None:
+            if len(args) != count or len(kwargs) != named or any(name not in kwargs for name in names):
+                return None
+            tensors = read((tuple(args), {name: kwargs[name] for name in names}))
+            return tensors if tensors is not None and fits(tensors) else None
+
+        return bind_flat if flat else bind_nested
+
+    def explain(self, args: Args, kwargs: Kwargs) -> str:
+        """First difference between the prepared inputs and these, as ``"args[0]: expected …, given …"``.
+
+        Raises:
+            InputError: an object of an unknown type that holds tensors, or a container that contains itself.
+        """
+        assert isinstance(self.structure, Node)
+        count = len(self.structure.children[0].children)  # type: ignore[union-attr]
+        if len(args) != count:
+            beside = [repr(name) for name in kwargs if name not in self.names]
+            with_them = f" and keyword{'s' * (len(beside) > 1)} {', '.join(beside)}" if beside else ""
+            return f"expected {count} positional input{'s' * (count != 1)}, given {len(args)}{with_them}"
+        missing = [name for name in self.names if name not in kwargs]
+        extra = [name for name in kwargs if name not in self.names]
+        if missing or extra:
+            words = [f"expected keyword {name!r}, not given" for name in missing]
+            words += [f"keyword {name!r} given, not expected" for name in extra]
+            return "; ".join(words)
+        tensors, given, _ = take_apart(args, {name: kwargs[name] for name in self.names}, self._called)
+        if not same_structure(self.structure, given):
+            found = structure_difference(self.structure, given)
+            return f"{_in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
+        for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
+                return f"{path}: expected a dense tensor, {_describe(shape, dtype, device)}, given {kind} one"
+            if type(tensor) not in _PLAIN:
+                kind = type(tensor).__qualname__
+                return f"{path}: expected a torch.Tensor, given a {kind}: pass {_plain_instead(tensor)}"
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
+                return (
+                    f"{path}: expected {_describe(shape, dtype, device)}, "
+                    f"given {_describe(tensor.shape, tensor.dtype, tensor.device)}"
+                )
+        for i, conjugate in self.conjugate:
+            if tensors[i].is_conj() != conjugate:
+                view = "a conjugate view" if conjugate else "no conjugate view: pass .resolve_conj() of it"
+                return f"{self.paths[i]}: expected {view}"
+        for a, b in self.twins:
+            if tensors[a] is not tensors[b]:
+                return f"{self.paths[b]}: expected the same tensor as {self.paths[a]}, given another"
+        return "no difference found"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True))
+
+
+def take_apart(
+    args: Args, kwargs: Kwargs, called: Sequence[str] = ()
+) -> tuple[list[torch.Tensor], Structure, list[str]]:
+    """Tensors of inputs, the structure of ``(args, kwargs)`` around them, and what users call each tensor.
+
+    Args:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        called: as in :class:`Signature`.
+
+    Raises:
+        InputError: as :func:`nimble_core.tracing.pytree.flatten`, in the words of users.
+    """
+    try:
+        tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
+    except InputError as error:
+        what, where = (_in_words(text, called) for text in (error.what, error.where))
+        raise InputError(what, where=where, fix=error.fix) from None
+    return tensors, structure, [_in_words(path, called) for path in leaf_paths(structure)]
+
+
+def _in_words(path: str, called: Sequence[str]) -> str:
+    """A path, which may begin a sentence, from ``(args, kwargs)`` on, in the user's words."""
+    for position, name in enumerate(called):
+        if path.startswith(f"[0][{position}]"):
+            return path.replace(f"[0][{position}]", name, 1)
+    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def require_plain(tensor: torch.Tensor, path: str) -> None:
+    """Raise InputError for a tensor of a class of its own: what that does in Python is in no call of a recording."""
+    if type(tensor) not in _PLAIN:
+        raise InputError(
+            f"{path} is a {type(tensor).__qualname__}, a class of its own, whose code a replay would pass by",
+            fix=f"pass {_plain_instead(tensor)}",
+        )
+
+
+def require_initialised(name: str, parameter: torch.Tensor) -> None:
+    """Raise InputError for a parameter of a lazy module that never ran."""
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
+
+
+def _plain_instead(tensor: torch.Tensor) -> str:
+    """What to pass in place of a tensor of another class; one that only stands for others has no numbers of its own."""
+    stands_for_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return "the tensors that it is made of" if stands_for_others else ".as_subclass(torch.Tensor) of it"
+
+
+def _require_dense(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_nested:
+        raise InputError(f"{path} is a nested tensor", fix="pad it: torch.nested.to_padded_tensor(x, 0.0)")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{path} is {tensor.layout}, not a dense tensor", fix="convert it with .to_dense()")
+    if tensor.is_quantized:
+        raise InputError(
+            f"{path} is quantized ({tensor.dtype}), not a dense tensor of numbers",
+            fix="convert it with .dequantize(), and quantize inside of the model",
+        )
+
+
+def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.device:
+    device = tensors[0].device
+    for tensor, path in zip(tensors, paths, strict=True):
+        if tensor.device != device:
+            raise InputError(
+                f"inputs on mixed devices: {paths[0]} is on {device}, {path} on {tensor.device}",
+                fix=f"move every input to {device}",
+            )
+    return device

@@ -1,0 +1,224 @@
+"""A module's forward and backward as one function of tensors, in the layout in which both take less time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from nimble_core.compiler.to_fx import lift
+from nimble_core.ir.program import Program, TensorRef
+from nimble_core.runtime.device import Device
+from nimble_core.scheduling.options import Options
+from nimble_core.tracing.autocast import no_autocast
+from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
+from nimble_core.tracing.phase import phase
+from nimble_core.tracing.pytree import Structure, builder, flatten
+from nimble_core.tracing.recorded import Recorded, record_static, state_kept
+from nimble_core.tracing.step_wrapper import Around
+from nimble_core.tracing.strides import with_strides_of
+from nimble_core.training.autograd_hooks import Behind
+from nimble_core.utils.errors import InputError
+
+__all__ = ["ForwardBackward", "in_better_layout", "turnable"]
+
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+class ForwardBackward(Around):
+    """A module's forward and backward as one: ``(args, kwargs, output gradients) -> (outputs, gradients)``.
+
+    Args:
+        model: the module.
+        leaves: positions of the input tensors whose gradients are wanted.
+        turned: names of weights that the module is given channels last, and all images with them: the same
+            computation, in which convolutions and all between them run in that layout.
+    """
+
+    input_names = ("args", "kwargs", "gradients of outputs")
+
+    def __init__(self, model: torch.nn.Module, leaves: Sequence[int], turned: Collection[str] = ()) -> None:
+        super().__init__(model)
+        self.leaves = tuple(leaves)
+        self.turned = frozenset(turned)
+        # What the last run found:
+        self.structure: Structure | None = None
+        self.outputs = 0
+        self.differentiable: tuple[int, ...] = ()
+        self.templates: tuple[torch.Tensor, ...] = ()
+        self.present: tuple[str, ...] = ()
+        self.reached: tuple[frozenset[int], ...] = ()
+        self.leaves_present: tuple[int, ...] = ()
+
+    def forward(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: Sequence[torch.Tensor] | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, then gradients of the parameters in ``present`` and of the inputs in ``leaves_present``."""
+        tensors, around = flatten((tuple(args), dict(kwargs)), what="input")
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            with phase("forward"):
+                tensors = [tensor.detach() for tensor in tensors]
+                for position in self.leaves:
+                    tensors[position].requires_grad_()
+                if self.turned:
+                    args, kwargs = builder(around)([_channels_last(one) for one in tensors])
+                    owned = self.model.named_parameters()
+                    weights = {name: _channels_last(one) for name, one in owned if name in self.turned}
+                    result = torch.func.functional_call(self.model, weights, tuple(args), dict(kwargs))
+                else:
+                    args, kwargs = builder(around)(tensors)
+                    result = self.model(*args, **kwargs)
+                outputs, self.structure = flatten(result, what="output")
+            self.differentiable = tuple(at for at, one in enumerate(outputs) if one.requires_grad)
+            if not self.differentiable:
+                raise InputError(
+                    "no output depends on a parameter or input that requires a gradient",
+                    fix="unfreeze parameters, or do not detach outputs; where the model itself differentiates, "
+                    "torch.autograd.grad(..., create_graph=True); or prepare(..., training=False)",
+                )
+            wanted = [outputs[at] for at in self.differentiable]
+            self.outputs = len(outputs)
+            if gradients is None:
+                gradients = self.templates = tuple(torch.ones_like(one.detach()) for one in wanted)
+            named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+            leaves = [tensors[position] for position in self.leaves]
+            reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
+            with phase("backward"), no_autocast(wanted[0].device.type), _hooks_silent(named.values()):
+                found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
+                _require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
+                gradients_made = _standing_alone(
+                    found, [*named.values(), *leaves], [*tensors, *gradients, *self.model.parameters()]
+                )
+        self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
+        kept = [at for at, one in enumerate(found) if one is not None]
+        self.reached = tuple(frozenset(kept.index(at) for at in one if at in kept) for one in reached)
+        self.leaves_present = tuple(
+            position for position, one in zip(self.leaves, found[len(named) :], strict=True) if one is not None
+        )
+        return [one.detach() for one in outputs], gradients_made
+
+
+def in_better_layout(device: Device, whole: ForwardBackward, joint: Recorded, options: Options, step: Step) -> Recorded:
+    """Forward and backward as they are, or with all their images channels last, whichever takes less time.
+
+    What the forward saves is the backward's input: the layout is one for both, chosen before they are cut. Outputs that
+    are shown as they lie keep the layout that they have in eager: where they would have another, nothing is turned.
+    """
+    weights = turnable(joint.recording.program)
+    if device.kind != "cuda" or options.fuse == "none" or options.tune == "off" or not weights:
+        return joint
+    turned = ForwardBackward(whole.model, whole.leaves, weights)
+    try:
+        with step("record channels last"):
+            other = record_static(device, turned, joint.signature, strict=True, step=step)
+        made, eagers = (
+            [ref.strides for ref in one.recording.program.outputs[: whole.outputs]] for one in (other, joint)
+        )
+        if options.outputs == "static" and made != eagers:
+            return joint
+        with step("choose layout"), no_autocast(joint.signature.device.type), state_kept(joint):
+            modules = [lift(one.recording) for one in (joint, other)]
+            runs = [partial(module, *joint.signature.tensors) for module in modules]
+            plain_ns, turned_ns = device.call_times_ns(runs)
+    except Exception:  # of the model, which may ask for a view of what is contiguous no more
+        return joint
+    faster = plain_ns is not None and turned_ns is not None and turned_ns < plain_ns
+    return other if faster else joint
+
+
+def turnable(program: Program) -> frozenset[str]:
+    """Names of weights of convolutions that are not channels last yet.
+
+    Not of those that see single pixels, whose strides tell no layout: libraries and compilers then disagree about it.
+    """
+    cast: dict[int, TensorRef] = {}
+    wide: dict[int, TensorRef] = {}
+    pixels: set[int] = set()
+    for call in program.calls:
+        images = [cast.get(ref.storage, ref) for ref in call.reads if len(ref.sizes) == 4]
+        if call.operator == "aten.convolution.default" and len(images) == 2:
+            image, weight = images
+            wide[weight.storage] = weight
+            if image.sizes[2:] == (1, 1):
+                pixels.add(weight.storage)
+        elif len(call.reads) == len(call.writes) == len(images) == 1 and call.writes[0].sizes == images[0].sizes:
+            cast[call.writes[0].storage] = images[0]
+    return frozenset(
+        program.storages[home].name
+        for home, ref in wide.items()
+        if home not in pixels
+        and program.storages[home].role == "parameter"
+        and min(ref.sizes[1:]) > 1 != ref.strides[1]
+    )
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+@contextmanager
+def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, hooks of these tensors are not called: replays hand such gradients to autograd, which calls them."""
+    tables = [(one._backward_hooks, dict(one._backward_hooks)) for one in parameters if one._backward_hooks]
+    try:
+        for table, _ in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in tables:
+            table.update(hooks)
+
+
+def _require_dense(found: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+    """Raise InputError for a gradient that is sparse: how much memory it takes depends on data."""
+    for one, name in zip(found, names, strict=True):
+        if one is not None and one.layout is not torch.strided:
+            raise InputError(
+                "a gradient is sparse: only dense ones can be replayed",
+                where=name,
+                fix="make the embedding with sparse=False",
+            )
+
+
+def _standing_alone(
+    found: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients as autograd's accumulation gives them: each with memory of its own, laid out like what it belongs to.
+
+    ``.grad`` is written in place, and fused optimizers take its layout to be the parameter's.
+    """
+    taken = {storage_address(one) for one in others}
+    alone = []
+    for one, source in zip(found, sources, strict=True):
+        if one is not None:
+            if not overlaps_itself(source):
+                one = with_strides_of(source, one)
+            if storage_address(one) in taken or overlaps_itself(one):
+                one = one.clone()
+            taken.add(storage_address(one))
+            alone.append(one)
+    return alone
+
+
+def _reached(output: torch.Tensor, sources: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Positions of the ``sources``, leaves, that a gradient of ``output`` reaches."""
+    nodes = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
+    pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
+    positions = {id(one): at for at, one in enumerate(sources)}
+    seen: set[Any] = set()
+    found: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in nodes:
+            found.add(nodes[node])
+        behind = getattr(node, "behind", None)  # of a prepared module inside of this one
+        if isinstance(behind, Behind):
+            found.update(positions[id(one)] for one in behind.tensors.values() if id(one) in positions)
+        pending += [following for following, _ in node.next_functions]
+    return frozenset(found)

@@ -1,0 +1,337 @@
+"""A module's forward and backward, made ready to train in place of it.
+
+They are recorded together (``forward_backward``), cut in two (``halves``), scheduled each by itself (``tuning``), the
+backward in what the forward leaves (``lent_memory``), and held against eager; ``differentiable`` joins them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from nimble_core.autotune.autotune import Tuned, eager_peak, tune
+from nimble_core.autotune.capture_pipeline import capture
+from nimble_core.ir.call_graph import build_graph
+from nimble_core.ir.candidates import EqualityCheck
+from nimble_core.ir.program import Fuse
+from nimble_core.runtime.device import Device, Executable
+from nimble_core.scheduling.options import Options
+from nimble_core.tracing.grad_accumulators import require_no_node_hooks
+from nimble_core.tracing.pytree import Structure
+from nimble_core.tracing.recorded import Lender, Recorded, preparing, record_static, state_kept
+from nimble_core.tracing.recording import Issuer, Recording, issuing
+from nimble_core.tracing.signature import Signature
+from nimble_core.tracing.static_check import check_outputs
+from nimble_core.tracing.strides import share_bytes, strides_of_copy
+from nimble_core.training.autograd_function import KNOWN_WHETHER_KEPT, Backward, Fixed
+from nimble_core.training.joint_function import ForwardBackward, in_better_layout
+from nimble_core.training.partition import Halves, halve
+from nimble_core.training.saved_tensors import leading, lent
+from nimble_core.utils.errors import CaptureError
+from nimble_core.validation.equality import check_equality
+from nimble_core.validation.judge import Cases, doubted, eager_cases
+
+__all__ = ["Trainable", "make_trainable"]
+
+_PATIENCE_S = 60.0
+_WORTH = 1.2
+"""How many times as fast a backward has to be that makes the step hold much more than eager's: more than elsewhere,
+since what the forward saved is there beside it, and memory decides what can be trained at all."""
+
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A module prepared for training.
+
+    Args:
+        forward: what was found for the forward; its recording makes the outputs, then what is saved.
+        backward: what follows.
+        structure: what is around the model's outputs.
+        joint: both, as they were recorded.
+        notes: what the user should know.
+        wrong: how the replays differ from eager; empty if they do not.
+    """
+
+    forward: Tuned
+    backward: Backward
+    structure: Structure
+    joint: Recorded
+    notes: tuple[str, ...]
+    wrong: str
+
+    @property
+    def other_kernels(self) -> tuple[Fuse, ...]:
+        """Kinds of kernels that forward and backward take instead of eager's."""
+        kinds = (one.recorded.recording.program.fuse for one in (self.forward, self.backward.tuned))
+        return tuple(dict.fromkeys(kind for kind in kinds if kind != "none"))
+
+    def close(self) -> None:
+        """Free what replays."""
+        self.forward.best.close()
+        self.backward.close()
+
+
+def make_trainable(
+    device: Device,
+    model: torch.nn.Module,
+    signature: Signature,
+    options: Options,
+    *,
+    step: Step,
+) -> Trainable:
+    """Record forward and backward together, cut, tune each; nothing of the model is changed.
+
+    Raises:
+        InputError: nothing to differentiate, or hooks that no replay would call.
+        NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
+    """
+    require_no_node_hooks(model.named_parameters())
+    leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
+    whole = ForwardBackward(model, leaves)
+    with step("warm-up"):
+        device.warm_up(whole, signature.arguments(), {})
+    structure, templates = whole.structure, whole.templates
+    assert structure is not None
+    example = (*signature.arguments(), list(templates))
+    both = Signature(example, {}, whole.input_names)
+    joint = record_static(device, whole, both, strict=options.strict, step=step)
+    if joint.whole:
+        what = "launch" if device.kind == "cuda" else "value"
+        raise CaptureError(
+            f"not every {what} of forward and backward was seen",
+            where=joint.recording.unseen_where,
+            fix="leave that part out of the prepared module",
+        )
+    if whole.structure is not None:  # of the last run, on other values
+        check_outputs(structure, whole.structure)
+    outputs = whole.outputs
+    cut = in_better_layout(device, whole, joint, options, step)
+    halves = halve(cut.recording, len(signature.tensors), outputs)
+    inputs = [tensor.detach() for tensor in signature.tensors]
+    ahead = len(halves.forward.program.calls)
+    together = replace(cut.recording, outputs=halves.forward.outputs)
+    first = _recorded(halves.forward, inputs, _Issued(together, ahead, after=templates))
+    if device.kind == "cuda" and options.outputs == "copy":
+        first = replace(first, copied_out=outputs)
+    with state_kept(first):
+        forward = tune(device, first, options, step=step)
+    try:
+        forward.close(keep=forward.best)
+        fixed = isinstance(forward.best, Fixed)
+        random = torch.cuda.get_rng_state(signature.device) if fixed else None
+        with state_kept(first):
+            made = [one.detach() for one in forward.best.run(inputs, static=True)]
+        saved = made[outputs:]
+        shown: dict[int, torch.Tensor] = {}
+        guarded: tuple[int, ...] = ()
+        lender: Lender | None = None
+        if isinstance(forward.best, Fixed):
+            leads = leading(halves.backward, len(saved) + len(halves.saved_inputs))
+            if options.outputs == "static":
+                shown = _of_their_own(made[:outputs], [*forward.best.buffers, *first.recording.given.values()])
+                guarded = tuple(at for at, one in shown.items() if any(share_bytes(one, other) for other in saved))
+            if KNOWN_WHETHER_KEPT:
+                saved, lender = lent(forward.best.arena, saved, leads, list(shown.values()))
+            saved += [forward.best.buffers[at] for at in halves.saved_inputs]
+            # With the forward before it: eager and captures keep seeds in different places.
+            whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
+            eager = _Issued(whole_run, len(cut.recording.program.calls), inputs, joint=cut, random=random)
+            plain = halves.with_saved(saved)
+            second = replace(_recorded(plain, list(templates), eager), copied_in=len(templates))
+        else:
+            saved += [inputs[at] for at in halves.saved_inputs]
+            plain = halves.backward
+            eager = _Issued(plain, len(plain.program.calls))
+            second = _recorded(plain, [*templates, *saved], eager)
+        whole_nbytes = eager_peak(device, cut)
+        with state_kept(second):
+            behind = tune(
+                device,
+                replace(second, lender=lender),
+                options,
+                step=step,
+                eager_nbytes=whole_nbytes,
+                beside_nbytes=forward.best.nbytes,
+                worth=_WORTH,
+            )
+        behind.close(keep=behind.best)
+    except BaseException:
+        forward.best.close()
+        raise
+    named = dict(model.named_parameters())
+    backward = Backward(
+        tuned=behind,
+        plain=plain,
+        parameters=tuple(named[name] for name in whole.present),
+        flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
+        leaves=frozenset(leaves),
+        leaves_present=whole.leaves_present,
+        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in joint.recording.program.outputs[:outputs]),
+        differentiable=whole.differentiable,
+        templates=templates,
+        reached=whole.reached,
+        saved_inputs=halves.saved_inputs,
+        fixed=fixed,
+        borrowed=_borrowed(halves.backward),
+        sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
+        shown=shown,
+        guarded=guarded,
+        repeated=_repeated(made[:outputs]),
+        read=_read(halves),
+    )
+    try:
+        with step("check equality"):
+            wrong = _unlike_eager(joint, forward.best, backward, len(inputs))
+    except BaseException:
+        forward.best.close()
+        behind.best.close()
+        raise
+    if isinstance(behind.best, Fixed):
+        # From here on they are examples of shapes only, and outputs may be large: one memory is enough.
+        for template, buffer in zip(templates, behind.best.buffers, strict=False):
+            template.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride())
+    return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
+
+
+def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
+    """The backward that was chosen, in memory of its own.
+
+    Its calls run once before they are captured: autograd's own thread is another one, and what libraries know of a
+    routine they may know by thread.
+
+    Raises:
+        DeviceError: no memory for it, or another thread prepares a model.
+        CaptureError: as ``capture``.
+    """
+    recorded = replace(behind.recorded, lender=None)
+    last: dict[int, int] = {}
+    for call in recorded.recording.program.calls:
+        last |= dict.fromkeys((access.ref.storage for access in call.accesses), call.index)
+    tuned = device.libraries_tuned() if recorded.recording.program.fuse != "none" else nullcontext()
+    with preparing(_PATIENCE_S), state_kept(recorded):
+        with issuing(recorded.signature.device.type), tuned:
+            issuer = Issuer(recorded.recording, recorded.signature.tensors)
+            for call in recorded.recording.program.calls:
+                issuer.issue(call.index)
+                for storage in {one.ref.storage for one in call.accesses if last[one.ref.storage] == call.index}:
+                    issuer.release(storage)
+            del issuer
+        return capture(device, recorded, behind.best.schedule, memory_limit=memory_limit, costs=behind.costs)
+
+
+def _borrowed(backward: Recording) -> tuple[int, ...]:
+    """Positions of gradients that are memory of something saved, or of the model's, as a custom backward may return."""
+    homes = {backward.storage_of[slot] for slot in (*backward.inputs, *backward.given)}
+    return tuple(at for at, slot in enumerate(backward.outputs) if backward.storage_of[slot] in homes)
+
+
+def _repeated(outputs: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Outputs, by position, that share memory with an earlier one."""
+    return frozenset(at for at, one in enumerate(outputs) if any(share_bytes(one, earlier) for earlier in outputs[:at]))
+
+
+def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
+    """Tensors that exist before the forward and that the backward reads: their names, and aliases that share their
+    version counters.
+
+    Not those that the forward writes without saying so, as batch norm its running statistics: eager counts no version
+    of these either. Nor those that the backward itself writes, where it computes a forward again; nor those without a
+    counter, made under ``inference_mode``.
+    """
+    forward, backward = halves.forward, halves.backward
+    reads = {access.ref.storage for call in backward.program.calls for access in call.accesses if not access.write}
+    reads |= {backward.storage_of[slot] for slot in backward.outputs}
+    uncounted = {
+        ref.storage
+        for step in forward.steps
+        if step.call is not None and not getattr(getattr(step.func, "_schema", None), "is_mutable", False)
+        for ref in forward.program.calls[step.call].writes
+    }
+    written = {ref.storage for call in backward.program.calls for ref in call.writes}
+    return tuple(
+        (backward.program.storages[home].name or "a tensor beside the model", tensor)
+        for slot, tensor in backward.given.items()
+        if (home := backward.storage_of[slot]) in reads - written
+        and forward.storage_of[slot] not in uncounted
+        and not tensor.is_inference()
+    )
+
+
+def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Outputs, by position, that share memory with no other one and with nothing that was given: writing to one of them
+    in place is nobody else's business.
+    """
+    found = {}
+    for at, one in enumerate(outputs):
+        rest = (*outputs[:at], *outputs[at + 1 :], *others)
+        if not any(share_bytes(one, other) for other in rest):
+            found[at] = one
+    return found
+
+
+def _recorded(recording: Recording, inputs: Sequence[torch.Tensor], model: _Issued) -> Recorded:
+    """One half as a recording of its own."""
+    signature = Signature(tuple(inputs), {})
+    return Recorded(model, signature, recording, build_graph(recording.program), trained=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """What a half computes: calls of a recording, issued in program order, as the model would.
+
+    Args:
+        recording: its outputs are those of the half.
+        calls: how many of its calls, from the first.
+        before: inputs that precede those of the half.
+        after: inputs that follow them.
+        joint: whose state such a run leaves as it was; None: the caller looks after it.
+        random: state of the device's random numbers from which to start; None: as it is.
+    """
+
+    recording: Recording
+    calls: int
+    before: Sequence[torch.Tensor] = ()
+    after: Sequence[torch.Tensor] = ()
+    joint: Recorded | None = None
+    random: torch.Tensor | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        device = (*self.before, *inputs)[0].device
+        issuer = Issuer(self.recording, [*self.before, *inputs, *self.after])
+        with state_kept(self.joint) if self.joint else nullcontext(), issuing(device.type):
+            if self.random is not None:
+                torch.cuda.set_rng_state(self.random, device)
+            for call in range(self.calls):
+                issuer.issue(call)
+            # In eager some operators keep on the host what a capture keeps on the device: seeds of dropout masks.
+            return [one.to(device) for one in issuer.outputs()]
+
+
+def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, count: int) -> str:
+    """How forward and backward replays together differ from eager; empty if they do not."""
+    cases = eager_cases(joint)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with state_kept(joint), torch.no_grad():
+            made = forward.run(inputs[:count], static=True)
+            outputs = [one.clone() for one in made[: backward.outputs]]
+            saved = () if backward.fixed else (*made[backward.outputs :], *(inputs[at] for at in backward.saved_inputs))
+            found = backward.executable.run([*inputs[count:], *saved], static=True)
+            return [*outputs, *(one.clone() for one in found)]
+
+    def judged(cases: Cases) -> EqualityCheck:
+        return check_equality(
+            "forward and backward", run, cases.eager, lowest=cases.lowest, perturbed=cases.moved, names=cases.names
+        )
+
+    check = judged(cases)
+    if check.differs:
+        check = judged(doubted(joint, cases))
+    return f"replays of forward and backward are not what eager computes: {check.reason}" if check.differs else ""

@@ -1,0 +1,1 @@
+"""Is a replay right? Outputs and gradients against eager and float64."""

@@ -1,0 +1,407 @@
+"""What an iteration is made of, and what would help next: each change with its gain and what that gain rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nimble_core.ir.costs import limit_ns
+from nimble_core.ir.schedule import Schedule
+from nimble_core.scheduling.simulator import H200, simulate
+from nimble_core.utils.units import format_ns, format_percent, format_ratio
+from nimble_viz.analysis.labels import SAME_BAND, label_call, label_run, planned, plural
+from nimble_viz.analysis.limit import Breakdown, breakdown
+from nimble_viz.analysis.provenance import is_layout_copy
+from nimble_viz.analysis.what_if import what_if
+from nimble_viz.analysis.work import CallWork, call_work
+from nimble_viz.report.data import OverheadProfile, ReportData
+
+__all__ = ["Advice", "Basis", "Change", "Part", "Split", "advice", "advice_data", "best_run"]
+
+Basis = Literal["measured", "simulated", "bound"]
+"""Measured in the same rounds; simulated from isolated costs; or the most that it can be, were its cause gone."""
+
+_COPIES = frozenset({"copy_", "clone", "_to_copy", "_foreach_copy_", "memcpy"})
+_LEAST = 0.01
+"""Changes that gain less than this share are not worth a line."""
+_MEMORY_BOUND = 2.0
+"""Operations for each byte below which a call only waits for memory, on any device there is."""
+_RATE_SHARE = 0.01
+"""Calls that take less than this share of all are too short for their rates to mean anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of an iteration: its time, its share of all parts, and what it is, in words."""
+
+    name: str
+    ns: float
+    share: float
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """An iteration, taken apart.
+
+    Args:
+        run: name of the run.
+        rows: its parts; they add up to ``total_ns``.
+        total_ns: of what was taken apart: the watched run, which may be longer than the unwatched.
+        note: how it was measured.
+    """
+
+    run: str
+    rows: tuple[Part, ...]
+    total_ns: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something to do next.
+
+    Args:
+        what: to do.
+        run: what it would change.
+        gain_ns: off ``of_ns``: as measured or simulated, or at most.
+        of_ns: what the run takes now.
+        basis: what the gain rests on.
+        why: where the number comes from.
+        per_sample: a larger batch: time for each sample, not for an iteration.
+    """
+
+    what: str
+    run: str
+    gain_ns: float
+    of_ns: float
+    basis: Basis
+    why: str
+    per_sample: bool = False
+
+    @property
+    def share(self) -> float:
+        """Of what the run takes now."""
+        return self.gain_ns / self.of_ns if self.of_ns else 0.0
+
+    @property
+    def gain(self) -> str:
+        """In words: ``"at most 41.0 µs of 120 µs (34.2%, bound)"``."""
+        about = {"measured": "", "simulated": "about ", "bound": "at most "}[self.basis]
+        whole = f"{format_ns(self.of_ns)}{' for each sample' if self.per_sample else ''}"
+        return f"{about}{format_ns(self.gain_ns)} of {whole} ({format_percent(self.share)}, {self.basis})"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What iterations are made of, and changes, those that promise most first; larger batches last.
+
+    Args:
+        eager: the profiled eager iteration by source of overhead; None if it was not profiled.
+        replay: the replay along the chain that ran longest in it; None if none was watched.
+        changes: to the fastest replay, or to the eager run where there is none.
+    """
+
+    eager: Split | None
+    replay: Split | None
+    changes: tuple[Change, ...]
+
+    @property
+    def first(self) -> Change | None:
+        """The one change that promises most."""
+        return next((one for one in self.changes if not one.per_sample), None)
+
+
+def best_run(report: ReportData) -> str:
+    """The replay that a report is about: the chosen plan, else the fastest replay that was measured; ``""`` if none."""
+    wrong = {check.name for check in report.checks if check.differs}
+    if report.measurement(report.chosen) and report.chosen not in wrong:
+        return report.chosen
+    replays = [taken for taken in report.measurements if report.schedule(taken.name) and taken.name not in wrong]
+    return min(replays, key=lambda taken: taken.median_ns).name if replays else ""
+
+
+def advice(report: ReportData) -> Advice:
+    """Where the time of ``report`` goes and what would help next. O(calls + edges + spans), and one simulation."""
+    if planned(report):
+        return Advice(None, None, ())
+    run = best_run(report)
+    found = _watched(report, run)
+    eager = _eager(report.overhead, _on_host(report)) if report.overhead else None
+    changes = list(_of_replay(report, run, found) if run else _of_eager(report))
+    worth = [one for one in changes if one.share >= _LEAST]
+    return Advice(
+        eager,
+        _replay(report, run, found) if found else None,
+        tuple(sorted(worth, key=lambda one: (one.per_sample, -one.gain_ns))),
+    )
+
+
+def advice_data(report: ReportData) -> dict[str, Any] | None:
+    """``advice`` as plain data: ``sentence``, ``changes``, ``eager`` and ``replay``; None where there is none."""
+    found = advice(report)
+    if not (found.eager or found.replay or found.changes):
+        return None
+    first = found.first
+    return {
+        "sentence": f"{first.what} ({label_run(report, first.run)}): {first.gain}" if first else "",
+        "why": first.why if first else "",
+        "changes": [
+            {"what": one.what, "gain": one.gain, "ns": one.gain_ns, "basis": one.basis, "why": one.why}
+            for one in found.changes
+        ],
+        "eager": _split_data(report, found.eager),
+        "replay": _split_data(report, found.replay),
+    }
+
+
+def _split_data(report: ReportData, split: Split | None) -> dict[str, Any] | None:
+    if split is None:
+        return None
+    return {
+        "run": label_run(report, split.run),
+        "rows": [
+            {
+                "name": row.name,
+                "ns": row.ns,
+                "text": format_ns(row.ns),
+                "share": format_percent(row.share),
+                "meaning": row.meaning,
+            }
+            for row in split.rows
+        ],
+        "total": format_ns(split.total_ns),
+        "note": split.note,
+    }
+
+
+# What iterations are made of.
+
+
+def _split(run: str, parts: list[tuple[str, float, str]], note: str) -> Split:
+    total = sum(ns for _, ns, _ in parts)
+    rows = tuple(Part(name, ns, ns / total if total else 0.0, meaning) for name, ns, meaning in parts if ns)
+    return Split(run, rows, total, note)
+
+
+def _eager(profile: OverheadProfile, host: bool) -> Split:
+    def summed(part: str) -> float:
+        return float(sum(getattr(row, f"{part}_ns") for row in profile.calls))
+
+    parts = [
+        ("python", summed("python"), "Python and module code between calls"),
+        ("dispatch", summed("dispatch"), "dispatcher, autograd, shapes and arguments"),
+        ("allocation", summed("allocation"), "memory for results, as far as events show it"),
+        ("launch", summed("launch"), "putting kernels on the GPU"),
+        ("tail", summed("tail"), "the dispatcher after the last launch"),
+        *([("work", summed("work"), "the operators' own computing")] if host else []),
+        ("waiting", profile.waiting_ns, "the host waits for the device"),
+        ("loader", profile.loader_ns, "the host waits for the data loader"),
+        ("remainder", profile.remainder_ns, "belongs to no call"),
+    ]
+    note = f"host time of one iteration, measured by {profile.source}"
+    if profile.unprofiled_ns:
+        note += f"; without the profiler it takes {format_ns(profile.unprofiled_ns)}"
+    return _split("eager", parts, note)
+
+
+def _watched(report: ReportData, run: str) -> Breakdown | None:
+    plan, line, taken = report.schedule(run), report.timeline(run), report.measurement(run)
+    if plan is None or line is None or taken is None or line.source != "measured" or not report.costs.total_ns:
+        return None
+    return breakdown(report.graph, plan, report.costs, line, taken.median_ns)
+
+
+def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
+    plan, taken, line = report.schedule(run), report.measurement(run), report.timeline(run)
+    assert plan is not None
+    assert taken is not None
+    assert line is not None
+    copies = _copies_ns(report, found)
+    slower = "calls take longer than when each was timed by itself"
+    one = plan.streams == 1
+    parts = [
+        (
+            "calls",
+            found.alone - copies + min(found.contention, 0.0),
+            "calls of the chain that ran longest, each as long as by itself",
+        ),
+        ("copies", copies, "calls of that chain that only copy"),
+        (
+            "slowdown" if one else "contention",
+            max(found.contention, 0.0),
+            slower if one else f"{slower}: others run beside",
+        ),
+        ("gaps", found.gaps, "the device idles between neighbours on a stream"),
+        ("waits", found.waits, "the device idles until another stream is done"),
+        (
+            "outside",
+            found.launch,
+            "before the first call and after the last: launch of the whole, inputs, outputs",
+        ),
+    ]
+    chain = plural(len(found.calls), "call")
+    note = f"along the chain that ran longest in the watched replay, {chain}, measured by {line.clock}"
+    if found.calls != report.critical_path:
+        note += f"; the critical path, {plural(len(report.critical_path), 'call')}, is the longest by isolated times"
+    total = sum(ns for _, ns, _ in parts)
+    if taken.median_ns and abs(total / taken.median_ns - 1) > SAME_BAND:
+        note += f"; unwatched it takes {format_ns(taken.median_ns)}"
+    return _split(run, parts, note)
+
+
+def _on_host(report: ReportData) -> bool:
+    return report.environment.device != "cuda"
+
+
+def _copies_ns(report: ReportData, found: Breakdown) -> float:
+    calls, ns = report.program.calls, report.costs.ns
+    return sum(ns[call] for call in found.calls if calls[call].label in _COPIES or is_layout_copy(calls[call]))
+
+
+# What would help next.
+
+
+def _of_eager(report: ReportData) -> Iterator[Change]:
+    """Changes to a run without a replay: code that was profiled as it is, or a model that could not be captured."""
+    profile, timed = report.overhead, report.measurement("eager")
+    if profile is None or not profile.profiled_ns:
+        return
+    now = timed.median_ns if timed else profile.unprofiled_ns or profile.profiled_ns
+    scale = min(1.0, now / profile.profiled_ns)
+    host = _on_host(report)
+    basis = "seen under the profiler" + (", scaled to a run without" if scale < 1 else "")
+
+    def change(what: str, ns: float, why: str) -> Change:
+        return Change(what, "eager", min(ns * scale, now), now, "bound", f"{why}, {basis}")
+
+    exposed = sum(row.exposed_ns for row in profile.calls)
+    yield change(
+        "prepare the model with Nimble, so that calls are replayed", exposed, "overhead while the device is idle"
+    )
+    loader = report.sampling.loader_ns / scale if report.sampling and report.sampling.loader_ns >= 0 else 0.0
+    yield change("load data ahead (more workers, pinned memory)", loader or profile.loader_ns, "waits for the loader")
+    idle = profile.profiled_ns - profile.device_busy_ns
+    waits = sum(one.total_ns for one in profile.host_syncs)
+    if waits and not host:
+        most = max(profile.host_syncs, key=lambda one: one.total_ns)
+        at = f" ({most.kind} at {most.source})" if most.source else f" ({most.kind})"
+        yield change(
+            f"do not make the host wait in the iteration{at}", min(waits, idle), "waits, as far as the device idles"
+        )
+
+
+def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterator[Change]:
+    taken, plan = report.measurement(run), report.schedule(run)
+    assert taken is not None
+    now = taken.median_ns
+    yield from _faster_runs(report, run, now)
+    if plan is None:
+        return
+    yield from _other_streams(report, run, plan, now)
+    if found is None:
+        return
+
+    doubt = "" if taken.stable else "; the run's time is unstable"
+
+    def bound(what: str, ns: float, why: str) -> Change:
+        return Change(what, run, min(ns, now), now, "bound", why + doubt)
+
+    limit = limit_ns(report.costs, report.critical_path_ns)
+    if plan.streams > 1:
+        avoidable = min(found.contention, now - limit)
+        yield bound("put fewer or other calls side by side", avoidable, "calls beside others take longer than alone")
+    yield bound(
+        "let calls that wait for no one overtake (more streams, another policy)",
+        min(found.alone - limit, now - limit),
+        "the chain that ran is longer than the limit of any schedule",
+    )
+    yield bound("fewer and larger kernels, fewer waits", found.gaps + found.waits, "the device idles between calls")
+    if not _on_host(report):  # the host's replays have no buffers of their own to write to and to read
+        yield bound(
+            "write inputs in place and read outputs where they are",
+            found.launch,
+            "time before the first and after the last call",
+        )
+    yield bound(
+        "do without copies and changes of layout", _copies_ns(report, found), "copies on the chain that ran longest"
+    )
+    rows = call_work(report)
+    yield from _other_kernels(report, found, rows, bound)
+    if report.costs.demand:
+        unfilled = sum(report.costs.ns[call] * (1 - report.costs.demand[call]) for call in found.calls)
+        why = "calls of the chain that ran longest leave this much of the GPU empty"
+        yield Change("a larger batch", run, min(unfilled, now), now, "bound", why, per_sample=True)
+
+
+def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
+    """Whatever else was measured in the same rounds, has eager's outputs, and is faster beyond doubt."""
+    checks = {check.name: check for check in report.checks}
+    checks |= {peer.name: peer.check for peer in report.peers if peer.check}
+    for other in report.measurements:
+        over = report.ratio(other.name, run)
+        check = checks.get(other.name)
+        right = other.name == "eager" or (check is not None and check.passed)
+        if other.name != run and right and over and over.stable and over.low > 1:
+            what = "stay with eager" if other.name == "eager" else f"run {label_run(report, other.name)} instead"
+            why = f"{format_ratio(over.value)} as fast in the same rounds"
+            yield Change(what, run, now - other.median_ns, now, "measured", why)
+
+
+def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> Iterator[Change]:
+    found = what_if(report)
+    if found is None:
+        return
+    row = min(found["rows"], key=lambda one: float(one["ns"]))
+    ours = simulate(report.graph, plan, report.costs, H200).length_ns
+    if ours and row["ns"] < ours * (1 - SAME_BAND):
+        what = f"plan {plural(row['streams'], 'stream')} with policy {found['policy']}"
+        yield Change(what, run, now * (1 - row["ns"] / ours), now, "simulated", "simulated beside the plan that ran")
+
+
+def _other_kernels(
+    report: ReportData, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
+) -> Iterator[Change]:
+    """Kernels on the chain that ran longest: those far from the best rates, and those that only wait for memory."""
+    if report.work is None:
+        return
+    calls, ns = report.program.calls, report.costs.ns
+    light = [
+        call
+        for call in found.calls
+        if (flops := rows[call].flops) is not None and flops < _MEMORY_BOUND * rows[call].nbytes
+    ]
+    if light and len(light) == len(found.calls):
+        light.remove(max(light, key=lambda call: ns[call]))  # somebody's kernel it has to be
+    compiled = "inductor" if report.program.device == "cpu" else "auto"  # which tries no compiler on the host
+    if report.program.fuse == "none" and not any(one.fuse != "none" and one.measurement for one in report.candidates):
+        yield bound(
+            f"compute {plural(len(light), 'light call')} inside {'its' if len(light) == 1 else 'their'} neighbours' "
+            f"kernels (fuse={compiled!r})",
+            sum(ns[call] for call in light),
+            f"calls of the chain that ran longest with less than {_MEMORY_BOUND:g} operations for each byte",
+        )
+    least = min((one for one in ns if one > 0), default=0.0)
+    enough = _RATE_SHARE * report.costs.total_ns
+    rates: dict[str, tuple[float, float]] = {}
+    for call, row in zip(calls, rows, strict=True):
+        if ns[call.index] >= enough and call.accesses:
+            gflops, gbytes = rates.get(call.accesses[-1].ref.dtype, (0.0, 0.0))
+            rates[call.accesses[-1].ref.dtype] = max(gflops, row.gflops or 0.0), max(gbytes, row.gbytes or 0.0)
+    above: dict[str, float] = {}
+    for index in found.calls:
+        call, row = calls[index], rows[index]
+        gflops, gbytes = rates.get(call.accesses[-1].ref.dtype, (0.0, 0.0)) if call.accesses else (0.0, 0.0)
+        if row.flops is None or (row.flops and not gflops) or not gbytes:
+            continue
+        floor = max(row.flops / gflops if gflops else 0.0, row.nbytes / gbytes, least)
+        label = label_call(call)
+        above[label] = above.get(label, 0.0) + max(0.0, ns[index] - floor)
+    if above:
+        label = max(above, key=lambda name: (above[name], name))
+        yield bound(
+            f"faster kernels for {label}",
+            above[label],
+            "at the best rates that calls of the same type reach in this report",
+        )

@@ -1,0 +1,148 @@
+"""The plans that were tried before one was chosen, and why the others were not."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from nimble_core.ir.candidates import Candidate
+from nimble_core.ir.measurement import TIE, Measurement, quantile, ratio
+from nimble_core.utils.units import format_bytes, format_ns, format_percent
+from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_cell
+from nimble_viz.report.data import ReportData
+
+__all__ = ["FOLDED_ABOVE", "candidates", "pays_back"]
+
+FOLDED_ABOVE = 3
+"""So many plans that were never captured are listed one by one; more are folded to one line for each reason."""
+
+
+def candidates(report: ReportData) -> dict[str, Any] | None:
+    """``rows``: the chosen one, then by median, then those dropped and those not captured; ``folded``: groups.
+
+    Many plans that were never captured are no rows but groups, one for each reason. ``fused``: whether kernels other
+    than eager's were tried. ``single``: the one-stream replay that ``over one stream`` is about, which is that of
+    eager's kernels if it was measured. None where there was no choice.
+    """
+    found = report.candidates
+    if len(found) < 2:
+        return None
+    tried = sorted((one for one in found if not _never_captured(one)), key=_rank)
+    rest = sorted((one for one in found if _never_captured(one)), key=lambda one: one.simulated_ns)
+    shown = tried if len(rest) > FOLDED_ABOVE else tried + rest
+    single = _single(report)
+    reasons = dict.fromkeys(one.note for one in rest) if len(rest) > FOLDED_ABOVE else {}
+    return {
+        "fused": any(one.fuse != "none" for one in found),
+        "single": label_plan(single.name) if single else "",
+        "rows": [_row(report, one, single) for one in shown],
+        "folded": [_group(report, [one for one in rest if one.note == note]) for note in reasons],
+    }
+
+
+def pays_back(cost_s: float, median_ns: float, baseline_ns: float) -> int | None:
+    """After how many calls ``cost_s`` of preparation is earned back; None if a call is not faster than the baseline.
+
+    >>> pays_back(0.001, 300_000, 550_000), pays_back(0.001, 550_000, 550_000)
+    (4, None)
+    """
+    gain_ns = baseline_ns - median_ns
+    if gain_ns <= 0:
+        return None
+    return ceil(max(cost_s, 0.0) * 1e9 / gain_ns)
+
+
+def _single(report: ReportData) -> Candidate | None:
+    """One stream of eager's kernels if it was measured, else of others."""
+    ones = [one for one in report.candidates if one.measurement and one.name.rpartition(", ")[2] == "single"]
+    return min(ones, key=lambda one: one.fuse != "none", default=None)
+
+
+def _never_captured(one: Candidate) -> bool:
+    """Left aside by choice; what was dropped because it failed is shown in its own right."""
+    tried = one.chosen or one.measurement is not None or one.check is not None or one.capture_s > 0
+    return not tried and one.note.startswith("not captured")
+
+
+def _rank(one: Candidate) -> tuple[bool, bool, float]:
+    return not one.chosen, one.measurement is None, one.measurement.median_ns if one.measurement else 0.0
+
+
+def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[str, Any]:
+    taken, check = one.measurement, one.check
+    wrong = check is not None and check.differs
+    base = single.measurement if single and single.name != one.name and not wrong else None
+    cost_s = one.fuse_s + one.capture_s
+    return {
+        "name": one.name,
+        "label": label_plan(one.name),
+        "kernels": "eager's" if one.fuse == "none" else one.fuse,
+        "streams": one.streams,
+        "syncs": one.syncs,
+        "median": format_ns(taken.median_ns) if taken else "",
+        "quartiles": _quartiles(taken) if taken else "",
+        "stable": taken is None or taken.stable,
+        "single": ratio_cell(report, ratio(taken, base)) if taken and base else None,
+        "simulated": format_ns(one.simulated_ns) if one.simulated_ns else "",
+        "memory": format_bytes(one.nbytes) if one.nbytes else "",
+        "cost": format_ns(cost_s * 1e9) if cost_s else "",
+        "made": format_ns(one.fuse_s * 1e9) if one.fuse_s else "",
+        "pays": "" if wrong else _pays(taken, cost_s, report.measurement("eager")),
+        "pays_single": _pays(taken, cost_s - single.fuse_s - single.capture_s, base) if single and base else "",
+        "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
+        "error": error_text(check.error) if check else "",
+        "wrong": wrong,
+        "equal": check is not None and check.passed,
+        "chosen": one.chosen,
+        "outcome": _outcome(report, one),
+    }
+
+
+def _pays(taken: Measurement | None, cost_s: float, baseline: Measurement | None) -> str:
+    """``"after 1,234 calls"``, ``"at once"``, ``"never"``; empty where either was not measured."""
+    if taken is None or baseline is None:
+        return ""
+    calls = pays_back(cost_s, taken.median_ns, baseline.median_ns)
+    return "never" if calls is None else f"after {plural(calls, 'call')}" if calls else "at once"
+
+
+def _quartiles(taken: Measurement) -> str:
+    if not taken.samples_ns:
+        return ""
+    return " to ".join(format_ns(quantile(taken.samples_ns, q)) for q in (0.25, 0.75))
+
+
+def _outcome(report: ReportData, one: Candidate) -> str:
+    """``"chosen"``, or why not."""
+    if one.chosen:
+        return "chosen"
+    if one.check is not None and one.check.differs:
+        return "outputs differ from eager's"
+    if one.note:
+        return one.note
+    # The comparison measures the finalists again, and chooses by that; else what tuning measured counts.
+    taken, best = report.measurement(one.name), report.measurement(report.chosen)
+    again = " when measured again"
+    if taken is None or best is None:
+        again = ""
+        chosen = next((other for other in report.candidates if other.chosen), None)
+        taken, best = one.measurement, chosen.measurement if chosen else None
+    if one.measurement is None:
+        return "not measured"
+    if taken is None or best is None or not best.median_ns:
+        return "not chosen"
+    behind = taken.median_ns / best.median_ns
+    if behind > TIE:
+        return f"{format_percent(behind - 1)} slower{again}"
+    return "as fast, no better" if behind >= 1 / TIE else "faster here, not measured again"
+
+
+def _group(report: ReportData, members: list[Candidate]) -> dict[str, Any]:
+    times = [one.simulated_ns for one in members if one.simulated_ns]
+    low, high = (format_ns(min(times)), format_ns(max(times))) if times else ("", "")
+    reason = members[0].note or "not captured"
+    span = f" ({low if low == high else f'{low} to {high}'})" if times else ""
+    return {
+        "text": f"{plural(len(members), 'plan')} more, {reason}{span}",
+        "rows": [_row(report, one, None) for one in members],
+    }

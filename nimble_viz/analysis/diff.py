@@ -1,0 +1,575 @@
+"""What changed between two reports: calls, streams, costs, speed, synchronisations, memory, environment, equality.
+
+Calls have no names, so they are matched: by operator, module path and source line in their order (an alignment, which
+insertions do not disturb), what is left in between without the line, then by operator and shapes alone (the modules of
+a ``Sequential`` are renumbered by an insertion), and at last those that only changed places. Times are compared as
+intervals: measured in different processes, they are called faster or slower only if the intervals lie well apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import takewhile
+from typing import Any, Literal
+
+from nimble_core.ir.candidates import EqualityCheck
+from nimble_core.ir.environment import Environment
+from nimble_core.ir.measurement import Measurement, Ratio, quantile, ratio
+from nimble_core.ir.program import Call
+from nimble_core.ir.schedule import Schedule
+from nimble_viz.analysis.labels import trains
+from nimble_viz.report.data import ReportData
+
+__all__ = [
+    "COST_BAND",
+    "FEWEST",
+    "SPEED_BAND",
+    "Change",
+    "CostChange",
+    "DifferenceData",
+    "Moved",
+    "SpeedChange",
+    "across",
+    "differences",
+    "environment_changes",
+    "host_sync_count",
+    "match_calls",
+    "source_of",
+    "within",
+]
+
+FEWEST = 5
+"""From fewer samples no interval is taken."""
+
+SPEED_BAND = 1.05
+"""Runs of different processes are called faster or slower beyond this factor. What their samples say is what they saw
+of one process: clocks and memory placement of another add a few percent."""
+
+COST_BAND = 1.10
+"""Likewise single calls. In three pairs of reports of the same models (195 to 1,264 calls, two processes on an H200), a
+fifth to a third of all calls differed by more than their spreads, 3% to 5% also by more than this."""
+
+_IDENTITY = (
+    "device", "device_name", "host_cpu", "cores", "threads", "torch", "python", "system", "driver", "cuda"
+)  # fmt: skip
+_COMPARISONS = 10_000_000
+_NUMBERED = re.compile(r"(triton_\w+?)_\d+")
+
+_Key = tuple[Any, ...]
+_Value = str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One fact that differs; None where the report does not have it."""
+
+    name: str
+    old: str | int | None
+    new: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A call on another stream; ``stream`` is numbered as in the old plan (see ``diff``), None if it is a new one."""
+
+    old: Call
+    new: Call
+    old_stream: int | None
+    new_stream: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostChange:
+    """A call whose isolated cost changed by more than both spreads together, and more than ``COST_BAND``.
+
+    Nanoseconds; spreads are interquartile ranges.
+    """
+
+    old: Call
+    new: Call
+    old_ns: float
+    new_ns: float
+    old_spread_ns: float
+    new_spread_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedChange:
+    """A run in both reports, or in one.
+
+    Args:
+        name: of the run, ``"old -> new"`` where the names differ.
+        old_ns: median, None if it was not measured; likewise
+        new_ns: the new one.
+        ratio: speed of the new over the old (``across``), above 1 is faster; None if one is missing.
+        old_over_eager: speed over eager in the old report (``within``), None if either was not measured; likewise
+        new_over_eager: in the new one. Where the whole machine was slower these say so.
+    """
+
+    name: str
+    old_ns: float | None
+    new_ns: float | None
+    ratio: Ratio | None
+    old_over_eager: Ratio | None
+    new_over_eager: Ratio | None
+
+    @property
+    def verdict(self) -> Literal["faster", "slower", "undecided", "added", "removed"]:
+        """``"faster"`` and ``"slower"`` only if the whole interval is beyond ``SPEED_BAND``."""
+        if self.ratio is None:
+            return "added" if self.old_ns is None else "removed"
+        if self.ratio.low > SPEED_BAND:
+            return "faster"
+        return "slower" if self.ratio.high < 1 / SPEED_BAND else "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceData:
+    """What changed from an old report to a new one.
+
+    Args:
+        model: name of the new report's model.
+        matched: calls found in both.
+        added: calls of the new report only.
+        removed: calls of the old one only.
+        moved: matched calls that the chosen plans put on different streams.
+        recosted: matched calls whose cost changed beyond its spread.
+        chosen: the chosen runs against each other; None if neither was measured, or they do not the same work.
+        speeds: every run that was measured, old ones first; likewise.
+        facts: model, dtype, batch, kernels, chosen plan, number of calls, complete or not.
+        plans: of each plan streams and waits.
+        host_syncs: of the eager run, counts by kind and source line.
+        memory: bytes; None also where they were not measured.
+        checks: equality of each replay with eager.
+        environment: where it was measured, settings included.
+        notes: what could not be compared, and why.
+        unlike: why the two do not the same work; empty if they may.
+    """
+
+    model: str
+    matched: int
+    added: tuple[Call, ...] = ()
+    removed: tuple[Call, ...] = ()
+    moved: tuple[Moved, ...] = ()
+    recosted: tuple[CostChange, ...] = ()
+    chosen: SpeedChange | None = None
+    speeds: tuple[SpeedChange, ...] = ()
+    facts: tuple[Change, ...] = ()
+    plans: tuple[Change, ...] = ()
+    host_syncs: tuple[Change, ...] = ()
+    memory: tuple[Change, ...] = ()
+    checks: tuple[Change, ...] = ()
+    environment: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    unlike: str = ""
+
+    @property
+    def changes(self) -> dict[str, tuple[Change, ...]]:
+        """All facts that differ, by section."""
+        return {
+            "facts": self.facts,
+            "plans": self.plans,
+            "host_syncs": self.host_syncs,
+            "memory": self.memory,
+            "checks": self.checks,
+            "environment": self.environment,
+        }
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is known to differ: undecided times are no difference."""
+        calls = (self.added, self.removed, self.moved, self.recosted)
+        return not any((*calls, *self.changes.values())) and all(one.verdict == "undecided" for one in self.speeds)
+
+    def to_json(self) -> str:
+        """As JSON; numbers that are not finite are null."""
+        data = {
+            "nimble_diff": 1,
+            "model": self.model,
+            "empty": self.empty,
+            "matched": self.matched,
+            "added": [_call_data(call) for call in self.added],
+            "removed": [_call_data(call) for call in self.removed],
+            "moved": [
+                {**_pair_data(one.old, one.new), "old_stream": one.old_stream, "new_stream": one.new_stream}
+                for one in self.moved
+            ],
+            "recosted": [
+                {
+                    **_pair_data(one.old, one.new),
+                    "old_ns": one.old_ns,
+                    "new_ns": one.new_ns,
+                    "old_spread_ns": one.old_spread_ns,
+                    "new_spread_ns": one.new_spread_ns,
+                }
+                for one in self.recosted
+            ],
+            "chosen": _speed_data(self.chosen) if self.chosen else None,
+            "speeds": [_speed_data(one) for one in self.speeds],
+            **{
+                section: [{"name": one.name, "old": one.old, "new": one.new} for one in found]
+                for section, found in self.changes.items()
+            },
+            "notes": list(self.notes),
+        }
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.added)} added, {len(self.removed)} removed, {len(self.moved)} moved"
+        return f"<Difference of {self.model!r}: {self.matched} calls matched, {counts}, {len(self.recosted)} recosted>"
+
+
+def differences(old: ReportData, new: ReportData) -> DifferenceData:
+    """What changed from ``old`` to ``new``; swapped, it says the opposite.
+
+    Streams have no names either: each of the new plan counts as the one of the old plan with which it shares most
+    calls. Where the two run kernels of different makers (``Program.fuse``), the eager calls are compared, which have
+    neither streams nor costs in such reports.
+    """
+    same_kernels = old.program.fuse == new.program.fuse
+    olds, news = (old.program.calls, new.program.calls) if same_kernels else (old.eager_calls, new.eager_calls)
+    fused = old.eager is not None or new.eager is not None
+    pairs = match_calls(olds, news)
+    gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
+    unlike = ""
+    notes = [] if same_kernels else ["kernels of different makers: eager calls are compared, without streams and costs"]
+    if trains(old) != trains(new):
+        unlike = "one is of training steps, the other of inference"
+        notes.append(f"times: {unlike}")
+    moved: tuple[Moved, ...] = ()
+    recosted: tuple[CostChange, ...] = ()
+    if same_kernels:
+        before, after = old.schedule(old.chosen), new.schedule(new.chosen)
+        if before and after:
+            moved = _moved(old, new, pairs, before, after)
+        recosted = _recosted(old, new, pairs)
+        notes += _cost_doubts(old, new)
+    return DifferenceData(
+        model=new.model,
+        matched=len(pairs),
+        added=tuple(call for k, call in enumerate(news) if k not in come),
+        removed=tuple(call for k, call in enumerate(olds) if k not in gone),
+        moved=moved,
+        recosted=recosted,
+        chosen=None if unlike else _chosen(old, new),
+        speeds=() if unlike else _speeds(old, new),
+        facts=_changes(_facts(old, fused), _facts(new, fused)),
+        plans=_changes(_plans(old), _plans(new)),
+        host_syncs=_changes(_host_syncs(old), _host_syncs(new)),
+        memory=_changes(_memory(old), _memory(new)),
+        checks=_changes({one.name: _result(one) for one in old.checks}, {one.name: _result(one) for one in new.checks}),
+        environment=environment_changes(old.environment, new.environment),
+        notes=tuple(notes),
+        unlike=unlike,
+    )
+
+
+def match_calls(old: Sequence[Call], new: Sequence[Call]) -> list[tuple[int, int]]:
+    """Pairs of positions ``(in old, in new)`` of calls that are the same call, each position at most once, sorted.
+
+    Linear where the programs agree but for one stretch; at worst quadratic in the number of calls, and where calls
+    repeat so much that even that takes long, they are paired by occurrence.
+    """
+    levels = [([key(call) for call in old], [key(call) for call in new]) for key in (_exact, _placed, _shaped)]
+    pairs = list(_aligned(levels, range(len(old)), range(len(new))))
+    gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
+    places: dict[_Key, list[int]] = defaultdict(list)
+    for k, key in enumerate(levels[1][1]):
+        if k not in come:
+            places[key].append(k)
+    for key in places:
+        places[key].reverse()
+    for k, key in enumerate(levels[1][0]):
+        if k not in gone and places[key]:
+            pairs.append((k, places[key].pop()))
+    return sorted(pairs)
+
+
+def across(old: Measurement, new: Measurement) -> Ratio:
+    """Speed of ``new`` over ``old`` (> 1: faster), measured in different processes, so that no samples are neighbours.
+
+    ``low`` and ``high`` set opposite quartiles against each other; of unstable measurements the extremes; fewer than
+    ``FEWEST`` samples say nothing (0 to infinity).
+
+    >>> from nimble_core.ir.measurement import summarize
+    >>> across(summarize("nimble", [200.0] * 9), summarize("nimble", [100.0] * 9))
+    Ratio(name='nimble', baseline='nimble', value=2.0, low=2.0, high=2.0, stable=True)
+    """
+    (old_low, old_high), (new_low, new_high) = _range(old), _range(new)
+    value = old.median_ns / new.median_ns if new.median_ns else math.inf
+    high = old_high / new_low if new_low else math.inf
+    return Ratio(new.name, old.name, value, old_low / new_high if new_high else 0.0, high, old.stable and new.stable)
+
+
+def within(report: ReportData, name: str, baseline: str = "eager") -> Ratio | None:
+    """Speed of a run over another of the same report, None if either was not measured.
+
+    ``low`` and ``high`` are the quartiles of the ratios of neighbouring samples; of unstable measurements their
+    extremes; fewer than ``FEWEST`` samples say nothing (0 to infinity).
+    """
+    faster, base = report.measurement(name), report.measurement(baseline)
+    if faster is None or base is None:
+        return None
+    found = ratio(faster, base)
+    if min(len(faster.samples_ns), len(base.samples_ns)) < FEWEST:
+        return replace(found, low=0.0, high=math.inf)
+    if found.stable:
+        return found
+    pairs = [b / f if f else math.inf for f, b in zip(faster.samples_ns, base.samples_ns, strict=False)]
+    return replace(found, low=min(pairs), high=max(pairs))
+
+
+def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...]:
+    """What makes ``new`` another environment than ``old``: devices, versions, threads, settings.
+
+    Not what varies from run to run (date, load, clocks, other processes).
+    """
+
+    def stamp(where: Environment) -> dict[str, _Value]:
+        return {name: getattr(where, name) for name in _IDENTITY} | dict(where.settings)
+
+    return _changes(stamp(old), stamp(new))
+
+
+def host_sync_count(report: ReportData) -> int | None:
+    """How often the eager run made the host wait; None if it was not profiled."""
+    return sum(sync.count for sync in report.overhead.host_syncs) if report.overhead else None
+
+
+def source_of(call: Call) -> str:
+    """Source line of the first origin, ``"net.py:12"``; empty if unknown."""
+    origin = call.origins[0] if call.origins else None
+    return f"{origin.file}:{origin.line}" if origin and origin.file else ""
+
+
+# Matching.
+
+
+def _exact(call: Call) -> _Key:
+    return (_name(call), *((one.operator, one.module, one.file, one.line) for one in call.origins))
+
+
+def _placed(call: Call) -> _Key:
+    return (_name(call), *((one.operator, one.module) for one in call.origins))
+
+
+def _shaped(call: Call) -> _Key:
+    return (_name(call), *((access.write, access.ref.sizes, access.ref.dtype) for access in call.accesses))
+
+
+def _name(call: Call) -> str:
+    """The operator; a compiled kernel's without its number, which counts the kernels before it."""
+    numbered = _NUMBERED.fullmatch(call.operator)
+    return numbered[1] if numbered else call.operator
+
+
+def _aligned(
+    levels: Sequence[tuple[Sequence[_Key], Sequence[_Key]]], old: range, new: range
+) -> Iterator[tuple[int, int]]:
+    """Pairs in both orders, by the keys of the first level; in the gaps between them by those of the next."""
+    if not levels or not old or not new:
+        return
+    olds, news = levels[0]
+    head = sum(1 for _ in takewhile(lambda uv: olds[uv[0]] == news[uv[1]], zip(old, new, strict=False)))
+    yield from zip(old[:head], new[:head], strict=True)
+    old, new = old[head:], new[head:]
+    ends = zip(reversed(old), reversed(new), strict=False)
+    tail = sum(1 for _ in takewhile(lambda uv: olds[uv[0]] == news[uv[1]], ends))
+    old, old_tail = old[: len(old) - tail], old[len(old) - tail :]
+    new, new_tail = new[: len(new) - tail], new[len(new) - tail :]
+    yield from zip(old_tail, new_tail, strict=True)
+    for same, us, vs in _blocks([olds[u] for u in old], [news[v] for v in new]):
+        if same:
+            yield from zip(old[us], new[vs], strict=True)
+        else:
+            yield from _aligned(levels[1:], old[us], new[vs])
+
+
+def _blocks(old: list[_Key], new: list[_Key]) -> Iterator[tuple[bool, slice, slice]]:
+    """Stretches that are equal, and that take each other's place; the same ones if ``old`` and ``new`` are swapped.
+
+    None at all where keys repeat too much to be aligned in reasonable time.
+    """
+    counts = Counter(new)
+    if not old or not new or sum(counts[key] for key in old) > _COMPARISONS:
+        return
+    swapped = new < old  # difflib decides ties by the order of its arguments
+    first, second = (new, old) if swapped else (old, new)
+    for tag, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        if tag in ("equal", "replace"):
+            us, vs = slice(a, b), slice(c, d)
+            yield tag == "equal", *((vs, us) if swapped else (us, vs))
+
+
+def _moved(
+    old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]], before: Schedule, after: Schedule
+) -> tuple[Moved, ...]:
+    """Matched calls on another stream, where streams that share most calls count as one."""
+    shared = Counter((before.stream[u], after.stream[v]) for u, v in pairs)
+    renamed: dict[int, int] = {}
+    # Ties go by the sum, so that swapping the reports decides them alike; of equal sums no two share a stream.
+    for u, v in sorted(shared, key=lambda uv: (-shared[uv], uv[0] + uv[1])):
+        if v not in renamed and u not in renamed.values():
+            renamed[v] = u
+    return tuple(
+        Moved(old.program.calls[u], new.program.calls[v], before.stream[u], renamed.get(after.stream[v]))
+        for u, v in sorted(pairs, key=lambda uv: uv[1])
+        if renamed.get(after.stream[v]) != before.stream[u]
+    )
+
+
+# Costs and times.
+
+
+def _recosted(old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]]) -> tuple[CostChange, ...]:
+    before, after = old.costs, new.costs
+    if not before.spread_ns or not after.spread_ns:
+        return ()
+    found = [
+        CostChange(
+            old.program.calls[u],
+            new.program.calls[v],
+            before.ns[u],
+            after.ns[v],
+            before.spread_ns[u],
+            after.spread_ns[v],
+        )
+        for u, v in pairs
+    ]
+    return tuple(sorted(filter(_beyond, found), key=lambda one: (-abs(one.new_ns - one.old_ns), one.new.index)))
+
+
+def _beyond(one: CostChange) -> bool:
+    low, high = sorted((one.old_ns, one.new_ns))
+    return high - low > one.old_spread_ns + one.new_spread_ns and high > COST_BAND * low
+
+
+def _cost_doubts(old: ReportData, new: ReportData) -> list[str]:
+    if "uniform" in (old.costs.source, new.costs.source):
+        return ["costs of calls are not compared: they were not measured in both"]
+    if not old.costs.spread_ns or not new.costs.spread_ns:
+        return ["costs of calls are not compared: their spread is not known in both"]
+    if not (old.costs.reliable and new.costs.reliable):
+        return ["costs of calls are unreliable: not every expected kernel was seen in both"]
+    return []
+
+
+def _range(taken: Measurement) -> tuple[float, float]:
+    if len(taken.samples_ns) < FEWEST:
+        return 0.0, math.inf
+    low, high = (0.25, 0.75) if taken.stable else (0.0, 1.0)
+    return quantile(taken.samples_ns, low), quantile(taken.samples_ns, high)
+
+
+def _speed(old: ReportData, new: ReportData, before: str, after: str) -> SpeedChange:
+    """The run ``before`` of the old report against ``after`` of the new one."""
+    was, now = old.measurement(before), new.measurement(after)
+    return SpeedChange(
+        before if before == after else f"{before} -> {after}",
+        was.median_ns if was else None,
+        now.median_ns if now else None,
+        across(was, now) if was and now else None,
+        within(old, before) if before != "eager" else None,
+        within(new, after) if after != "eager" else None,
+    )
+
+
+def _chosen(old: ReportData, new: ReportData) -> SpeedChange | None:
+    measured = old.measurement(old.chosen) or new.measurement(new.chosen)
+    return _speed(old, new, old.chosen, new.chosen) if measured else None
+
+
+def _speeds(old: ReportData, new: ReportData) -> tuple[SpeedChange, ...]:
+    names = dict.fromkeys(taken.name for taken in (*old.measurements, *new.measurements))
+    return tuple(_speed(old, new, name, name) for name in names)
+
+
+# Facts, as names and values.
+
+
+def _changes(old: Mapping[str, _Value], new: Mapping[str, _Value]) -> tuple[Change, ...]:
+    names: Iterable[str] = dict.fromkeys((*old, *new))
+    return tuple(Change(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name))
+
+
+def _facts(report: ReportData, fused: bool) -> dict[str, _Value]:
+    return {
+        "model": report.model,
+        "dtype": report.dtype,
+        "batch": report.batch,
+        "kernels": "eager's own" if report.program.fuse == "none" else report.program.fuse,
+        "chosen": report.chosen,
+        "calls": len(report.program.calls),
+        **({"eager calls": len(report.eager_calls)} if fused else {}),
+        "measured": "completely" if report.complete else "until it was interrupted",
+    }
+
+
+def _plans(report: ReportData) -> dict[str, _Value]:
+    return {
+        f"{plan.policy}: {what}": count
+        for plan in report.schedules
+        for what, count in (
+            ("streams", plan.streams),
+            ("waits, full DAG", plan.counts.full),
+            ("waits, MEG", plan.counts.meg),
+            ("waits, planned", plan.counts.planned),
+            ("waits, emitted", plan.counts.emitted),
+        )
+    }
+
+
+def _host_syncs(report: ReportData) -> dict[str, _Value]:
+    counts: Counter[str] = Counter()
+    for sync in report.overhead.host_syncs if report.overhead else ():
+        counts[f"{sync.kind} at {sync.source}" if sync.source else sync.kind] += sync.count
+    return dict(counts)
+
+
+def _memory(report: ReportData) -> dict[str, _Value]:
+    memory = report.memory
+    facts: dict[str, _Value] = {"eager's peak": memory.eager_peak or None}  # 0 is unknown
+    facts |= {f"{name}: held": held or None for name, held in memory.engines}
+    for engine in memory.planned:
+        facts |= {f"{engine.name}: arena": engine.arena, f"{engine.name}: workspaces": engine.workspaces}
+    return facts
+
+
+def _result(check: EqualityCheck) -> str:
+    return "equal" if check.passed else "differs" if check.differs else "not shown"
+
+
+# As JSON.
+
+
+def _call_data(call: Call) -> dict[str, Any]:
+    return {"index": call.index, "operator": call.operator, "module": call.module, "source": source_of(call)}
+
+
+def _pair_data(old: Call, new: Call) -> dict[str, Any]:
+    return {"old": _call_data(old), "new": _call_data(new)}
+
+
+def _speed_data(one: SpeedChange) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "old_ns": one.old_ns,
+        "new_ns": one.new_ns,
+        "verdict": one.verdict,
+        "ratio": _ratio_data(one.ratio),
+        "old_over_eager": _ratio_data(one.old_over_eager),
+        "new_over_eager": _ratio_data(one.new_over_eager),
+    }
+
+
+def _ratio_data(found: Ratio | None) -> dict[str, float | None] | None:
+    if found is None:
+        return None
+    numbers = {"value": found.value, "low": found.low, "high": found.high}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -1,0 +1,331 @@
+"""Where a replay's streams stood still: which call waited for which, how long, and why."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from nimble_core.ir.call_graph import CallGraph, predecessors
+from nimble_core.ir.schedule import Schedule, stream_neighbours
+from nimble_core.ir.timeline import Timeline
+from nimble_core.utils.units import format_ns, format_percent
+from nimble_viz.analysis.labels import label_call
+from nimble_viz.analysis.limit import chain_that_ran
+from nimble_viz.report.data import ReportData
+
+__all__ = [
+    "CAUSES",
+    "PARTS",
+    "Gap",
+    "StreamTime",
+    "gaps",
+    "launch_gaps",
+    "longest_gaps",
+    "lost",
+    "replay_gaps",
+    "stream_times",
+]
+
+CAUSES = (
+    ("launch", "launch gap", "nothing was left to wait for, and the call had not begun"),
+    ("wait", "wait on another stream", "while other calls were ready, but queued behind calls of their streams"),
+    ("unready", "nothing ready", "every call left needed the result of one that was running"),
+)
+"""Why a stream stood still before a call: key, name, meaning."""
+
+PARTS = (
+    ("busy", "busy", "a kernel of the stream was running"),
+    *CAUSES,
+    ("begun", "not begun", "before the stream's first call, which had to wait for none"),
+    ("ended", "nothing left", "the stream's last call had ended"),
+)
+"""What the time of a stream is made of: key, name, meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A stream stood still before a kernel; nanoseconds. The causes add up to ``end_ns - start_ns``.
+
+    Args:
+        lane: the stream.
+        call: whose kernel began late; None for one that belongs to no call.
+        awaited: the call that ended last of those that ``call`` had to wait for; ``call`` itself between two of its
+            kernels; None where ``call`` is.
+        start_ns: when the stream fell idle, the start of the replay before its first call.
+        end_ns: when the kernel began.
+        launch_ns: after all had ended that it had to wait for.
+        wait_ns: before that, while some call was ready that had to queue on its stream.
+        unready_ns: before that, while none was.
+    """
+
+    lane: int
+    call: int | None
+    awaited: int | None
+    start_ns: float
+    end_ns: float
+    launch_ns: float
+    wait_ns: float
+    unready_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTime:
+    """What the time of one stream was spent on; nanoseconds, together the length of the replay."""
+
+    busy_ns: float
+    launch_ns: float
+    wait_ns: float
+    unready_ns: float
+    begun_ns: float
+    ended_ns: float
+
+
+_Interval = tuple[float, float]
+
+
+def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
+    """Every stretch in which a stream of ``line`` stood still before one of its kernels, in order of their ends.
+
+    Before a stream's first call is a gap only if that had to wait for a call: one that waits for none delays nobody of
+    its stream.
+
+    A call has to wait for its predecessors in the graph, for the waits of the plan, and for the call before it on its
+    stream. One that was not seen running (it launched nothing) ended when all that it waits for had.
+
+    Args:
+        graph: hazards.
+        plan: streams, order and waits.
+        line: a replay of ``plan``.
+
+    Complexity:
+        O(edges + n log n) for n spans.
+
+    >>> from nimble_core.ir.call_graph import graph_from_edges
+    >>> from nimble_core.ir.timeline import Lane, Span
+    >>> lanes, plan = (Lane("0", "stream"), Lane("1", "stream")), Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
+    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
+    >>> line = Timeline("mine", "measured", "GPU clock", lanes, spans)
+    >>> found = gaps(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
+    >>> [(one.call, one.awaited, one.launch_ns, one.wait_ns, one.unready_ns) for one in found]
+    [(2, 1, 3.0, 0.0, 20.0)]
+    """
+    if not line.spans:
+        return []
+    zero = min(span.start_ns for span in line.spans)
+    ready, held = _moments(graph, plan, line, zero)
+    seen = {span.call for span in line.spans if span.call is not None}
+    queued = _union((ready[call][0], held[call][0]) for call in seen)
+    starts = [start for start, _ in queued]
+    reached = [zero] * len(line.lanes)
+    begun: set[int] = set()
+    lanes: set[int] = set()
+    found = []
+    for span in line.spans:
+        since, reached[span.lane] = reached[span.lane], max(reached[span.lane], span.end_ns)
+        call = span.call
+        if call is None:
+            until, awaited = since, None
+        elif call in begun:
+            until, awaited = since, call
+        else:
+            until, awaited = held[call]
+            begun.add(call)
+        first = span.lane not in lanes
+        lanes.add(span.lane)
+        if span.start_ns <= since or (first and awaited is None):
+            continue
+        until = min(max(until, since), span.start_ns)
+        waited = _overlap(queued, starts, since, until)
+        found.append(
+            Gap(
+                span.lane,
+                call,
+                awaited,
+                since,
+                span.start_ns,
+                launch_ns=span.start_ns - until,
+                wait_ns=waited,
+                unready_ns=until - since - waited,
+            )
+        )
+    return found
+
+
+def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
+    """``gaps`` of one of the report's timelines; none of an eager run, or where kernels are missing."""
+    plan = report.schedule(line.run)
+    return gaps(report.graph, plan, line) if plan is not None and line.reliable else []
+
+
+def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
+    """What each lane's time was spent on, given ``gaps``."""
+    length, zero = line.length_ns, min((span.start_ns for span in line.spans), default=0.0)
+    busy, last = [0.0] * len(line.lanes), [zero] * len(line.lanes)
+    first: dict[int, float] = {}
+    for span in line.spans:
+        first.setdefault(span.lane, span.start_ns)
+        busy[span.lane] += max(0.0, span.end_ns - max(span.start_ns, last[span.lane]))
+        last[span.lane] = max(last[span.lane], span.end_ns)
+    made = []
+    for lane in range(len(line.lanes)):
+        own = [gap for gap in found if gap.lane == lane]
+        launch, wait, unready = (
+            sum(getattr(gap, f"{cause}_ns") for gap in own) for cause in ("launch", "wait", "unready")
+        )
+        waited = any(gap.start_ns == zero and gap.end_ns == first[lane] for gap in own)
+        begun = 0.0 if waited else first.get(lane, zero) - zero
+        made.append(StreamTime(busy[lane], launch, wait, unready, begun, zero + length - last[lane]))
+    return made
+
+
+def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
+    """What the time of all streams together was spent on: share, nanoseconds, name, meaning; zeros left out."""
+    total = sum(getattr(one, f"{key}_ns") for one in times for key, _, _ in PARTS)
+    rows = []
+    for key, name, meaning in PARTS:
+        ns = sum(getattr(one, f"{key}_ns") for one in times)
+        if ns > 0:
+            rows.append(
+                {
+                    "key": key,
+                    "name": name,
+                    "meaning": meaning,
+                    "ns": ns,
+                    "text": format_ns(ns),
+                    "share": format_percent(ns / total),
+                }
+            )
+    return rows
+
+
+def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
+    """The gaps that delayed the replay most, as text: who waited for whom, how long, and why.
+
+    Those before (and inside) calls of the chain that ran longest: a call off it may begin later and nothing is lost.
+    ``delay`` is what a faster launch or another order could save: since the call's data was ready, or since its kernel
+    before. What its stream idled before that is no delay.
+    """
+    plan = report.schedule(line.run)
+    if plan is None or not found:
+        return []
+    calls, zero = report.program.calls, min(span.start_ns for span in line.spans)
+    chain = set(chain_that_ran(report.graph, plan, line))
+    ready, _ = _moments(report.graph, plan, line, zero)
+    delays = [
+        (
+            gap.end_ns - (gap.start_ns if gap.awaited == gap.call else max(gap.start_ns, ready[gap.call][0])),
+            gap.call,
+            gap,
+        )
+        for gap in found
+        if gap.call is not None and gap.call in chain
+    ]
+    rows = []
+    for delay, call, gap in sorted(delays, key=lambda one: (-one[0], one[2].end_ns, one[1]))[:most]:
+        if delay <= 0:
+            break
+        rows.append(
+            {
+                "call": call,
+                "awaited": gap.awaited,
+                "label": label_call(calls[call]),
+                "lane": line.lanes[gap.lane].name,
+                "after": _after(report, line, gap),
+                "ns": gap.end_ns - gap.start_ns,
+                "text": format_ns(gap.end_ns - gap.start_ns),
+                "delay": format_ns(delay),
+                "delay_ns": delay,
+                "why": _why(gap),
+            }
+        )
+    return rows
+
+
+def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
+    """Launch gaps by what came before: how many, their sum and median, as text; kinds that do not occur left out."""
+    lane_of = {span.call: span.lane for span in line.spans}
+    kinds: dict[str, list[float]] = {"after a call of its stream": [], "after one of another": [], "inside a call": []}
+    for gap in found:
+        if gap.awaited is None or gap.launch_ns <= 0:
+            continue
+        inside = gap.awaited == gap.call
+        kind = (
+            "inside a call"
+            if inside
+            else "after a call of its stream"
+            if lane_of[gap.awaited] == gap.lane
+            else "after one of another"
+        )
+        kinds[kind].append(gap.launch_ns)
+    return [
+        {"kind": kind, "count": len(ns), "ns": sum(ns), "text": format_ns(sum(ns)), "median": format_ns(median(ns))}
+        for kind, ns in kinds.items()
+        if ns
+    ]
+
+
+def _after(report: ReportData, line: Timeline, gap: Gap) -> str:
+    if gap.awaited is None:
+        return "nothing"
+    if gap.awaited == gap.call:
+        return "its own kernel before"
+    lane = next((line.lanes[span.lane].name for span in line.spans if span.call == gap.awaited), "")
+    return f"{gap.awaited} {label_call(report.program.calls[gap.awaited])} on {lane}"
+
+
+def _why(gap: Gap) -> str:
+    parts = [(getattr(gap, f"{key}_ns"), name) for key, name, _ in CAUSES]
+    told = sorted((part for part in parts if part[0] > 0), reverse=True)
+    if len(told) == 1:
+        return told[0][1]
+    return ", ".join(f"{name} {format_ns(ns)}" for ns, name in told)
+
+
+_Moment = tuple[float, int | None]
+"""When, and the call whose end that was."""
+
+
+def _moments(graph: CallGraph, plan: Schedule, line: Timeline, zero: float) -> tuple[list[_Moment], list[_Moment]]:
+    """For each call: when its data was ready, and when all had ended that the plan makes it wait for."""
+    end: dict[int, float] = {}
+    for span in line.spans:
+        if span.call is not None:
+            end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
+    before = predecessors(graph, meg=True)
+    ordered: list[list[int]] = [[] for _ in before]
+    for producer, consumer in (*plan.syncs, *stream_neighbours(plan.stream, plan.order)):
+        ordered[consumer].append(producer)
+    ready: list[_Moment] = [(zero, None)] * graph.size
+    held, done = list(ready), list(ready)
+    for call in plan.order:
+        ready[call] = _latest([done[one] for one in before[call]], zero)
+        held[call] = _latest([ready[call], *(done[one] for one in ordered[call])], zero)
+        done[call] = (end[call], call) if call in end else held[call]
+    return ready, held
+
+
+def _latest(moments: Sequence[_Moment], zero: float) -> _Moment:
+    return max(moments, key=lambda one: one[0], default=(zero, None))
+
+
+def _union(intervals: Any) -> list[_Interval]:
+    """Intervals that are not empty, sorted, merged where they touch."""
+    merged: list[_Interval] = []
+    for start, end in sorted(one for one in intervals if one[1] > one[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap(merged: Sequence[_Interval], starts: Sequence[float], since: float, until: float) -> float:
+    """How much of ``since`` to ``until`` the intervals cover."""
+    at, covered = max(bisect_right(starts, since) - 1, 0), 0.0
+    while at < len(merged) and merged[at][0] < until:
+        covered += max(0.0, min(merged[at][1], until) - max(merged[at][0], since))
+        at += 1
+    return covered

@@ -1,0 +1,359 @@
+"""Is a report good enough? Rules, a report and perhaps a baseline in; verdicts out, for people and for CI.
+
+Times are intervals, so there are three answers: a rule is failed only if the whole interval is on the wrong side, and
+passed only if it is on the right one. Counts are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+from xml.etree import ElementTree
+
+from nimble_core.utils.errors import InputError
+from nimble_core.utils.units import format_bytes, format_count, format_ratio
+from nimble_viz.analysis.diff import SPEED_BAND, across, environment_changes, host_sync_count, within
+from nimble_viz.analysis.labels import context, label_plan, label_run, trains
+from nimble_viz.analysis.peers import unshown
+from nimble_viz.report.data import ReportData
+
+__all__ = ["EXIT_CODES", "GateData", "Outcome", "Rules", "Verdict", "judge"]
+
+Outcome = Literal["pass", "fail", "inconclusive"]
+
+EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
+"""What the command line returns; 2 is left to bad usage: nothing was decided."""
+
+_MARKS: dict[Outcome, str] = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
+_NAMED = 3
+"""Places named by a count that is too high."""
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-!|&~])")
+# What XML 1.0 cannot hold, or would move a cursor.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a report has to keep to; None asks for nothing.
+
+    Args:
+        min_speedup: least speed of the chosen run over that named by ``over``.
+        over: the run that min_speedup is about: ``eager``, ``single``, a peer.
+        max_syncs: most waits between streams in the chosen plan, as emitted where the captured graph was read.
+        max_host_syncs: most times that the eager run, or one iteration of profiled code, makes the host wait for the
+            device: reads of values, operators whose size depends on data, blocking copies, synchronisations.
+        max_calls: most calls that reach the device.
+        max_bytes: most device memory that the chosen engine holds.
+        max_slowdown: with a baseline, the most that the chosen run may take of what the baseline's took. It fails only
+            if it also lost against eager, measured beside it: a machine that is slower today decides nothing.
+
+    Raises:
+        InputError: a bound that is negative or no number.
+    """
+
+    min_speedup: float | None = None
+    over: str = "eager"
+    max_syncs: int | None = None
+    max_host_syncs: int | None = None
+    max_calls: int | None = None
+    max_bytes: int | None = None
+    max_slowdown: float = SPEED_BAND
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            bound = getattr(self, field.name)
+            if isinstance(bound, int | float) and not 0 <= bound < math.inf:
+                raise InputError(f"{field.name} is {bound}", fix="give a number from 0 on")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one rule says.
+
+    Args:
+        rule: its name, ``"min_speedup"``.
+        outcome: what was decided.
+        text: why, one sentence.
+        limit: the bound; None where there is none, likewise
+        value: what was found, and
+        low: its interval; equal to ``value`` for counts.
+        high: likewise; infinite if too few samples were taken.
+    """
+
+    rule: str
+    outcome: Outcome
+    text: str
+    limit: float | None = None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GateData:
+    """All verdicts on one report.
+
+    Args:
+        model: its model.
+        context: dtype, batch and device.
+        verdicts: of each rule that was asked for, and of those that always hold.
+        notes: what the reader should know.
+    """
+
+    model: str
+    context: str
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """``"fail"`` if any rule failed, else ``"inconclusive"`` if any was not decided."""
+        found = {one.outcome for one in self.verdicts}
+        return "fail" if "fail" in found else "inconclusive" if "inconclusive" in found else "pass"
+
+    @property
+    def exit_code(self) -> int:
+        """0 pass, 1 fail, 3 inconclusive."""
+        return EXIT_CODES[self.outcome]
+
+    def to_json(self) -> str:
+        """As JSON; numbers that are not finite are null."""
+        verdicts = [{name: _finite(getattr(one, name)) for name in one.__slots__} for one in self.verdicts]
+        data = {
+            "nimble_gate": 1,
+            "model": self.model,
+            "context": self.context,
+            "outcome": self.outcome,
+            "exit_code": self.exit_code,
+            "verdicts": verdicts,
+            "notes": list(self.notes),
+        }
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+    def to_markdown(self) -> str:
+        """As a Markdown table, for the summary of a CI job."""
+        lines = [
+            f"### {_MARKS[self.outcome]} nimble\\_viz gate: {self.outcome}",
+            "",
+            _markdown(f"{self.model}, {self.context}"),
+            "",
+            "| rule | outcome | why |",
+            "| --- | --- | --- |",
+            *(f"| {_markdown(one.rule)} | {_MARKS[one.outcome]} {one.outcome} | {_markdown(one.text)} |"
+              for one in self.verdicts),
+            *(line for note in self.notes for line in ("", _markdown(note))),
+        ]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def to_junit(self) -> str:
+        """As JUnit XML, one test for each rule; what is inconclusive counts as skipped."""
+        counts = {outcome: sum(one.outcome == outcome for one in self.verdicts) for outcome in EXIT_CODES}
+        tests, failures, skipped = len(self.verdicts), counts["fail"], counts["inconclusive"]
+        totals = {"tests": str(tests), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
+        root = ElementTree.Element("testsuites", totals)
+        suite = ElementTree.SubElement(root, "testsuite", {"name": "nimble_viz gate", **totals})
+        for one in self.verdicts:
+            case = ElementTree.SubElement(suite, "testcase", {"classname": _clean(self.model), "name": one.rule})
+            if one.outcome == "pass":
+                ElementTree.SubElement(case, "system-out").text = _clean(one.text)
+            else:
+                kind = "failure" if one.outcome == "fail" else "skipped"
+                ElementTree.SubElement(case, kind, {"message": f"{one.outcome}: {_clean(one.text)}"})
+        ElementTree.indent(root)
+        return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def judge(
+    report: ReportData, rules: Rules | None = None, *, baseline: ReportData | None = None, any_environment: bool = False
+) -> GateData:
+    """Judge ``report`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's? The latter
+    not of a profile of code as it is: nothing runs there in eager's place.
+
+    Args:
+        report: what to judge.
+        rules: None asks for nothing more.
+        baseline: an earlier report of the same model: the chosen run must not be slower than ``rules.max_slowdown``
+            allows, and no count (calls, waits, host synchronisations) may be higher.
+        any_environment: compare even if the baseline was measured elsewhere.
+
+    Raises:
+        InputError: the baseline is of another model, dtype, batch or (without ``any_environment``) environment.
+    """
+    rules = rules or Rules()
+    notes = _comparable(report, baseline, any_environment) if baseline else ()
+    equal = [] if report.sampling else [_equal(report)]
+    verdicts = [_complete(report), *equal, *_absolute(report, rules)]
+    if baseline:
+        verdicts += [_slowdown(report, baseline, rules.max_slowdown), *_counts(report, baseline)]
+    return GateData(report.model, context(report), tuple(verdicts), notes)
+
+
+def _comparable(report: ReportData, baseline: ReportData, any_environment: bool) -> tuple[str, ...]:
+    """What to note about the baseline. Raises InputError if it says nothing about ``report``."""
+
+    def subject(one: ReportData) -> tuple[str, str]:
+        return one.model, f"{one.dtype}, batch {one.batch}, {'training' if trains(one) else 'inference'}"
+
+    if subject(report) != subject(baseline):
+        raise InputError(
+            f"the baseline is about {', '.join(subject(baseline))}, the report about {', '.join(subject(report))}",
+            fix="take a baseline of the same model, dtype and batch, and of training for training",
+        )
+    changes = environment_changes(baseline.environment, report.environment)
+    words = "; ".join(f"{one.name} {_said(one.old)}, now {_said(one.new)}" for one in changes)
+    if changes and not any_environment:
+        raise InputError(
+            "the baseline was measured in another environment",
+            where=words,
+            fix="measure the baseline again here, or pass --any-environment (any_environment=True)",
+        )
+    return (f"the baseline was measured in another environment: {words}",) if changes else ()
+
+
+def _said(value: str | int | None) -> str:
+    return "nothing" if value in (None, "") else str(value)
+
+
+# Rules that always hold.
+
+
+def _complete(report: ReportData) -> Verdict:
+    if report.complete:
+        return Verdict("complete", "pass", "everything was measured")
+    return Verdict("complete", "inconclusive", "the run was interrupted")
+
+
+def _equal(report: ReportData) -> Verdict:
+    wrong = [label_run(report, check.name) for check in report.checks if check.differs]
+    if wrong:
+        return Verdict("equal_outputs", "fail", f"outputs of {', '.join(wrong)} differ from eager's")
+    check = next((check for check in report.checks if check.name == report.chosen), None)
+    if check is None or not check.passed:
+        why = check.reason if check else "not checked"
+        return Verdict("equal_outputs", "inconclusive", f"the chosen run's outputs are not shown to be eager's: {why}")
+    name = label_run(report, check.name)
+    return Verdict("equal_outputs", "pass", f"outputs of {name} are eager's: error {check.error:.1e}", check.tolerance,
+                   check.error, check.error, check.error)  # fmt: skip
+
+
+# Rules that were asked for.
+
+
+def _absolute(report: ReportData, rules: Rules) -> Iterator[Verdict]:
+    if rules.min_speedup is not None:
+        yield _speedup(report, rules.min_speedup, rules.over)
+    held = dict(report.memory.engines).get(report.chosen) or None  # 0 is unknown
+    if rules.max_host_syncs is not None:
+        yield _host_syncs(report, "max_host_syncs", rules.max_host_syncs, "allowed")
+    for rule, found, limit, unit in (
+        ("max_syncs", _waits(report, report.chosen), rules.max_syncs, "waits between streams"),
+        ("max_calls", len(report.program.calls), rules.max_calls, "calls"),
+        ("max_bytes", held, rules.max_bytes, "bytes"),
+    ):
+        if limit is not None:
+            yield _count(rule, found, limit, unit, "allowed")
+
+
+def _speedup(report: ReportData, least: float, over: str) -> Verdict:
+    found = within(report, report.chosen, over)
+    if found is None:
+        missing = report.chosen if report.measurement(report.chosen) is None else over
+        return Verdict("min_speedup", "inconclusive", f"{missing or 'a chosen plan'} was not measured", least)
+    outcome: Outcome = "pass" if found.low >= least else "fail" if found.high < least else "inconclusive"
+    names = f"{label_run(report, found.name)} over {label_run(report, found.baseline)}{unshown(report, found.baseline)}"
+    text = f"{names}: {_interval(found.value, found.low, found.high)}, at least {format_ratio(least)} asked for"
+    return Verdict("min_speedup", outcome, text, least, found.value, found.low, found.high)
+
+
+def _count(rule: str, found: int | None, limit: int, unit: str, word: str) -> Verdict:
+    if found is None:
+        return Verdict(rule, "inconclusive", f"{unit}: not in this report", limit)
+    show = format_bytes if unit == "bytes" else format_count
+    text = f"{unit}: {show(found)}, {word} {show(limit)}"
+    return Verdict(rule, "pass" if found <= limit else "fail", text, limit, found, found, found)
+
+
+def _host_syncs(report: ReportData, rule: str, limit: int, word: str) -> Verdict:
+    of = "one iteration" if report.sampling else "the eager run"
+    found = _count(rule, host_sync_count(report), limit, f"host synchronisations and blocking copies of {of}", word)
+    if found.outcome != "fail" or report.overhead is None:
+        return found
+    most = sorted(report.overhead.host_syncs, key=lambda sync: (-sync.count, -sync.total_ns, sync.kind, sync.source))
+    where = (f"{sync.kind}{f' at {sync.source}' if sync.source else ''}, {sync.count}" for sync in most[:_NAMED])
+    return replace(found, text=f"{found.text}: {'; '.join(where)}{'; …' if len(most) > _NAMED else ''}")
+
+
+def _waits(report: ReportData, policy: str) -> int | None:
+    plan = report.schedule(policy)
+    if plan is None:
+        return None
+    return plan.counts.planned if plan.counts.emitted is None else plan.counts.emitted
+
+
+# Against a baseline.
+
+
+def _slowdown(report: ReportData, baseline: ReportData, most: float) -> Verdict:
+    was, now = baseline.measurement(_chosen(baseline)), report.measurement(_chosen(report))
+    if was is None or now is None:
+        missing = "the baseline's" if was is None else "the report's"
+        return Verdict("max_slowdown", "inconclusive", f"{missing} chosen run was not measured", most)
+    found = across(now, was)  # speed of the old over the new: how much longer the new one takes
+    # A profile has nothing beside it.
+    before, after = (None, None) if report.sampling else (within(baseline, was.name), within(report, now.name))
+    # Over eager in the same rounds, so that a slower machine cancels.
+    beside = before.low / after.high if before and after and after.high else math.inf
+    outcome: Outcome = "pass" if found.high <= most else "inconclusive"
+    why = ""
+    if found.low > most:
+        outcome = "fail" if beside > most else "inconclusive"
+        if beside <= most:
+            eager = across(report.measurement("eager") or now, baseline.measurement("eager") or was)
+            why = f"; eager {'is' if eager.low > 1 else 'may be'} slower too, so that this may be the machine"
+    names = f"{label_run(report, now.name)} against the baseline's {label_run(baseline, was.name)}"
+    times = f"{_interval(found.value, found.low, found.high)} its time, at most {format_ratio(most)} allowed"
+    return Verdict("max_slowdown", outcome, f"{names}: {times}{why}", most, found.value, found.low, found.high)
+
+
+def _chosen(report: ReportData) -> str:
+    """The run to judge: of a profile of code as it is, that code."""
+    return "eager" if report.sampling else report.chosen
+
+
+def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
+    word = "in the baseline"
+    if report.program.fuse == baseline.program.fuse:
+        yield _count("baseline_calls", len(report.program.calls), len(baseline.program.calls), "calls", word)
+    else:
+        yield _count("baseline_calls", len(report.eager_calls), len(baseline.eager_calls), "eager calls", word)
+    waits = _waits(baseline, baseline.chosen)
+    if waits is not None:
+        found = _waits(report, baseline.chosen)
+        unit = f"waits between streams of {label_plan(baseline.chosen)}"
+        yield _count("baseline_syncs", found, waits, unit, word)
+    syncs = host_sync_count(baseline)
+    if syncs is not None:
+        yield _host_syncs(report, "baseline_host_syncs", syncs, word)
+
+
+# As text.
+
+
+def _interval(value: float, low: float, high: float) -> str:
+    return f"{format_ratio(value)} [{format_ratio(low)}, {format_ratio(high)}]"
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _markdown(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\1", _clean(text))
+
+
+def _clean(text: str) -> str:
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,247 @@
+"""Words that all views share: what a run or a call is called, where it ran, how a ratio is put."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nimble_core.ir.measurement import Ratio
+from nimble_core.ir.program import Call
+from nimble_core.utils.units import format_count, format_ratio
+from nimble_viz.report.data import ReportData
+
+__all__ = [
+    "SAME_BAND",
+    "common_module",
+    "context",
+    "error_text",
+    "label_call",
+    "label_operators",
+    "label_plan",
+    "label_run",
+    "one_stream",
+    "planned",
+    "plural",
+    "ratio_cell",
+    "ratio_words",
+    "spanned_modules",
+    "split_plan",
+    "trains",
+    "visible",
+]
+
+SAME_BAND = 0.02
+"""Ratios closer to 1 than this are called "as fast as": the machine cannot tell them apart."""
+
+_FUSED = ("library", "inductor")
+_UNNAMED = ("an unnamed CPU", "an unnamed GPU")
+_MOST_OPERATORS = 4
+_MOST_MEMBERS = 3
+_SHORT = (
+    ("batch_norm", "bn"),
+    ("scaled_dot_product", "attention"),
+    ("layer_norm", "layer_norm"),
+    ("group_norm", "group_norm"),
+    ("convolution", "conv"),
+    ("max_pool", "max_pool"),
+    ("avg_pool", "avg_pool"),
+    ("log_softmax", "log_softmax"),
+    ("softmax", "softmax"),
+    ("to_copy", "copy"),
+)
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
+
+
+def planned(report: ReportData) -> bool:
+    """Whether this is a plan: nothing was run, and so nothing measured."""
+    return report.complete and not (report.measurements or report.checks or report.timelines)
+
+
+def context(report: ReportData) -> str:
+    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``; and if it is training."""
+    if report.sampling is not None:
+        where = report.environment
+        return f"profile of code as it is, {where.device_name or _UNNAMED[where.device == 'cuda']}"
+    empty = any(one.sizes[:1] == (0,) for one in report.program.inputs[:1])
+    batch = f"batch {report.batch}" if report.batch else "empty batch" if empty else "no batch dimension"
+    return f"{report.dtype}, {batch}, {'training, ' if trains(report) else ''}{_place(report)}"
+
+
+def trains(report: ReportData) -> bool:
+    """Whether it is about training steps."""
+    return any(call.phase != "forward" for call in report.program.calls)
+
+
+def split_plan(name: str) -> tuple[str, str]:
+    """Whose kernels a plan runs, and the plan itself.
+
+    >>> split_plan("inductor, nimble, 4 streams"), split_plan("nimble, 4 streams")
+    (('inductor', 'nimble, 4 streams'), ('none', 'nimble, 4 streams'))
+    """
+    fuse, comma, plan = name.partition(", ")
+    return (fuse, plan) if comma and fuse in _FUSED else ("none", name)
+
+
+def label_plan(name: str) -> str:
+    """A plan's name for people: ``"inductor, single"`` reads ``"inductor, one stream"``."""
+    fuse, plan = split_plan(name)
+    plan = "one stream" if plan == "single" else plan
+    return plan if fuse == "none" else f"{fuse}, {plan}"
+
+
+def label_run(report: ReportData, name: str) -> str:
+    """A run's name for people: ``"single"`` reads ``"one-stream replay"``, ``"nimble"`` ``"nimble replay"``.
+
+    Fused ones say whose kernels they run, ``"nimble replay (inductor)"``, and beside them those of eager's kernels
+    ``"one-stream replay (unfused)"``. What was only planned is no replay: ``"one stream"``, ``"nimble"``. Peers keep
+    their names.
+    """
+    if planned(report):
+        return label_plan(name)
+    fuse, plan = split_plan(name)
+    ours = plan == "single" or report.schedule(name) or any(one.name == name for one in report.candidates)
+    if not ours or any(peer.name == name for peer in report.peers):
+        return name
+    run = "one-stream replay" if plan == "single" else f"{plan} replay"
+    if fuse != "none":
+        return f"{run} ({fuse})"
+    return f"{run} (unfused)" if report.eager is not None else run
+
+
+def one_stream(name: str) -> str:
+    """The run of the same kernels as ``name``, on one stream.
+
+    >>> one_stream("inductor, nimble"), one_stream("nimble")
+    ('inductor, single', 'single')
+    """
+    fuse, _ = split_plan(name)
+    return "single" if fuse == "none" else f"{fuse}, single"
+
+
+def label_call(call: Call) -> str:
+    """A call's short name: that of its operator, or where it stands for eager calls, of these operators.
+
+    ``"triton_poi_fused__native_batch_norm_relu_3"`` reads ``"bn+relu"`` after its origins; without origins, after the
+    kernel's own name.
+    """
+    if call.eager and call.origins:
+        return label_operators(origin.operator for origin in call.origins)
+    kernel = _KERNEL.fullmatch(call.operator)
+    return (kernel[1] or "triton") if kernel else call.label
+
+
+def label_operators(operators: Iterable[str]) -> str:
+    """What a call that stands for these operators does, in order.
+
+    >>> label_operators(["aten.convolution.default", "aten.native_batch_norm.default", "aten.relu_.default"])
+    'conv+bn+relu'
+    >>> label_operators(["aten.addmm.default"] * 3)
+    '3×addmm'
+    >>> label_operators(["aten.addmm.default", "aten.gelu.default"] * 2)
+    '2×(addmm+gelu)'
+    """
+    counts = Counter(_short(operator) for operator in operators)
+    times = set(counts.values())
+    if len(counts) > 1 and len(times) == 1 and times != {1}:
+        return f"{times.pop()}×({label_operators(counts)})"
+    parts = [name if count == 1 else f"{count}×{name}" for name, count in counts.items()]
+    rest = len(parts) - _MOST_OPERATORS
+    return "+".join(parts if rest < 2 else [*parts[:_MOST_OPERATORS], f"{rest} more"])
+
+
+def common_module(modules: Sequence[str]) -> str:
+    """The innermost module that holds all of ``modules``; empty for the model itself.
+
+    >>> common_module(["layer.0.attention.query", "layer.0.attention.key"])
+    'layer.0.attention'
+    """
+    paths = [module.split(".") if module else [] for module in modules]
+    shared = []
+    for steps in zip(*paths, strict=False):
+        if len(set(steps)) > 1:
+            break
+        shared.append(steps[0])
+    return ".".join(shared)
+
+
+def spanned_modules(modules: Sequence[str]) -> str:
+    """``common_module``, and where that is a list, which of its members hold ``modules``.
+
+    >>> spanned_modules(["cells.3.lefts.0", "cells.5.before", "cells.4"])
+    'cells.3–5'
+    >>> spanned_modules(["cells.3", "cells.5"]), spanned_modules(["cells.3.lefts", "cells.3.rights"])
+    ('cells.3, 5', 'cells.3')
+    """
+    shared = common_module(modules)
+    start = len(shared) + 1 if shared else 0
+    steps = {module[start:].partition(".")[0] for module in modules}
+    if len(steps) < 2 or not all(step.isdecimal() for step in steps):
+        return shared
+    members = sorted(map(int, steps))
+    runs = members[-1] - members[0] == len(members) - 1 or len(members) > _MOST_MEMBERS
+    said = f"{members[0]}–{members[-1]}" if runs else ", ".join(map(str, members))
+    return f"{shared}.{said}" if shared else said
+
+
+def _short(operator: str) -> str:
+    parts = operator.split(".")
+    name = (parts[1] if len(parts) > 1 else operator).strip("_")
+    return next((short for long, short in _SHORT if long in name), name)
+
+
+def visible(text: str) -> str:
+    r"""One line with a box for each character that a terminal or a browser would obey instead of showing it.
+
+    >>> visible("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
+    True
+    """
+    return _HIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 stream"``, ``"1,024 streams"``."""
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def error_text(error: float) -> str:
+    """A relative error; files hold those that are no number as 1e300.
+
+    >>> error_text(3.14e-7), error_text(1e300)
+    ('3.1e-07', 'not finite')
+    """
+    return f"{error:.1e}" if error < 1e300 else "not finite"
+
+
+def ratio_words(ratio: Ratio) -> str:
+    """``"1.80x faster than"``, ``"1.05x slower than"``, ``"as fast as"``."""
+    if abs(ratio.value - 1) <= SAME_BAND:
+        return "as fast as"
+    if ratio.value > 1:
+        return f"{format_ratio(ratio.value)} faster than"
+    return f"{format_ratio(1 / ratio.value)} slower than" if ratio.value else "not comparable with"
+
+
+def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
+    """A ratio with its quartiles and its doubt, as texts; None stays None."""
+    if ratio is None:
+        return None
+    return {
+        "text": format_ratio(ratio.value),
+        "quartiles": f"{format_ratio(ratio.low)} to {format_ratio(ratio.high)}",
+        "stable": ratio.stable,
+        "faster": ratio.value > 1 + SAME_BAND,
+        "slower": ratio.value < 1 - SAME_BAND,
+        "full": f"{label_run(report, ratio.name)} over {label_run(report, ratio.baseline)}, {context(report)}",
+    }
+
+
+def _place(report: ReportData) -> str:
+    where = report.environment
+    if planned(report):
+        return f"planned for {where.device}"
+    if where.device == "cuda":
+        return where.device_name
+    return f"host replay on {where.device_name or where.host_cpu or 'an unnamed CPU'}, no GPU"

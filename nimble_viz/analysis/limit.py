@@ -1,0 +1,205 @@
+"""How far a replay is from its limit, and which part of the distance is due to what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from nimble_core.ir.call_graph import CallGraph, predecessors
+from nimble_core.ir.costs import Costs, limit_ns
+from nimble_core.ir.schedule import Schedule, stream_neighbours
+from nimble_core.ir.timeline import Timeline
+from nimble_core.utils.units import format_ns, format_percent, format_ratio
+from nimble_viz.report.data import ReportData
+
+__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "limit"]
+
+EXPLAINED_ABOVE = 1.3
+"""A replay this many times longer than its limit is explained."""
+
+_MEANING = {
+    "contention": "calls that run beside others take longer than alone",
+    "slowdown": "calls one after another take longer than when each was timed by itself",
+    "gaps": "the device idles between calls that follow each other on a stream",
+    "waits": "the device idles until a call on another stream has been waited for",
+    "order": "calls queue behind independent calls on their stream",
+    "launch": "wall time before the first and after the last call: launch of the whole, inputs, outputs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """A replay, taken apart along the chain of calls that ran longest (``chain_that_ran``); nanoseconds.
+
+    ``alone + contention + gaps + waits + launch`` is the replay's wall time, up to overlaps of neighbouring calls.
+
+    Args:
+        alone: isolated time of the calls on the chain.
+        contention: how much longer they took than alone; on one stream that is due to caches and clocks instead.
+        gaps: idle time between neighbours on one stream, and between the kernels of one call.
+        waits: idle time until a call of another stream had been waited for.
+        launch: the rest of the wall time: before the first call and after the last one.
+        calls: the chain, first call first.
+    """
+
+    alone: float
+    contention: float
+    gaps: float
+    waits: float
+    launch: float
+    calls: tuple[int, ...]
+
+
+def distance(report: ReportData, run: str) -> float | None:
+    """Wall time of a replay of ``report.program`` over its limit; None if either is unknown."""
+    taken, bound = report.measurement(run), limit_ns(report.costs, report.critical_path_ns)
+    if taken is None or report.schedule(run) is None or report.critical_path_ns <= 0:
+        return None
+    return taken.median_ns / bound
+
+
+def limit(report: ReportData, run: str) -> dict[str, Any] | None:
+    """The limit of ``run``, its distance, and above ``EXPLAINED_ABOVE`` one sentence on why; None if unknown.
+
+    ``parts``: what the time above the limit is due to, largest first, as far as the replay was watched.
+    """
+    far, plan, taken = distance(report, run), report.schedule(run), report.measurement(run)
+    if far is None or plan is None or taken is None:
+        return None
+    bound = limit_ns(report.costs, report.critical_path_ns)
+    resources = bound > report.critical_path_ns
+    line = report.timeline(run)
+    watched = line is not None and line.reliable  # where kernels are missing, nothing can be said about the gaps
+    found = breakdown(report.graph, plan, report.costs, line, taken.median_ns) if line and watched else None
+    parts = _parts(found, bound, "slowdown" if plan.streams == 1 else "contention") if found else []
+    return {
+        "ns": bound,
+        "text": format_ns(bound),
+        "bound": "SM time of all calls over SMs" if resources else "critical path",
+        "short": "SM-time limit" if resources else "critical path",
+        "distance": far,
+        "over": format_ratio(far),
+        "parts": [
+            {"name": name, "ns": ns, "text": format_ns(ns), "meaning": _MEANING[name]} for name, ns in parts if ns > 0
+        ],
+        "sentence": _sentence(far, taken.median_ns - bound, parts, found) if far > EXPLAINED_ABOVE else "",
+    }
+
+
+def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wall_ns: float) -> Breakdown | None:
+    """Walk back from the call that ended last: each step goes to the call whose end it had to await last.
+
+    Args:
+        graph: hazards.
+        plan: streams and order; the call before on the stream, and the calls waited for, count as awaited.
+        costs: isolated times.
+        line: the replay of ``plan``, watched; a call may have several spans.
+        wall_ns: wall time of the replay, unwatched. Where watching slowed the replay, ``launch`` is 0, and not less.
+
+    Returns:
+        None if no span belongs to a call.
+
+    Complexity:
+        O(edges + spans).
+    """
+    chain = chain_that_ran(graph, plan, line)
+    if not chain:
+        return None
+    start: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    for span in line.spans:
+        if span.call is not None:
+            start[span.call] = min(start.get(span.call, span.start_ns), span.start_ns)
+            busy[span.call] = busy.get(span.call, 0.0) + span.end_ns - span.start_ns
+    end = _ends(line)
+    gaps = waits = 0.0
+    for earlier, call in pairwise(chain):
+        idle = start[call] - end[earlier]
+        if plan.stream[earlier] == plan.stream[call]:
+            gaps += idle
+        else:
+            waits += idle
+    inside = sum(end[one] - start[one] - busy[one] for one in chain)
+    alone = sum(costs.ns[one] for one in chain)
+    watched = end[chain[-1]] - start[chain[0]]
+    return Breakdown(
+        alone=alone,
+        contention=sum(busy[one] for one in chain) - alone,
+        gaps=gaps + inside,
+        waits=waits,
+        launch=max(0.0, wall_ns - watched),
+        calls=chain,
+    )
+
+
+def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[int, ...]:
+    """The calls that determined how long a replay took, first call first; empty if no span belongs to a call.
+
+    The last is the call that ended last; before each stands the one whose end it had to await last, of those that
+    precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
+
+    >>> from nimble_core.ir.call_graph import graph_from_edges
+    >>> from nimble_core.ir.timeline import Lane, Span
+    >>> spans = (Span(0, 0.0, 10.0, 0, "a"), Span(1, 2.0, 30.0, 1, "b"), Span(0, 33.0, 40.0, 2, "c"))
+    >>> line = Timeline("mine", "measured", "GPU clock", (Lane("0", "stream"), Lane("1", "stream")), spans)
+    >>> plan = Schedule("mine", (0, 1, 0), (0, 1, 2), ((1, 2),))
+    >>> chain_that_ran(graph_from_edges(3, [(0, 2), (1, 2)]), plan, line)
+    (1, 2)
+    """
+    end = _ends(line)
+    if not end:
+        return ()
+    awaited = [list(sources) for sources in predecessors(graph, meg=True)]
+    for producer, consumer in (*plan.syncs, *stream_neighbours(plan.stream, plan.order)):
+        awaited[consumer].append(producer)
+    chain = [max(end, key=lambda index: (end[index], -index))]
+    while True:
+        call = chain[-1]
+        earlier = [source for source in awaited[call] if source in end and end[source] < end[call]]
+        if not earlier:
+            return tuple(reversed(chain))
+        chain.append(max(earlier, key=lambda index: (end[index], plan.stream[index] == plan.stream[call], -index)))
+
+
+def _ends(line: Timeline) -> dict[int, float]:
+    """When each call's last span ended."""
+    end: dict[int, float] = {}
+    for span in line.spans:
+        if span.call is not None:
+            end[span.call] = max(end.get(span.call, span.end_ns), span.end_ns)
+    return end
+
+
+def _parts(found: Breakdown, bound: float, longer: str) -> list[tuple[str, float]]:
+    """What the time above the limit is made of, largest first; ``longer`` names what makes calls take longer.
+
+    Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
+    """
+    order = found.alone - bound
+    parts = {
+        longer: found.contention + min(order, 0.0),
+        "order": max(order, 0.0),
+        "gaps": found.gaps,
+        "waits": found.waits,
+        "launch": found.launch,
+    }
+    return sorted(parts.items(), key=lambda part: -part[1])
+
+
+def _sentence(far: float, above: float, parts: Sequence[tuple[str, float]], found: Breakdown | None) -> str:
+    head = f"{format_ratio(far)} of the limit, {format_ns(above)} above it"
+    total = sum(ns for _, ns in parts if ns > 0)
+    if found is None or not total:
+        return f"{head}; the replay was not watched, or not all of it, so it is not known why"
+    shown = [(name, ns) for name, ns in parts if ns >= 0.1 * total] or list(parts[:1])
+    named = []
+    for name, ns in shown:
+        note = _MEANING[name]
+        if name in ("contention", "slowdown") and found.alone:
+            ratio = format_ratio(1 + found.contention / found.alone)
+            how = "side by side" if name == "contention" else "one after another"
+            note = f"calls {how} take {ratio} of their time alone"
+        named.append(f"{name} {format_percent(ns / total)} ({note})")
+    return f"{head}: {', '.join(named)}"

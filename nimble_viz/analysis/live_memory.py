@@ -1,0 +1,228 @@
+"""Live bytes, call by call: what the calls' own results hold, and which of them hold the peak.
+
+Counted from the calls alone: a result lives from the call that makes it to the last that touches it, in the order of
+issue; outputs live to the end. The model's tensors and inputs are not in it, nor what a library needs while a call
+runs. That is what a run needs, not what it takes: in eager Python keeps what a variable still names, and a replay on
+several streams shares bytes only where calls are ordered. What was measured stands beside it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence, Set
+from typing import Any
+
+from nimble_core.ir.program import Program, Storage
+from nimble_core.utils.units import format_bytes, format_percent
+from nimble_viz.analysis.labels import label_call, label_run, plural, trains, visible
+from nimble_viz.analysis.provenance import modules_of
+from nimble_viz.report.data import ReportData
+
+__all__ = ["HOLDERS", "live_bytes", "live_memory", "live_text"]
+
+HOLDERS = 24
+"""Results that are listed by name among those that hold a peak."""
+
+_BAR = 10
+_FIXED = {
+    "parameter": "Parameters",
+    "buffer": "Buffers",
+    "gradient": "Kept gradients",
+    "state": "Optimizer state",
+    "input": "Inputs",
+    "constant": "Constants",
+}
+
+
+def live_memory(report: ReportData) -> dict[str, Any] | None:
+    """A run for eager's order of calls and one for the chosen plan's; None where the calls' memory is not known.
+
+    A run has ``run``, ``label``, ``eager`` (whether it counts in eager calls where these are others), ``peak`` (as text
+    ``peak_text``), ``peak_at`` (position), ``where``, ``total`` (of all results), ``facts``, ``marks`` (sizes to draw
+    beside it: label, bytes), ``columns``: by position ``call``, ``live`` (bytes while it runs), ``makes`` (bytes it
+    makes) and ``held`` (for how many calls more something that it makes is alive); ``holders``: the largest results
+    that are alive at the peak, largest first; ``more`` and ``more_bytes`` of those that are not listed. ``alike``: both
+    runs are the same. ``fixed``: what is there before the first call and after the last.
+    """
+    if not any(storage.role == "intermediate" and storage.nbytes for storage in report.program.storages):
+        return None
+    plan = report.schedule(report.chosen)
+    eager = report.eager or report.program
+    known = {one.name: one for one in report.memory.planned}
+    held = dict(report.memory.engines)
+    on_host = report.environment.device != "cuda"
+    marks = []
+    if report.memory.eager_peak and not on_host:
+        above = "model and optimizer state" if trains(report) else "the model"
+        marks.append((f"measured peak above {above}", report.memory.eager_peak))
+    first = _run(report, eager, range(len(eager.calls)), "eager", "Eager", marks)
+    runs = [first]
+    alike = False
+    if plan is not None:
+        planned = known.get(plan.policy)
+        marks = [("arena of what was planned", planned.arena)] if planned else []
+        if held.get(plan.policy):
+            marks.append(("held by the engine", held[plan.policy]))
+        second = _run(report, report.program, plan.order, plan.policy, label_run(report, plan.policy), marks)
+        alike = second["columns"] == first["columns"]
+        runs.append(second)
+    return {
+        "runs": runs,
+        "alike": alike,
+        "fixed": _fixed(report.program),
+        "note": "Counted from the calls: a result lives from the call that makes it to the last that uses it, outputs "
+        "to the end. The model's own tensors, inputs and workspaces of libraries are not in the curve; Python may keep "
+        "results longer, and streams share bytes only where calls are ordered.",
+    }
+
+
+def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[int, tuple[int, int]]]:
+    """Bytes of results alive while each call runs, by position in ``order``; and where each storage lives.
+
+    Returns:
+        The bytes, and for each intermediate storage the positions of the first and the last call that touches it (an
+        output's last is the end). O(accesses).
+
+    >>> from nimble_core.ir.program import Access, Call, Program, Storage, TensorRef
+    >>> a, b = (TensorRef(k, 0, (2,), (1,), "float32", 4) for k in range(2))
+    >>> calls = (Call(0, "make", (), (Access(a, True),)), Call(1, "use", (), (Access(a, False), Access(b, True))))
+    >>> made = Storage(8, "intermediate")
+    >>> live_bytes(Program(calls, (made, made), (), (b,)), range(2))
+    ([8, 16], {0: (0, 1), 1: (1, 1)})
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for position, call in enumerate(order):
+        for access in program.calls[call].accesses:
+            storage = access.ref.storage
+            if program.storages[storage].role == "intermediate":
+                spans[storage] = (spans.get(storage, (position, 0))[0], position)
+    for ref in program.outputs:
+        if ref.storage in spans:
+            spans[ref.storage] = (spans[ref.storage][0], len(order) - 1)
+    change = [0] * (len(order) + 1)
+    for storage, (first, last) in spans.items():
+        change[first] += program.storages[storage].nbytes
+        change[last + 1] -= program.storages[storage].nbytes
+    live, now = [], 0
+    for step in change[:-1]:
+        now += step
+        live.append(now)
+    return live, spans
+
+
+def live_text(report: ReportData, width: int = 80) -> str:
+    """The curve's peak and what holds it, as plain text in lines of at most ``width`` characters."""
+    found = live_memory(report)
+    if found is None:
+        return "the memory of this report's calls is not known\n"
+    lines: list[str] = []
+
+    def add(text: str, under: int = 2) -> None:
+        """A line, and what does not fit into it below, ``under`` columns from the left."""
+        below = " " * under
+        lines.extend(textwrap.wrap(visible(text), width, subsequent_indent=below, break_on_hyphens=False) or [""])
+
+    for run in found["runs"]:
+        add(f"{run['label']}: {format_bytes(run['peak'])} live at most, at {run['where']}")
+        facts = [*((name, format_bytes(value)) for name, value in run["marks"]), *run["facts"]]
+        for name, value in facts:
+            add(f"  {name}: {value}", 4)
+        for row in run["holders"]:
+            bar = "#" * max(1, round(_BAR * row["bytes"] / run["holders"][0]["bytes"]))
+            beside = f"  {row['size']:>10} {row['share']:>6}  {bar:<{_BAR}}  "
+            add(beside + row["text"], len(beside))
+        if run["more"]:
+            add(f"  {format_bytes(run['more_bytes']):>10}  in {plural(run['more'], 'more result')}")
+        add("")
+        if found["alike"]:
+            add("The replay issues its calls in the same order, so its curve is the same.")
+            break
+    for name, value in found["fixed"]:
+        add(f"{name}: {value}")
+    add(found["note"], 0)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _run(
+    report: ReportData, program: Program, order: Sequence[int], name: str, label: str, marks: list[tuple[str, int]]
+) -> dict[str, Any]:
+    live, spans = live_bytes(program, order)
+    size = len(order)
+    makes, held = [0] * size, [0] * size
+    for storage, (first, last) in spans.items():
+        makes[first] += program.storages[storage].nbytes
+        held[first] = max(held[first], last - first)
+    peak = max(live, default=0)
+    at = live.index(peak) if live else 0
+    alive = [storage for storage, (first, last) in spans.items() if first <= at <= last]
+    alive = [storage for storage in alive if program.storages[storage].nbytes]
+    alive.sort(key=lambda storage: (-program.storages[storage].nbytes, spans[storage][0]))
+    holders = []
+    for storage in alive[:HOLDERS]:
+        first, last = spans[storage]
+        nbytes = program.storages[storage].nbytes
+        maker, user = program.calls[order[first]], program.calls[order[last]]
+        module = modules_of(maker)
+        place = f"{label_call(maker)}{f' in {module}' if module else ''}"
+        output = any(ref.storage == storage for ref in program.outputs)
+        until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
+        holders.append(
+            {
+                "call": order[first],
+                "last_call": order[last],
+                "bytes": nbytes,
+                "size": format_bytes(nbytes),
+                "share": format_percent(nbytes / peak),
+                "first": first,
+                "last": last,
+                "output": output,
+                "phase": maker.phase,
+                "text": f"made by {order[first]} {place}, {until}",
+            }
+        )
+    rest = alive[HOLDERS:]
+    total = sum(makes)
+    planned = next((one for one in report.memory.planned if one.name == name), None)
+    facts = [("All results together, none reused", format_bytes(total))]
+    if planned:
+        outside = total - planned.unshared
+        if outside > 0:
+            facts.append(("Of that not in the arena (outputs, what the device placed)", format_bytes(outside)))
+        facts.append(("Largest workspace of a library", format_bytes(planned.workspaces)))
+    where = f"call {order[at]} {label_call(program.calls[order[at]])}" if live else "no call"
+    return {
+        "run": name,
+        "label": label,
+        "eager": program is report.eager,
+        "peak": peak,
+        "peak_text": format_bytes(peak),
+        "peak_at": at,
+        "where": where,
+        "total": total,
+        "facts": facts,
+        "marks": marks,
+        "columns": {"call": list(order), "live": live, "makes": makes, "held": held},
+        "holders": holders,
+        "more": len(rest),
+        "more_bytes": sum(program.storages[storage].nbytes for storage in rest),
+    }
+
+
+def _fixed(program: Program) -> list[tuple[str, str]]:
+    """What is there before the first call and after the last."""
+    sums = dict.fromkeys(_FIXED.values(), 0)
+    parameters = {storage.name for storage in program.storages if storage.role == "parameter"}
+    for storage in program.storages:
+        if storage.role in _FIXED:
+            sums[_FIXED[_kind(storage, parameters)]] += storage.nbytes
+    return [(name, format_bytes(nbytes)) for name, nbytes in sums.items() if nbytes]
+
+
+def _kind(storage: Storage, parameters: Set[str]) -> str:
+    """Key in ``_FIXED``. A training step's buffers ``"<parameter> gradient"`` and ``"<parameter> <key>"`` are not the
+    model's: gradients that are kept from step to step, and what the optimizer keeps under that key.
+    """
+    name, _, key = storage.name.rpartition(" ")
+    if storage.role != "buffer" or name not in parameters:
+        return storage.role
+    return "gradient" if key == "gradient" else "state"

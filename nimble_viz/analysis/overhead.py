@@ -1,0 +1,212 @@
+"""Where the host time of an eager iteration went, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nimble_core.ir.program import Call
+from nimble_core.utils.units import format_ns, format_percent, format_ratio
+from nimble_viz.analysis.dag import components
+from nimble_viz.analysis.labels import plural
+from nimble_viz.report.data import OverheadProfile, ReportData
+
+__all__ = ["IDLE", "PARTS", "ModuleRow", "group_name", "grouped", "idle_causes", "module_tree", "overhead", "shared"]
+
+PARTS = ("python", "dispatch", "allocation", "launch", "tail")
+"""Kinds of overhead, in the order they are stacked."""
+
+IDLE = (
+    ("host_late_ns", "host late, nothing queued"),
+    ("launch_ns", "launch latency"),
+    ("dependency_ns", "dependency, queued behind others"),
+    ("unknown_ns", "unknown, launch not seen"),
+)
+"""Causes of an idle device: field of ``DeviceIdle``, name."""
+
+_SUMS = ("overhead", "exposed", "hidden", "work")
+_HOMELESS, _OPTIMIZER = "(the model itself)", "(the optimizer)"
+_OWN = "(calls of its own)"
+
+
+@dataclass(slots=True)
+class ModuleRow:
+    """A module of ``module_tree`` with everything in it.
+
+    Args:
+        path: of the module; ``"(the model itself)"`` and ``"(the optimizer)"`` hold calls of no module.
+        name: of the module in the one around it.
+        depth: modules around it.
+        eager: the eager calls in it.
+        sums: ns of these, by name: those of ``grouped``.
+        inside: the modules in it; where there are any, its own calls are the last of them.
+        own: whether these are the calls of ``path`` itself, without the modules in it.
+    """
+
+    path: str
+    name: str
+    depth: int = 0
+    eager: list[int] = field(default_factory=list)
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*_SUMS, *PARTS), 0.0))
+    inside: list[ModuleRow] = field(default_factory=list)
+    own: bool = False
+
+    def __iter__(self) -> Iterator[ModuleRow]:
+        """This row and all below it, the outer ones first."""
+        yield self
+        for row in self.inside:
+            yield from row
+
+
+def overhead(report: ReportData) -> dict[str, Any] | None:
+    """Columns of the profiled eager calls (whole ns) and the totals they add up to; None if not profiled."""
+    profile = report.overhead
+    if profile is None:
+        return None
+    rows = profile.calls
+    columns: dict[str, list[int]] = {"call": [row.call for row in rows]}
+    for part in (*PARTS, "work", "exposed"):
+        columns[part] = [round(getattr(row, f"{part}_ns")) for row in rows]
+    host = report.environment.device != "cuda"
+    share = profile.overhead_ns / profile.profiled_ns if profile.profiled_ns else 0.0
+    exposed = sum(row.exposed_ns for row in rows)
+    phased = sum(phase.overhead_ns for phase in profile.phases)
+    of_phases = f"{format_ns(phased)}, calls or not"
+    return {
+        "columns": columns,
+        "serial": host,
+        "totals": {part: sum(columns[part]) for part in (*PARTS, "work", "exposed")},
+        "shared": {"name": shared(report), "calls": list(profile.shared)} if profile.shared else None,
+        "profiled_ns": profile.profiled_ns,
+        "unprofiled_ns": profile.unprofiled_ns,
+        "remainder_ns": profile.remainder_ns,
+        "waiting_ns": profile.waiting_ns,
+        "loader_ns": profile.loader_ns,
+        "facts": [
+            ("Framework overhead", f"{format_ns(profile.overhead_ns)}, {format_percent(share)} of the profiled run"),
+            *([("Overhead inside the phases", of_phases)] if profile.phases else []),
+            ("Exposed (device idle meanwhile)", format_ns(exposed)),
+            *([] if host else [("Hidden (device busy meanwhile)", format_ns(profile.overhead_ns - exposed))]),
+            ("Device idle", format_percent(profile.device_idle_share)),
+            *idle_causes(profile),
+            ("Profiled run", format_ns(profile.profiled_ns)),
+            ("Same run unprofiled", format_ns(profile.unprofiled_ns) if profile.unprofiled_ns else "not timed"),
+            ("Profiler's slowdown", format_ratio(profile.slowdown) if profile.unprofiled_ns else "unknown"),
+            *([("Waits for the device", format_ns(profile.waiting_ns))] if profile.waiting_ns else []),
+            *([("Waits for the data loader", format_ns(profile.loader_ns))] if profile.loader_ns else []),
+            ("Belongs to no call", _of(profile.remainder_ns, profile.profiled_ns)),
+            *_uncalled(report, profile),
+            ("Calls found in the profile", f"{profile.matched:,} of {profile.total:,}"),
+            ("Measured by", profile.source),
+        ],
+        "warnings": list(profile.warnings),
+    }
+
+
+def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
+    """Sums of the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
+
+    A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
+    holds the time of calls that were not found (see ``shared``), so no mean over its calls is one of theirs. The rows
+    of one grouping add up to those of any other.
+    """
+    if report.overhead is None:
+        return []
+    rows: dict[str, dict[str, Any]] = {}
+    for row in report.overhead.calls:
+        name = group_name(report, row.call, by)
+        sums = rows.setdefault(name, {"name": name, "calls": 0, "whole": False} | dict.fromkeys((*_SUMS, *PARTS), 0.0))
+        sums["calls"] += len(report.overhead.calls_of(row))
+        sums["whole"] |= row.call in report.overhead.shared
+        for part in (*_SUMS, *PARTS):
+            sums[part] += getattr(row, f"{part}_ns")
+    return sorted(rows.values(), key=lambda row: (-row["overhead"], row["name"]))
+
+
+def group_name(report: ReportData, call: int, by: Literal["operator", "module", "phase"]) -> str:
+    """The name of the row of ``grouped`` that a profiled eager call is in."""
+    one = report.eager_calls[call]
+    if by == "operator":
+        together = report.overhead is not None and call in report.overhead.shared
+        return shared(report) if together else one.label
+    return one.phase if by == "phase" else _home(one)
+
+
+def shared(report: ReportData) -> str:
+    """What the row of the optimizer's calls that were not found is called: ``OverheadProfile.shared``."""
+    missing = len(report.overhead.shared) if report.overhead else 0
+    calls = sum(call.phase == "optimizer" for call in report.eager_calls)
+    return f"optimizer (eager runs other operators: {calls - missing} of {plural(calls, 'call')} found)"
+
+
+def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
+    """The outermost modules, each with the sums of everything in it; a row's sums are those of the rows inside it.
+
+    A module that holds nothing but another one is named together with that. O(calls × depth).
+
+    Args:
+        report: empty where its eager run was not profiled.
+        order: of the modules in each: by this sum, most first, or ``"program"``: as their first calls were issued.
+    """
+    if report.overhead is None:
+        return []
+    calls, known, roots = report.eager_calls, dict[tuple[str, ...], ModuleRow](), list[ModuleRow]()
+    for row in report.overhead.calls:
+        steps = components(_home(calls[row.call]))
+        for depth in range(len(steps) + 1):
+            key = (*steps[: depth + 1], *("",) * (depth == len(steps)))
+            one = known.get(key)
+            if one is None:
+                own = depth == len(steps)
+                one = known[key] = ModuleRow(".".join(steps[: depth + 1]), _OWN if own else steps[depth], own=own)
+                (known[steps[:depth]].inside if depth else roots).append(one)
+            one.eager += report.overhead.calls_of(row)
+            for part in one.sums:
+                one.sums[part] += getattr(row, f"{part}_ns")
+
+    def settled(row: ModuleRow, depth: int) -> ModuleRow:
+        while len(row.inside) == 1 and not row.inside[0].own:
+            (only,) = row.inside
+            only.name = f"{row.name}.{only.name}"
+            row = only
+        row.depth = depth
+        row.inside = [] if all(one.own for one in row.inside) else ranked(row.inside, depth + 1)
+        return row
+
+    def ranked(rows: list[ModuleRow], depth: int) -> list[ModuleRow]:
+        def place(row: ModuleRow) -> tuple[bool, float, int]:
+            return row.own, 0.0 if order == "program" else -row.sums[order], row.eager[0]
+
+        return [settled(row, depth) for row in sorted(rows, key=place)]
+
+    return ranked(roots, 0)
+
+
+def _home(call: Call) -> str:
+    """The optimizer's calls update parameters of many modules: the module of the first is not theirs."""
+    return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
+
+
+def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
+    """Why the device idled, as name and time with its share of the profiled run; empty where it is not known."""
+    if profile.idle is None:
+        return []
+    causes = [(field, name, getattr(profile.idle, field)) for field, name in IDLE]
+    return [
+        (f"Idle: {name}", _of(ns, profile.profiled_ns)) for field, name, ns in causes if ns or field != "unknown_ns"
+    ]
+
+
+def _uncalled(report: ReportData, profile: OverheadProfile) -> list[tuple[str, str]]:
+    """What an eager optimizer took, before the first call and after the last: it makes other calls than a captured."""
+    phase = next((one for one in profile.phases if one.phase == "optimizer"), None)
+    rows = [row for row in profile.calls if report.eager_calls[row.call].phase == "optimizer"]
+    if phase is None or rows or not phase.overhead_ns:
+        return []
+    ns = phase.overhead_ns + (phase.work_ns if report.environment.device != "cuda" else 0.0)
+    return [("Optimizer, known by phase (zero_grad and step)", _of(ns, profile.profiled_ns))]
+
+
+def _of(ns: float, whole: float) -> str:
+    return f"{format_ns(ns)}, {format_percent(ns / whole)}" if whole else format_ns(ns)

@@ -1,0 +1,198 @@
+"""All views of one report as one compact JSON value: columns instead of rows, each string once.
+
+A column is packed as one of: ``[...]`` (numbers as they are), ``{"s": [...], "n": index}`` (indices into
+``strings``; -1: the next of those that begin at ``n`` and are met here first),
+``{"d": [...]}`` (differences between neighbours, the first from 0), ``{"c": [value, count]}`` (one value throughout),
+``{"r": index}`` (that of ``columns``: what several tables hold is written once).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nimble_core.ir.program import Call, Program, TensorRef
+from nimble_viz.analysis.colours import colours, exposed
+from nimble_viz.analysis.dag import dag
+from nimble_viz.analysis.labels import label_call
+from nimble_viz.analysis.live_memory import live_memory
+from nimble_viz.analysis.overhead import overhead
+from nimble_viz.analysis.phases import PHASES
+from nimble_viz.analysis.provenance import modules_of
+from nimble_viz.analysis.source import source
+from nimble_viz.analysis.summary import summary
+from nimble_viz.analysis.syncs import COUNTS, ENDS, host_syncs
+from nimble_viz.analysis.timeline import axis_note, timelines
+from nimble_viz.analysis.work import work
+from nimble_viz.report.data import ReportData
+
+__all__ = ["PAYLOAD_VERSION", "Kept", "pack", "unpack", "view_data"]
+
+PAYLOAD_VERSION = 2
+_LONGEST_ARGUMENTS = 240
+_SHORT_COLUMN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What packed columns share: each text and each long column once.
+
+    Args:
+        strings: texts, and their places in the list of them.
+        places: long columns, and their places in ``columns``.
+        columns: these columns, packed.
+    """
+
+    strings: dict[str, int] = field(default_factory=dict)
+    places: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    columns: list[Any] = field(default_factory=list)
+
+
+def view_data(report: ReportData) -> dict[str, Any]:
+    """Everything the viewer draws, ready for ``json.dumps``; under 400 bytes per call for usual models.
+
+    ``calls`` are those of the program; ``stands`` counts the eager calls that each stands for, ``for`` lists these.
+    Overhead and the eager timeline count in ``eager`` calls, null where the program itself holds the eager calls.
+    """
+    kept = Kept()
+
+    def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        return {name: pack(column, kept) for name, column in columns.items()}
+
+    profile = overhead(report)
+    if profile:
+        profile["columns"] = table(profile["columns"])
+    lines = timelines(report)
+    for line in lines:
+        for columns in ("columns", "gaps"):
+            line[columns] = table(line[columns])
+    code, live = source(report), live_memory(report)
+    if code:
+        code["lines"] = table(code["lines"])
+    for at, run in enumerate(live["runs"] if live else ()):
+        run["columns"] = None if at and live and live["alike"] else table(run["columns"])
+    graph = dag(report)
+    graph["columns"] = table(graph["columns"])
+    graph["plans"] = [
+        {"policy": plan["policy"], "label": plan["label"], "columns": table(plan["columns"])} for plan in graph["plans"]
+    ]
+    return {
+        "version": PAYLOAD_VERSION,
+        "summary": summary(report),
+        "calls": table(_calls(report)),
+        "work": table(work(report)),
+        "eager": table(_eager(report.eager)) if report.eager is not None else None,
+        "overhead": profile,
+        "dag": graph,
+        "colours": colours(report),
+        "timelines": lines,
+        "axis": axis_note(report),
+        "sync_counts": COUNTS,
+        "sync_ends": ENDS,
+        "phases": PHASES,
+        "host_syncs": host_syncs(report),
+        "source": code,
+        "live": live,
+        "strings": list(kept.strings),
+        "columns": kept.columns,
+    }
+
+
+def pack(column: Sequence[Any], kept: Kept) -> Any:
+    """One column in its shortest form; texts, and what is long, are added to what is kept."""
+    if len(column) < _SHORT_COLUMN:
+        return _shortest(column, kept)
+    place = kept.places.setdefault(tuple(column), len(kept.columns))
+    if place == len(kept.columns):
+        kept.columns.append(_shortest(column, kept))
+    return {"r": place}
+
+
+def _shortest(column: Sequence[Any], kept: Kept) -> Any:
+    if not column:
+        return []
+    if isinstance(column[0], str):
+        new, indices = len(kept.strings), []
+        for text in column:
+            seen = kept.strings.get(text, -1)
+            indices.append(seen)
+            if seen < 0:
+                kept.strings[text] = len(kept.strings)
+        return {"s": _shortest(indices, kept), "n": new}
+    if len(column) > 2 and all(value == column[0] for value in column):
+        return {"c": [column[0], len(column)]}
+    if all(b >= a for a, b in itertools.pairwise(column)):
+        return {"d": [column[0], *(b - a for a, b in itertools.pairwise(column))]}
+    return list(column)
+
+
+def unpack(packed: Any, data: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """What ``pack`` was given; the viewer does the same in its own language.
+
+    Args:
+        packed: a packed column.
+        data: ``strings`` and ``columns`` of what it was packed with, as ``view_data`` holds them.
+    """
+    if isinstance(packed, list):
+        return packed
+    if "r" in packed:
+        return unpack(data["columns"][packed["r"]], data)
+    if "s" in packed:
+        new = itertools.count(packed["n"])
+        return [data["strings"][next(new) if index < 0 else index] for index in unpack(packed["s"], data)]
+    if "c" in packed:
+        value, count = packed["c"]
+        return [value] * count
+    total, column = 0, []
+    for step in packed["d"]:
+        total += step
+        column.append(total)
+    return column
+
+
+def _calls(report: ReportData) -> dict[str, list[Any]]:
+    calls = report.program.calls
+    spread = report.costs.spread_ns
+    return {
+        "operator": [call.operator for call in calls],
+        "label": [label_call(call) for call in calls],
+        "module": [modules_of(call) for call in calls],
+        "origins": [len(call.origins) for call in calls],
+        "stands": [len(call.eager) for call in calls],
+        "for": [index for call in calls for index in call.eager],
+        "file": [call.origins[0].file if call.origins else "" for call in calls],
+        "line": [call.origins[0].line if call.origins else 0 for call in calls],
+        "phase": [call.phase for call in calls],
+        "reads": [_shapes(call.reads) for call in calls],
+        "writes": [_shapes(call.writes) for call in calls],
+        "arguments": [_arguments(call) for call in calls],
+        "cost": [round(ns) for ns in report.costs.ns],
+        "spread": [round(ns) for ns in spread] if spread else [],
+        "exposed": exposed(report),
+    }
+
+
+def _eager(program: Program) -> dict[str, list[Any]]:
+    """Eager calls as far as fused calls refer to them."""
+    first = [call.origins[0] if call.origins else None for call in program.calls]
+    return {
+        "operator": [call.operator for call in program.calls],
+        "label": [call.label for call in program.calls],
+        "module": [call.module for call in program.calls],
+        "phase": [call.phase for call in program.calls],
+        "file": [origin.file if origin else "" for origin in first],
+        "line": [origin.line if origin else 0 for origin in first],
+        "writes": [_shapes(call.writes) for call in program.calls],
+    }
+
+
+def _shapes(refs: Sequence[TensorRef]) -> str:
+    shown = [f"{ref.dtype}[{', '.join(map(str, ref.sizes))}]" for ref in refs[:6]]
+    return "  ".join(shown) + (f"  and {len(refs) - 6} more" if len(refs) > 6 else "")
+
+
+def _arguments(call: Call) -> str:
+    text = ", ".join(f"{name}={value}" for name, value in call.arguments if not value.startswith("%"))
+    return text if len(text) <= _LONGEST_ARGUMENTS else text[: _LONGEST_ARGUMENTS - 1] + "…"

@@ -1,0 +1,86 @@
+"""Other ways to run the model, measured beside ours: who is faster, by how much, and what they cost to prepare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nimble_core.ir.measurement import Ratio
+from nimble_core.utils.units import format_ns, format_ratio
+from nimble_viz.analysis.labels import SAME_BAND, error_text, ratio_cell, ratio_words
+from nimble_viz.report.data import PeerResult, ReportData
+
+__all__ = ["against", "best_peer", "peers", "unshown"]
+
+
+def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
+    """A row for each peer that was asked for, the fastest first, then those whose outputs differ or that are absent.
+
+    ``outcome`` says how the run ``ours`` compares: ``"ours is 1.80x faster"``, ``"tie: ours is as fast"``,
+    ``"loss: ours is 1.10x slower"``, else why there is no time, or why it does not count.
+    """
+    return sorted((_row(report, peer, ours) for peer in report.peers), key=lambda row: (row["rank"], row["median_ns"]))
+
+
+def best_peer(report: ReportData) -> str:
+    """The fastest peer whose outputs are not wrong; empty if none was measured."""
+    medians = {
+        peer.name: taken.median_ns
+        for peer in report.peers
+        if (taken := report.measurement(peer.name)) and not (peer.check and peer.check.differs)
+    }
+    return min(medians, key=lambda name: medians[name], default="")
+
+
+def against(ratio: Ratio) -> str:
+    """``"1.80x faster than compile:reduce-overhead (quartiles 1.75x to 1.86x)"``; slower is put upside down."""
+    low, high = ratio.low, ratio.high
+    if ratio.value < 1 - SAME_BAND and low > 0:
+        low, high = 1 / high, 1 / low
+    doubt = "" if ratio.stable else ", unstable"
+    return f"{ratio_words(ratio)} {ratio.baseline} (quartiles {format_ratio(low)} to {format_ratio(high)}{doubt})"
+
+
+def unshown(report: ReportData, name: str) -> str:
+    """What a sentence that names a run is to add where it is a peer whose outputs nobody has shown to be eager's."""
+    doubtful = any(peer.name == name and not (peer.check and peer.check.passed) for peer in report.peers)
+    return ", whose outputs were not shown to be eager's" if doubtful else ""
+
+
+def _row(report: ReportData, peer: PeerResult, ours: str) -> dict[str, Any]:
+    taken = report.measurement(peer.name)
+    wrong = peer.check is not None and peer.check.differs
+    over = report.ratio(ours, peer.name) if taken and ours else None
+    return {
+        "name": peer.name,
+        "median": format_ns(taken.median_ns) if taken else "",
+        "median_ns": taken.median_ns if taken else 0.0,
+        "stable": taken is None or taken.stable,
+        "ratio": None if wrong else ratio_cell(report, over),
+        "prepare": format_ns(peer.prepare_s * 1e9) if peer.prepare_s else "",
+        "outputs": _outputs(peer),
+        "equal": peer.check is not None and peer.check.passed,
+        "wrong": wrong,
+        "outcome": _outcome(peer, over, measured=taken is not None),
+        "note": peer.note,
+        "rank": 2 if taken is None else int(wrong),
+    }
+
+
+def _outputs(peer: PeerResult) -> str:
+    if peer.check is None:
+        return "not compared"
+    error = error_text(peer.check.error)
+    return f"equal ({error})" if peer.check.passed else f"DIFFER ({error})" if peer.check.differs else "not shown"
+
+
+def _outcome(peer: PeerResult, over: Ratio | None, *, measured: bool) -> str:
+    if not measured:
+        return peer.note or "not measured"
+    if peer.check is not None and peer.check.differs:
+        return "its outputs differ from eager's: its time does not count"
+    if over is None:
+        return "nothing of ours to compare with"
+    if abs(over.value - 1) <= SAME_BAND:
+        return "tie: ours is as fast"
+    words = ratio_words(over).removesuffix(" than")
+    return f"ours is {words}" if over.value > 1 else f"loss: ours is {words}"

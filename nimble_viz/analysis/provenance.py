@@ -1,0 +1,161 @@
+"""Which eager calls a fused call stands for, which fused call an eager call became, and what nobody explains."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+from typing import Any
+
+from nimble_core.ir.program import Call
+from nimble_core.utils.units import format_count, format_ns, format_percent
+from nimble_viz.analysis.labels import common_module, label_call, plural, spanned_modules
+from nimble_viz.report.data import ReportData
+
+__all__ = ["became", "fused_calls", "is_layout_copy", "module_of", "modules_of", "nesting_modules", "provenance"]
+
+_MOST_INDICES = 3
+_POINTWISE = re.compile(r"(?:triton_poi|cpp)_fused_+(?P<names>\w+?)_\d+")
+_COPIES = "clone|_?to_copy|contiguous|copy_?|permute|transpose|t|view|reshape|_?unsafe_view|expand|slice|select"
+_MOVES = f"{_COPIES}|(?:cudnn_)?convolution|convolution_backward"
+
+
+def became(report: ReportData) -> tuple[tuple[int, ...], ...]:
+    """For each eager call the calls that stand for it; where nothing was fused, itself."""
+    if report.eager is None:
+        return tuple((call.index,) for call in report.program.calls)
+    stand: list[list[int]] = [[] for _ in report.eager.calls]
+    for call in report.program.calls:
+        for index in dict.fromkeys(call.eager):
+            stand[index].append(call.index)
+    return tuple(map(tuple, stand))
+
+
+def module_of(call: Call) -> str:
+    """The innermost module that holds everything the call stands for; empty for the model itself, or if unknown."""
+    return common_module([origin.module for origin in call.origins])
+
+
+def modules_of(call: Call) -> str:
+    """``module_of`` for people: of a call that stands for several members of a list, e.g. blocks, it says which."""
+    return spanned_modules([origin.module for origin in call.origins])
+
+
+def is_layout_copy(call: Call) -> bool:
+    """Whether a call that stands for no eager call only copies tensors to another layout or place.
+
+    Told by its operator (``"aten.clone.default"``) or the operators in a fused kernel's name
+    (``"triton_poi_fused_clone_permute_3"``), and by what it moves: for each tensor that it writes one of as many
+    elements is read. A fused pointwise kernel may be named after the convolution whose weights it prepares; where it
+    adds a bias it reads more.
+    """
+    if call.eager:
+        return False
+    fused = _POINTWISE.fullmatch(call.operator)
+    names = fused["names"] if fused else call.label
+    moved = _MOVES if fused else _COPIES
+    if not re.fullmatch(f"(?:{moved})(?:_(?:{moved}))*", names):
+        return False
+    return sorted(ref.numel for ref in call.reads) == sorted(ref.numel for ref in call.writes)
+
+
+def nesting_modules(report: ReportData) -> list[str]:
+    """A module path for each call to group by.
+
+    A fused call that no eager call explains goes with its neighbours, to the module that holds both, so that it does
+    not tear their module apart. One that stands for several members of a list is in a group of these members.
+    """
+    calls = report.program.calls
+    if report.eager is None:
+        return [modules_of(call) for call in calls]
+    known = [modules_of(call) if call.origins else None for call in calls]
+
+    def nearest(paths: list[str | None]) -> list[str | None]:
+        return list(accumulate(paths, lambda last, path: last if path is None else path))
+
+    before, after = nearest(known), nearest(known[::-1])[::-1]
+    found = []
+    for path, earlier, later in zip(known, before, after, strict=True):
+        near = [one for one in (earlier, later) if one is not None]
+        found.append(common_module(near) if path is None else path)
+    return found
+
+
+def provenance(report: ReportData) -> dict[str, Any] | None:
+    """How much of a fused program is explained by eager calls; None where nothing was fused.
+
+    Of the calls that stand for no eager call, ``copies`` only copy to another layout (``is_layout_copy``), ``unmapped``
+    are all others; ``calls`` and ``time`` are the latter's share of all calls and of their isolated time, None where
+    that was not measured. ``gone`` counts eager calls that no call stands for: folded into weights, or not needed.
+    """
+    if report.eager is None:
+        return None
+    calls, ns = report.program.calls, report.costs.ns
+    copies = [call.index for call in calls if is_layout_copy(call)]
+    unmapped = [call.index for call in calls if not call.eager and not is_layout_copy(call)]
+    gone = sum(not stand for stand in became(report))
+    total = report.costs.total_ns if report.costs.source != "uniform" else 0.0
+
+    def spent(which: list[int]) -> float | None:
+        return sum(ns[index] for index in which) / total if total else None
+
+    def counted(which: list[int]) -> str:
+        time = spent(which)
+        share = format_percent(len(which) / len(calls) if calls else 0.0)
+        of_time = "" if time is None else f", {format_percent(time)} of replay time"
+        return f"{plural(len(which), 'call')}: {share} of calls{of_time}"
+
+    mapped = f"{plural(len(calls), 'call')} ({report.program.fuse}) for {plural(len(report.eager.calls), 'eager call')}"
+    return {
+        "fuse": report.program.fuse,
+        "unmapped": len(unmapped),
+        "copies": len(copies),
+        "calls": len(unmapped) / len(calls) if calls else 0.0,
+        "time": spent(unmapped),
+        "gone": gone,
+        "facts": [
+            ("Calls after fusing", mapped),
+            ("Layout copies (another layout, no eager call)", counted(copies)),
+            ("Unmapped (no eager call explains it)", counted(unmapped)),
+            ("Eager calls that left no call (folded, not needed)", format_count(gone)),
+        ],
+    }
+
+
+def fused_calls(report: ReportData, most: int) -> list[dict[str, str]]:
+    """The ``most`` expensive calls that are not just an eager call themselves, with what they stand for."""
+    if report.eager is None:
+        return []
+    measured = report.costs.source != "uniform"
+    eager = report.eager.calls
+    other = [call for call in report.program.calls if [eager[at].operator for at in call.eager] != [call.operator]]
+    ranked = sorted(other, key=lambda call: (-report.costs.ns[call.index], call.index))
+    return [
+        {
+            "label": label_call(call),
+            "kernel": call.operator,
+            "cost": format_ns(report.costs.ns[call.index]) if measured else "",
+            "eager": "layout copy" if is_layout_copy(call) else _indices(call.eager),
+            "module": modules_of(call),
+            "source": _sources(call),
+        }
+        for call in ranked[:most]
+    ]
+
+
+def _indices(eager: tuple[int, ...]) -> str:
+    if not eager:
+        return "no eager call"
+    shown = ", ".join(map(str, eager[:_MOST_INDICES]))
+    more = f" and {len(eager) - _MOST_INDICES} more" if len(eager) > _MOST_INDICES else ""
+    return f"eager {shown}{more}"
+
+
+def _sources(call: Call) -> str:
+    """Source lines of the origins, those of one file together: ``"net.py:21, 30"``."""
+    lines: dict[str, dict[int, None]] = {}
+    for origin in call.origins:
+        if origin.file:
+            lines.setdefault(origin.file, {})[origin.line] = None
+    return "; ".join(
+        f"{file}:{', '.join(map(str, list(found)[:_MOST_INDICES]))}" for file, found in list(lines.items())[:2]
+    )

@@ -1,0 +1,327 @@
+"""The model's code, line by line: what its calls cost in eager, what they cost in the replay, and what waits there.
+
+A call belongs to the line it was made on; one of the backward to the line whose forward made its node of autograd.
+Eager's times are those of the profiled iteration. A replayed call that stands for eager calls of several lines is
+shared out among them by their own GPU time in eager, equally where that is unknown.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nimble_core.utils.units import format_count, format_ns, format_percent
+from nimble_viz.analysis.labels import label_run, plural, trains, visible
+from nimble_viz.report.data import HostSync, ReportData, SourceLines
+
+__all__ = ["FIGURES", "hottest", "replay_times", "source", "source_text"]
+
+FIGURES = ("host", "exposed", "device", "replay")
+"""Times of a line, in the order they are shown."""
+
+_SIDES = ("forward", "backward")
+_COLUMNS = ("calls", *FIGURES)
+_FOLD = 4
+_AFTER = "after "
+
+
+def source(report: ReportData) -> dict[str, Any] | None:
+    """Functions with their text, and a row for each of their lines that has calls or waits; None without any line.
+
+    ``functions`` lists those with most eager host time first (else most replay time): ``file``, ``name``, ``group``
+    (class, else file), ``first``, ``text`` (lines; empty where the report has none), ``note``. ``lines`` are columns:
+    ``function`` (place in ``functions``), ``line``; for each of ``sides`` the number of ``calls``, their eager
+    ``host`` time, the ``exposed`` part of its overhead, GPU time (``device``) and ``replay`` time (``"host_backward"``,
+    …; forward ones without a suffix), whole nanoseconds; ``waits`` and ``wait`` (how often and how long the host waited
+    for the device there in eager), ``after`` and ``after_wait`` (likewise between it and the next call), ``planned``
+    (waits for another stream in the chosen plan before calls of the line). ``elsewhere`` is one such row for all that
+    has no line. ``totals`` add all up; ``figures`` are key, name and meaning of those that are known.
+    """
+    calls = report.eager_calls
+    if not any(origin.file for call in calls for origin in call.origins[:1]):
+        return None
+    places = _Places(report)
+    rows: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    times = _times(report)
+    for call in calls:
+        key = places.of(call.origins[0].file, call.origins[0].line) if call.origins else (-1, 0)
+        side = "_backward" if call.phase == "backward" else ""
+        row = rows[key]
+        row[f"calls{side}"] += 1
+        for name in FIGURES:
+            row[name + side] += times[name][call.index]
+    for sync in report.overhead.host_syncs if report.overhead else ():
+        row, after = rows[places.of_sync(sync)], sync.source.startswith(_AFTER)
+        row["after" if after else "waits"] += sync.count
+        row["after_wait" if after else "wait"] += sync.total_ns
+    for index in _awaiting(report):
+        if calls[index].origins:
+            rows[places.of(calls[index].origins[0].file, calls[index].origins[0].line)]["planned"] += 1
+    sides = _SIDES if any(call.phase == "backward" for call in calls) else _SIDES[:1]
+    names = [name + ("_backward" if side == "backward" else "") for side in sides for name in _COLUMNS]
+    names += ["waits", "wait", "after", "after_wait", "planned"]
+    elsewhere = rows.pop((-1, 0), None)
+    known = _figures(report)
+    heat = known[0][0] if known else "calls"
+
+    def weight(row: Mapping[str, float]) -> float:
+        return row[heat] + row[f"{heat}_backward"]
+
+    by_function: defaultdict[int, float] = defaultdict(float)
+    by_group: defaultdict[str, float] = defaultdict(float)
+    for (at, _), row in rows.items():
+        by_function[at] += weight(row)
+        by_group[places.groups[at]] += weight(row)
+    shown = sorted(by_function, key=lambda at: (-by_group[places.groups[at]], places.groups[at], -by_function[at], at))
+    rank = {at: k for k, at in enumerate(shown)}
+    ordered = sorted(rows, key=lambda key: (rank[key[0]], key[1]))
+    everything = [*rows.values(), *([elsewhere] if elsewhere is not None else [])]
+    return {
+        "functions": [places.function(at) for at in shown],
+        "lines": {
+            "function": [rank[at] for at, _ in ordered],
+            "line": [line for _, line in ordered],
+            **{name: [round(rows[key][name]) for key in ordered] for name in names},
+        },
+        "elsewhere": {name: round(elsewhere[name]) for name in names} if elsewhere is not None else None,
+        "totals": {name: round(sum(row[name] for row in everything)) for name in names},
+        "sides": sides,
+        "figures": known,
+        "heat": heat,
+        "notes": _notes(report),
+    }
+
+
+def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, Any]]:
+    """The lines of ``source`` with most of ``figure``, forward and backward together, as rows with their ``text``.
+
+    A row has ``file``, ``line``, ``name`` (of the function), ``text``, ``value`` (ns) and ``share`` of all.
+    """
+    columns, functions = found["lines"], found["functions"]
+    values = _both(columns, figure)
+    total = sum(found["totals"].get(name, 0) for name in (figure, f"{figure}_backward"))
+    ranked = sorted(range(len(values)), key=lambda k: (-values[k], columns["function"][k], columns["line"][k]))
+    rows = []
+    for k in ranked[:most]:
+        one, line = functions[columns["function"][k]], columns["line"][k]
+        at = line - one["first"]
+        rows.append(
+            {
+                "file": one["file"],
+                "line": line,
+                "name": one["name"],
+                "text": one["text"][at].strip() if 0 <= at < len(one["text"]) else "",
+                "value": values[k],
+                "share": values[k] / total if total else 0.0,
+            }
+        )
+    return rows
+
+
+def source_text(report: ReportData) -> str:
+    """The annotated code as plain text, functions with most time first; lines far from calls are left out."""
+    found = source(report)
+    if found is None:
+        return "no call of this report has a source line\n"
+    heads = [
+        ("calls", "calls"),
+        *((key, name) for key, name, _ in found["figures"]),
+        *((f"{key}_backward", f"{name}, backward") for key, name, _ in found["figures"] if len(found["sides"]) > 1),
+    ]
+    short = {"host": "host", "exposed": "exposed", "device": "GPU", "replay": "replay"}
+    titles = [short.get(key.removesuffix("_backward"), key) + (" bw" if "_backward" in key else "") for key, _ in heads]
+    total = sum(found["totals"].get(name, 0) for name in (found["heat"], f"{found['heat']}_backward"))
+    heat = _both(found["lines"], found["heat"])
+    of_line = {pair: k for k, pair in enumerate(zip(found["lines"]["function"], found["lines"]["line"], strict=True))}
+    head = "".join(f"{title:>11}" for title in titles) + f"{'share':>7}  line  code"
+    lines = [f"{found['figures'][0][1] if found['figures'] else 'calls'}: shares are of all calls", ""]
+    for at, one in enumerate(found["functions"]):
+        lines += [f"{one['file']}  {one['name']}".rstrip(), *([f"  ({one['note']})"] if one["note"] else []), head]
+        numbers = range(one["first"], one["first"] + len(one["text"]))
+        used = [line for function, line in of_line if function == at]
+        shown = sorted({number for number in numbers if any(abs(number - line) <= _FOLD for line in used)} | {*used})
+        before = shown[0] - 1 if shown else 0
+        for number in shown:
+            if number != before + 1:
+                lines.append(" " * 11 * len(titles) + f"       {'…':>6}")
+            before = number
+            row = of_line.get((at, number))
+            cells = [""] * len(titles) if row is None else [_cell(key, found["lines"][key][row]) for key, _ in heads]
+            share = "" if row is None or not total else format_percent(heat[row] / total)
+            place = number - one["first"]
+            code = one["text"][place] if 0 <= place < len(one["text"]) else ""
+            waits = _waits_text(found["lines"], row)
+            lines.append("".join(f"{cell:>11}" for cell in cells) + f"{share:>7}{number:>6}  {code}{waits}".rstrip())
+        lines.append("")
+    return "".join(f"{visible(line)}\n" for line in [*lines, *found["notes"]])
+
+
+def replay_times(report: ReportData) -> tuple[list[float], str] | None:
+    """Time of each call of the program in the chosen replay, ns, and where it is from; None if nothing was timed.
+
+    What was seen in that replay, where calls slow each other down; else what they take alone.
+    """
+    line = report.timeline(report.chosen)
+    if line is not None and line.reliable and line.source == "measured":
+        found = [0.0] * len(report.program.calls)
+        for span in line.spans:
+            if span.call is not None:
+                found[span.call] += span.end_ns - span.start_ns
+        plan = report.schedule(report.chosen)
+        beside = ", where calls run side by side" if plan and plan.streams > 1 else ""
+        return found, f"time in the {label_run(report, line.run)}{beside}"
+    if report.costs.source == "uniform":
+        return None
+    return list(report.costs.ns), "each call alone, as no replay was watched"
+
+
+class _Places:
+    """Which function each line belongs to: those of the report, and one without text for each other file."""
+
+    def __init__(self, report: ReportData) -> None:
+        self.pieces = list(report.sources)
+        self.by_file: defaultdict[str, list[int]] = defaultdict(list)
+        for at, piece in enumerate(self.pieces):
+            self.by_file[piece.file].append(at)
+        self.groups = [_group(piece) for piece in self.pieces]
+        self.bare: dict[str, int] = {}
+        self.lowest: dict[int, int] = {}
+        self.without = "" if report.sources else "this report carries no code"
+
+    def of(self, file: str, line: int) -> tuple[int, int]:
+        """``(function, line)``; ``(-1, 0)`` if there is no file."""
+        if not file:
+            return -1, 0
+        for at in self.by_file.get(file, ()):
+            piece = self.pieces[at]
+            if piece.first <= line < piece.first + len(piece.lines):
+                return at, line
+        if file not in self.bare:
+            notes = dict.fromkeys(self.pieces[at].note for at in self.by_file.get(file, ()))
+            note = "; ".join(filter(None, notes)) or self.without or "no code of these lines"
+            self.bare[file] = len(self.pieces)
+            self.pieces.append(SourceLines(file, max(line, 1), "", (), note))
+            self.groups.append(file)
+        return self.bare[file], line
+
+    def of_sync(self, sync: HostSync) -> tuple[int, int]:
+        """Of the line that a host synchronisation names; an optimizer's waits after calls of others are not theirs."""
+        if sync.phase == "optimizer":
+            return -1, 0
+        file, colon, line = sync.source.removeprefix(_AFTER).rpartition(":")
+        return self.of(file, int(line)) if colon and line.isdecimal() and len(line) < 10 else (-1, 0)
+
+    def function(self, at: int) -> dict[str, Any]:
+        """A function as the viewer draws it."""
+        piece = self.pieces[at]
+        return {
+            "file": piece.file,
+            "name": piece.name,
+            "group": self.groups[at],
+            "first": piece.first,
+            "text": [visible(line) for line in piece.lines],
+            "note": piece.note,
+        }
+
+
+def _group(piece: SourceLines) -> str:
+    around = piece.name.rpartition(".")[0]
+    return around or piece.file
+
+
+def _times(report: ReportData) -> dict[str, list[float]]:
+    """By figure, the time of each eager call; 0 where it is not known."""
+    size = len(report.eager_calls)
+    found = {name: [0.0] * size for name in FIGURES}
+    serial = report.environment.device != "cuda"
+    for row in report.overhead.calls if report.overhead else ():
+        found["host"][row.call] += row.overhead_ns + (row.work_ns if serial else 0.0)
+        found["exposed"][row.call] += row.exposed_ns
+        found["device"][row.call] += 0.0 if serial else row.work_ns
+    timed = replay_times(report)
+    if timed is None:
+        return found
+    work = [0.0] * size
+    for row in report.overhead.calls if report.overhead else ():
+        work[row.call] += row.work_ns
+    for call, ns in zip(report.program.calls, timed[0], strict=True):
+        own = (call.index,) if report.eager is None else tuple(dict.fromkeys(call.eager))
+        total = sum(work[index] for index in own)
+        for index in own:
+            found["replay"][index] += ns * (work[index] / total if total > 0 else 1 / len(own))
+    return found
+
+
+def _awaiting(report: ReportData) -> Iterator[int]:
+    """For each wait of the chosen plan, an eager call that the call that waits stands for."""
+    plan = report.schedule(report.chosen)
+    for _, consumer in plan.syncs if plan else ():
+        if report.eager is None:
+            yield consumer
+        elif report.program.calls[consumer].eager:
+            yield report.program.calls[consumer].eager[0]
+
+
+def _figures(report: ReportData) -> list[tuple[str, str, str]]:
+    """Key, name and meaning of the times that are known."""
+    serial = report.environment.device != "cuda"
+    timed, found = replay_times(report), []
+    if report.overhead is not None:
+        computing = ", its operators' computing included" if serial else ""
+        found.append(("host", "Host", f"host time of the profiled eager iteration{computing}"))
+        found.append(("exposed", "Exposed", "the part of the framework's overhead during which the device was idle"))
+        if not serial:
+            found.append(("device", "GPU", "GPU time of the profiled eager iteration"))
+    if timed is not None:
+        found.append(("replay", "Replay", timed[1]))
+    return found
+
+
+def _notes(report: ReportData) -> list[str]:
+    notes = []
+    if report.overhead is not None:
+        notes.append(
+            "Eager's times are those of a profiled iteration"
+            + (f", {format_ns(report.overhead.profiled_ns)} long" if report.overhead.profiled_ns else "")
+            + (
+                f"; without the profiler it takes {format_ns(report.overhead.unprofiled_ns)}"
+                if report.overhead.unprofiled_ns
+                else ""
+            )
+            + "."
+        )
+    if report.eager is not None:
+        notes.append("A fused call's time is shared out among the lines it stands for, by their GPU time in eager.")
+    if trains(report):
+        notes.append("Backward: calls of the backward, on the line whose forward they belong to.")
+    left = [piece for piece in report.sources if not piece.lines]
+    if left:
+        notes.append(f"{plural(len(left), 'function')} without text: {left[0].file}: {left[0].note}.")
+    return notes
+
+
+def _both(columns: Mapping[str, Sequence[int]], figure: str) -> list[int]:
+    """Forward and backward together."""
+    forward = columns[figure]
+    backward = columns.get(f"{figure}_backward") or [0] * len(forward)
+    return [a + b for a, b in zip(forward, backward, strict=True)]
+
+
+def _cell(key: str, value: int) -> str:
+    if key.startswith("calls"):
+        return format_count(value) if value else ""
+    return format_ns(value) if value else ""
+
+
+def _waits_text(columns: Mapping[str, Sequence[int]], row: int | None) -> str:
+    if row is None:
+        return ""
+    said = []
+    if columns["waits"][row]:
+        said.append(f"{plural(columns['waits'][row], 'host wait')}, {format_ns(columns['wait'][row])}")
+    if columns["after"][row]:
+        said.append(f"then {plural(columns['after'][row], 'host wait')}, {format_ns(columns['after_wait'][row])}")
+    if columns["planned"][row]:
+        said.append(plural(columns["planned"][row], "planned wait"))
+    return f"    # {'; '.join(said)}" if said else ""

@@ -1,0 +1,321 @@
+"""The summary of a report: the verdict in one sentence, and the tables behind it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from nimble_core.ir.candidates import EqualityCheck
+from nimble_core.ir.costs import limit_ns
+from nimble_core.ir.measurement import Measurement, Ratio
+from nimble_core.ir.schedule import Schedule
+from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
+from nimble_viz.analysis.advice import advice_data, best_run
+from nimble_viz.analysis.candidates import candidates
+from nimble_viz.analysis.concurrency import graph_width, observed
+from nimble_viz.analysis.labels import (
+    SAME_BAND,
+    context,
+    error_text,
+    label_run,
+    one_stream,
+    planned,
+    plural,
+    ratio_cell,
+    ratio_words,
+    trains,
+)
+from nimble_viz.analysis.limit import distance, limit
+from nimble_viz.analysis.memory import memory
+from nimble_viz.analysis.peers import against, best_peer, peers, unshown
+from nimble_viz.analysis.phases import phase_syncs, phases
+from nimble_viz.analysis.profiled import profiled, profiled_verdict
+from nimble_viz.analysis.provenance import provenance
+from nimble_viz.analysis.syncs import promise
+from nimble_viz.analysis.what_if import what_if
+from nimble_viz.report.data import ReportData
+
+__all__ = ["context", "label_run", "planned", "summary", "verdict"]
+
+_OVERLAP_NS = 1000.0
+"""Of a kernel that is launched ahead, what can be done before the one that it waits for has ended: up to 0.8 µs were
+seen on an H200."""
+
+
+def verdict(report: ReportData) -> str:
+    """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
+
+    ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
+    at 1.08x of the critical path; outputs equal eager's within tolerance."`` With peers, also how it compares with the
+    fastest of them. It is about ``report.chosen`` if that was measured, else about the fastest replay. A replay with
+    wrong outputs is named first, and wins nothing.
+    Of a plan it says that nothing was run, of a profile what an iteration is bound by.
+    """
+    if planned(report):
+        return _outlook(report)
+    if report.sampling is not None:
+        return profiled_verdict(report)
+    doubts = _doubts(report)
+    name = best_run(report)
+    over = report.ratio(name) if name else None
+    if over is None or not report.program.calls:
+        why = "the model made no call that reaches the device" if not report.program.calls else "no replay was measured"
+        sentence = f"No comparison with eager ({context(report)}): {why}"
+    else:
+        sentence = f"{label_run(report, over.name)} is {ratio_words(over)} eager ({context(report)}{_mark(over)})"
+        single = _over_one_stream(report, name)
+        if single:
+            sentence += f", {ratio_words(single)} {label_run(report, single.baseline)}"
+        peer = report.ratio(name, best_peer(report))
+        if peer:
+            fastest = ", the fastest peer" if len(report.peers) > 1 else ""
+            sentence += f", {against(peer)}{fastest}{unshown(report, peer.baseline)}"
+        bound = limit(report, name)
+        if bound and not _beaten(report, name, bound["ns"]):  # else costs are wrong: a warning says so
+            sentence += f", at {bound['over']} of the {bound['short']}"
+    wrong = [label_run(report, check.name) for check in report.checks if check.differs]
+    if wrong:
+        sentence = f"The outputs of {', '.join(wrong)} differ from eager's, and their times do not count; {sentence}"
+    return "; ".join([sentence, *doubts]) + "."
+
+
+def summary(report: ReportData) -> dict[str, Any]:
+    """Tables of the summary: speed, peers, limit, advice, provenance, checks, candidates, plans, what-if, ….
+
+    Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
+    """
+    best = best_run(report)
+    return {
+        "model": report.model,
+        "verdict": verdict(report),
+        "context": context(report),
+        "host": report.environment.device != "cuda",
+        "complete": report.complete,
+        "planned": planned(report),
+        "profiled": profiled(report),
+        "chosen": report.chosen,
+        "speed": [_speed(report, taken) for taken in report.measurements],
+        "peers": peers(report, best),
+        "phases": phases(report),
+        "best": label_run(report, best) if best else "",
+        "limit": limit(report, best) if best else None,
+        "advice": advice_data(report),
+        "provenance": provenance(report),
+        "checks": [
+            {
+                "run": label_run(report, check.name),
+                "error": error_text(check.error),
+                "tolerance": error_text(check.tolerance),
+                "effect": error_text(check.input_effect),
+                "passed": check.passed,
+                "differs": check.differs,
+                "reason": check.reason,
+                "reference": _reference(check),
+            }
+            for check in report.checks
+        ],
+        "preparation": [
+            {"name": step.name, "ns": step.seconds * 1e9, "text": format_ns(step.seconds * 1e9)}
+            for step in report.preparation
+        ],
+        "preparation_total": format_ns(sum(step.seconds for step in report.preparation) * 1e9),
+        "candidates": candidates(report),
+        "plans": [_plan(report, plan) for plan in report.schedules],
+        "width": graph_width(report.graph)[1],
+        "what_if": what_if(report),
+        "facts": _facts(report),
+        "environment": _environment(report),
+        "memory": memory(report),
+        "warnings": _warnings(report),
+    }
+
+
+def _outlook(report: ReportData) -> str:
+    """The verdict on a plan."""
+    plan, calls = report.schedule(report.chosen), format_count(len(report.program.calls))
+    if plan is None:
+        return f"plan: nothing was run, and no streams were chosen for {calls} calls ({context(report)})."
+    streams = plural(plan.streams, "stream")
+    return (
+        f"plan: nothing was run; {label_run(report, plan.policy)} puts {calls} calls on {streams} with "
+        f"{format_count(plan.counts.planned)} synchronisations, {format_count(plan.counts.full)} if every hazard were "
+        f"waited for ({context(report)})."
+    )
+
+
+def _mark(ratio: Ratio) -> str:
+    return "" if ratio.stable else ", unstable"
+
+
+def _doubts(report: ReportData) -> list[str]:
+    doubts = []
+    if not report.complete:
+        doubts.append("interrupted: this is what was measured until then")
+    if not report.program.calls:  # nothing was compared that could be doubted
+        return doubts
+    void = [label_run(report, check.name) for check in report.checks if check.void]
+    if void:
+        doubts.append(f"equality with eager NOT shown for {', '.join(void)}")
+    elif report.checks and not any(check.differs for check in report.checks):
+        what = "loss, outputs and gradients" if trains(report) else "outputs"
+        doubts.append(f"{what} equal eager's within tolerance")
+    elif not report.checks:
+        doubts.append("outputs were not compared")
+    unstable = [label_run(report, taken.name) for taken in report.measurements if not taken.stable]
+    if unstable:
+        doubts.append(f"unstable measurements: {', '.join(unstable)}")
+    return doubts
+
+
+def _reference(check: EqualityCheck) -> str:
+    """What the error is measured against, where that is not eager itself."""
+    if check.reference == "eager":
+        return ""
+    return (
+        f"error against the model in {check.reference}, where eager's own is {error_text(check.eager_error)}; "
+        f"against eager {error_text(check.relative_error)}"
+    )
+
+
+def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
+    peer = next((one for one in report.peers if one.name == taken.name), None)
+    wrong = peer is not None and peer.check is not None and peer.check.differs
+    compared = taken.name != "eager" and bool(report.program.calls)
+    single = _over_one_stream(report, taken.name) if compared and not peer else None
+    far = distance(report, taken.name)
+    return {
+        "name": taken.name,
+        "label": label_run(report, taken.name),
+        "chosen": taken.name == report.chosen,
+        "median_ns": taken.median_ns,
+        "median": format_ns(taken.median_ns),
+        "spread": format_percent(taken.spread),
+        "drift": f"{taken.drift:+.1%}",
+        "samples": len(taken.samples_ns),
+        "warmup": taken.warmup,
+        "stable": taken.stable,
+        "warnings": list(taken.warnings),
+        "eager": ratio_cell(report, report.ratio(taken.name)) if compared and not wrong else None,
+        "single": ratio_cell(report, single),
+        "distance": "" if far is None else format_ratio(far),
+        "peer": peer is not None,
+        "wrong": wrong,
+    }
+
+
+def _over_one_stream(report: ReportData, name: str) -> Ratio | None:
+    """None where that would compare a plan with itself: another one on one stream differs from it by noise alone."""
+    base, plan = one_stream(name), report.schedule(name)
+    itself = name == base or (plan is not None and plan.streams == 1)
+    return report.ratio(name, base) if not itself and report.measurement(base) else None
+
+
+def _plan(report: ReportData, plan: Schedule) -> dict[str, Any]:
+    return {
+        "policy": plan.policy,
+        "label": label_run(report, plan.policy),
+        "chosen": plan.policy == report.chosen,
+        "streams": plan.streams,
+        **asdict(plan.counts),
+        "promise": promise(plan),
+        "observed": observed(report, plan.policy),
+        "added_order": len(plan.added_order),
+        "phases": phase_syncs(report, plan),
+        "promises": _promises(plan.maximum_concurrency, plan.minimum_syncs),
+    }
+
+
+def _promises(concurrency: bool, syncs: bool) -> str:
+    parts = ["independent calls never share a stream"] * concurrency + ["fewest synchronisations"] * syncs
+    return "; ".join(parts) or "none"
+
+
+def _facts(report: ReportData) -> list[tuple[str, str]]:
+    calls = len(report.program.calls)
+    if report.sampling is not None:
+        return [("Calls of an iteration", format_count(calls))]
+    measured = report.critical_path_ns > 0
+    path = f"{format_count(len(report.critical_path))} calls"
+    facts = [
+        ("Calls that reach the device", format_count(calls)),
+        ("Host steps dropped (views, empty, no-op copies)", format_count(report.program.host_steps)),
+        ("Hazard edges, full DAG", format_count(len(report.graph.edges))),
+        ("Edges of the minimum equivalent graph (MEG)", format_count(len(report.graph.meg))),
+        ("Sum of isolated calls", format_ns(report.costs.total_ns) if measured else "not measured"),
+        ("Critical path", f"{format_ns(report.critical_path_ns)} over {path}, by isolated times" if measured else path),
+        ("Costs from", report.costs.source),
+    ]
+    if measured:
+        facts.insert(6, ("Concurrency there is", format_ratio(report.costs.total_ns / report.critical_path_ns)))
+        bound = limit_ns(report.costs, report.critical_path_ns)
+        by = "SM time of all calls over SMs" if bound > report.critical_path_ns else "the critical path"
+        if report.costs.demand:
+            facts.insert(7, ("Limit: the longer of critical path and shared work", f"{format_ns(bound)}, {by}"))
+    origin = provenance(report)
+    return facts[:1] + (origin["facts"] if origin else []) + facts[1:]
+
+
+def _environment(report: ReportData) -> list[tuple[str, str]]:
+    where = report.environment
+    cast = report.dtype.partition(" under ")[2].removesuffix(" autocast")  # of the step, not around the comparison
+    rows = [
+        ("Device", _device(report)),
+        ("Host CPU", where.host_cpu),
+        ("Cores / torch threads", f"{where.cores} / {where.threads}" if where.cores else ""),
+        ("torch", where.torch),
+        ("CUDA", where.cuda),
+        ("Driver", where.driver),
+        ("Python", where.python),
+        ("System", where.system),
+        ("SM clock before and after", " → ".join(f"{mhz} MHz" for mhz in where.sm_clock_mhz)),
+        (
+            "Throttling",
+            ", ".join(where.throttling)
+            or ("none reported" if where.device == "cuda" and where.torch and not planned(report) else ""),
+        ),
+        ("Other processes on the GPU", "" if where.other_processes is None else str(where.other_processes)),
+        ("Load of the host, 1 minute", f"{where.load:.2f}" if where.load >= 0 else ""),
+        *((name, cast if cast and name == "autocast" else value) for name, value in where.settings),
+        ("Date (UTC)", where.date),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _device(report: ReportData) -> str:
+    name = report.environment.device_name
+    if planned(report) or report.environment.device == "cuda":
+        return name
+    if report.sampling is not None:
+        return f"{name} (no GPU)" if name else "the host, no GPU"
+    return f"{name} (host replay, no GPU)"
+
+
+def _beaten(report: ReportData, run: str, bound_ns: float) -> bool:
+    """Whether a replay took less than this bound by more than measuring and launching ahead explain."""
+    taken, plan = report.measurement(run), report.schedule(run)
+    if taken is None or plan is None:
+        return False
+    return taken.median_ns < (1 - SAME_BAND) * bound_ns - _OVERLAP_NS * (plan.counts.ahead or 0)
+
+
+def _warnings(report: ReportData) -> list[str]:
+    # Said below, with the run's label.
+    known = {f"{check.name}: {check.reason}" for check in report.checks}
+    known |= {f"timeline of {line.run} is unreliable: {line.note}" for line in report.timelines}
+    found = [warning for warning in report.warnings if warning not in known]
+    found += [f"{label_run(report, taken.name)}: {text}" for taken in report.measurements for text in taken.warnings]
+    found += [f"{label_run(report, check.name)}: {check.reason}" for check in report.checks if check.reason]
+    if report.overhead:
+        found += report.overhead.warnings
+    for line in report.timelines:
+        if not line.reliable:
+            found.append(f"timeline of {label_run(report, line.run)} is unreliable: {line.note or 'self-check failed'}")
+    if not report.costs.reliable:
+        found.append(f"costs are unreliable: {report.costs.seen} kernels seen, {report.costs.expected} expected")
+    found += [
+        f"{label_run(report, taken.name)} took less than the critical path: the calls' isolated costs are too high"
+        for taken in report.measurements
+        if _beaten(report, taken.name, report.critical_path_ns)
+    ]
+    found += report.program.notes
+    return list(dict.fromkeys(found))

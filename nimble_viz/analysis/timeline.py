@@ -1,0 +1,302 @@
+"""Gantt lanes of the eager run and of each replay, for one common axis, and what they show in figures.
+
+A lane is as long as the run was under the profiler. No speed-up is read off it: that is what measurements without a
+profiler are for, so every run states both lengths, and is marked where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nimble_core.ir.timeline import Lane, Span, Timeline
+from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
+from nimble_viz.analysis.concurrency import device_streams, flight_times, flights, in_flight
+from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
+from nimble_viz.analysis.labels import label_run, planned, plural
+from nimble_viz.analysis.phases import span_phases
+from nimble_viz.report.data import DeviceIdle, ReportData
+
+__all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "timelines"]
+
+DISTORTION_BOUND = 1.2
+"""A profiled run this many times longer or shorter than the unprofiled one is marked as distorted."""
+
+_LONGEST_GAPS = 8
+_IDLE = (
+    ("host_late_ns", "host late", "nothing was queued: the host had not begun to launch what came next"),
+    ("launch_ns", "launch", "the host was launching it, or it had been launched and had not begun"),
+    ("dependency_ns", "dependency", "it was queued in time and waited for what came before it"),
+    ("unknown_ns", "unknown", "its launch was not seen"),
+)
+
+
+def timelines(report: ReportData) -> list[dict[str, Any]]:
+    """One entry per timeline, eager first; spans as columns, whole nanoseconds from that run's first start.
+
+    ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
+    ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
+    and observed streams. ``marks`` are what to doubt, in words. ``gaps`` are columns, too: every stretch in which a
+    stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
+    kernels are missing, nothing can be said about the time between them.
+    """
+    ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
+    shown = []
+    for line in ordered:
+        zero = min((span.start_ns for span in line.spans), default=0.0)
+        phase_of = span_phases(report, line)
+        order = sorted(
+            range(len(line.spans)),
+            key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns),
+        )
+        spans = [line.spans[at] for at in order]
+        length = _drawn(line)
+        found = replay_gaps(report, line)
+        own: list[list[Span]] = [[] for _ in line.lanes]
+        for span in spans:
+            own[span.lane].append(span)
+        lanes = [
+            {"name": lane.name, "kind": lane.kind, "idle": _idle(length, inside) if _on_device(lane) else None}
+            for lane, inside in zip(line.lanes, own, strict=True)
+        ]
+        shown.append(
+            {
+                "run": line.run,
+                "label": label_run(report, line.run),
+                "source": line.source,
+                "clock": line.clock,
+                "length_ns": line.length_ns,
+                "profiled_ns": line.profiled_ns,
+                "unprofiled_ns": line.unprofiled_ns,
+                "idle": device_idle(report, line),
+                "factor": distortion(line),
+                "distorted": distorted(line),
+                "distortion": _distortion_words(line),
+                "reliable": line.reliable,
+                "note": line.note,
+                "lengths": _lengths(line),
+                "marks": _marks(line),
+                "facts": _facts(report, line, found),
+                "lost": _lost(report, line, found),
+                "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
+                "lanes": lanes,
+                "gaps": _gap_columns(found, spans),
+                "columns": {
+                    "lane": [span.lane for span in spans],
+                    "start": [round(span.start_ns - zero) for span in spans],
+                    "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
+                    "call": [-1 if span.call is None else span.call for span in spans],
+                    "name": [span.name for span in spans],
+                    "phase": [phase_of[at] for at in order],
+                    "stream": [line.streams[at] for at in order] if line.streams else [],
+                },
+            }
+        )
+    return shown
+
+
+def axis_note(report: ReportData) -> str:
+    """One sentence on what may be compared along the axis: which clocks the runs were timed by, and what is simulated.
+
+    Empty where there is no timeline.
+    """
+    measured = [line for line in report.timelines if line.source == "measured"]
+    if not report.timelines:
+        return ""
+    said = []
+    if measured:
+        on_gpu = any(lane.kind in ("gpu", "stream") for line in measured for lane in line.lanes)
+        clocks = "the GPU's clock, through CUPTI or torch.profiler" if on_gpu else "the host's clock"
+        said.append(f"{'Kernels of all runs' if on_gpu else 'All runs'} are timed by {clocks}")
+    annotated = [label_run(report, line.run) for line in measured if line.clock.startswith("Nsight Systems")]
+    if annotated:
+        said.append(f"{', '.join(annotated)} in a run of its own, by Nsight Systems")
+    simulated = [label_run(report, line.run) for line in report.timelines if line.source == "simulated"]
+    if simulated:
+        said.append(f"SIMULATED, not measured: {', '.join(simulated)}")
+    speed = "" if planned(report) else "; lanes are as long as under the profiler: speed-ups are measured without it"
+    return f"{'; '.join(said)}{speed}"
+
+
+def distortion(line: Timeline) -> float:
+    """How many times longer the profiled run was than the unprofiled one; 0 if either is unknown."""
+    return _length(line) / line.unprofiled_ns if line.unprofiled_ns else 0.0
+
+
+def distorted(line: Timeline) -> bool:
+    """Whether the profiled run is no measure of the unprofiled one."""
+    factor = distortion(line)
+    return bool(factor) and not 1 / DISTORTION_BOUND <= factor <= DISTORTION_BOUND
+
+
+def device_idle(report: ReportData, line: Timeline) -> float:
+    """Share of a run's length during which the device did nothing, whatever the stream.
+
+    The length of a replay is that from its first start to its last end, as its lanes are drawn; of the eager run that
+    of the profiled run, the wait for the device at its end included. Of the eager run this is
+    ``OverheadProfile.device_idle_share``: where operators run on the host, too, of which the profile knows what is
+    their own work, and the timeline does not.
+    """
+    if line.run == "eager" and report.overhead is not None:
+        return report.overhead.device_idle_share
+    return _idle(_drawn(line), (span for span in line.spans if _on_device(line.lanes[span.lane])))
+
+
+def _on_device(lane: Lane) -> bool:
+    """Whether a lane shows what the device does, not the host that asks for it."""
+    return lane.kind != "host"
+
+
+def _length(line: Timeline) -> float:
+    return line.profiled_ns or line.length_ns
+
+
+def _drawn(line: Timeline) -> float:
+    """What idle shares are shares of."""
+    return _length(line) if line.run == "eager" else line.length_ns
+
+
+def _idle(length: float, spans: Iterable[Span]) -> float:
+    """Share of ``length`` in which none of the spans, sorted by start, ran."""
+    busy, reached = 0.0, float("-inf")
+    for span in spans:
+        busy += max(0.0, span.end_ns - max(span.start_ns, reached))
+        reached = max(reached, span.end_ns)
+    return round(max(0.0, 1 - busy / length), 4) if length else 1.0
+
+
+def _lengths(line: Timeline) -> str:
+    """Both lengths of a run, in words."""
+    taken = "simulated" if line.source == "simulated" else "profiled"
+    profiled = f"{format_ns(_length(line))} {taken}"
+    if not line.unprofiled_ns:
+        return f"{profiled}, unprofiled length unknown"
+    return f"{profiled}, {format_ns(line.unprofiled_ns)} unprofiled ({format_ratio(distortion(line))})"
+
+
+def _marks(line: Timeline) -> list[str]:
+    marks = []
+    if not line.reliable:
+        marks.append("UNRELIABLE: " + (line.note or "the self-check failed"))
+    if line.source == "simulated":
+        marks.append("SIMULATED, not measured")
+    if distorted(line):
+        marks.append(f"DISTORTED: {_distortion_words(line)}")
+    return marks
+
+
+def _distortion_words(line: Timeline) -> str:
+    """How the profiled run's length differs, and where what is drawn does not; empty if it is none to speak of."""
+    if not distorted(line):
+        return ""
+    words = f"the profiled run is {format_ratio(distortion(line))} of the unprofiled one"
+    if line.run != "eager" and line.profiled_ns > line.unprofiled_ns >= line.length_ns:
+        words += ", because launching it took longer: its calls, as drawn, do not"
+    return words
+
+
+def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[str, str]]:
+    facts = []
+    if line.check is not None:
+        by = f", told by {line.check.by}" if line.check.by else ""
+        seen, expected = format_count(line.check.seen), format_count(line.check.expected)
+        facts.append(("Self-check", f"{seen} kernels seen, {expected} nodes expected{by}"))
+    if line.run != "eager" and not line.reliable:
+        facts.append(("Gaps, calls in flight", "not derived: kernels are missing"))
+        return facts
+    on_device = any(_on_device(lane) for lane in line.lanes)
+    if on_device and line.spans:
+        most, mean = in_flight(line)
+        times = flight_times(flights(line))
+        side = format_percent(sum(times[2:]) / line.length_ns) if line.length_ns else "0%"
+        more = f"; two or more for {side} of the time" if most > 1 else ""
+        facts.append(("In flight", f"{most} at most, {mean:.2f} on average{more}"))
+    spent = ", ".join(f"{row['name']} {row['share']}" for row in _lost(report, line, found))
+    if spent:
+        facts.append(("Time of the device" if line.run == "eager" else "Time of its streams", spent))
+    launches = "; ".join(
+        f"{row['kind']}: {format_count(row['count'])}, median {row['median']}, together {row['text']}"
+        for row in launch_gaps(found, line)
+    )
+    if launches:
+        facts.append(("Launch gaps", launches))
+    path = _path(report, line)
+    if path:
+        facts.append(("Critical path", path))
+    streams = _streams(line)
+    if streams:
+        facts.append(("Streams of the device", streams))
+    return facts
+
+
+def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str, Any]]:
+    """What the device's time went to: of a replay by stream, of an eager run as the profile of its overhead says."""
+    if line.run != "eager":
+        plan = report.schedule(line.run)
+        return lost(stream_times(found, line)) if plan is not None and line.reliable else []
+    profile = report.overhead
+    if profile is None or profile.idle is None:
+        return []
+    total = profile.device_busy_ns + sum(getattr(profile.idle, key) for key, _, _ in _IDLE)
+    parts = [("busy", profile.device_busy_ns, "a kernel was running"), *_idle_parts(profile.idle)]
+    return [
+        {
+            "key": name,
+            "name": name,
+            "meaning": meaning,
+            "ns": ns,
+            "text": format_ns(ns),
+            "share": format_percent(ns / total),
+        }
+        for name, ns, meaning in parts
+        if ns > 0
+    ]
+
+
+def _idle_parts(idle: DeviceIdle) -> list[tuple[str, float, str]]:
+    return [(name, getattr(idle, key), meaning) for key, name, meaning in _IDLE]
+
+
+def _path(report: ReportData, line: Timeline) -> str:
+    """How much of the unprofiled replay its critical path accounts for; empty where that is not known."""
+    wall, path = line.unprofiled_ns, set(report.critical_path)
+    if report.schedule(line.run) is None or report.critical_path_ns <= 0 or not wall or not line.length_ns:
+        return ""
+    on_path = [span for span in line.spans if span.call in path]
+    running = 1 - _idle(line.length_ns, on_path)
+    return (
+        f"{format_ns(report.critical_path_ns)} of calls alone, {format_percent(report.critical_path_ns / wall)} of the "
+        f"unprofiled replay; a call of it was running for {format_percent(running)} of this one"
+    )
+
+
+def _streams(line: Timeline) -> str:
+    """Planned streams and those that the device used, in words."""
+    found = device_streams(line)
+    if found is None:
+        return ""
+    text = f"{format_count(found.planned)} planned, {format_count(found.observed)} observed"
+    if not found.told:
+        return f"{text}; not told apart: kernels with one stream number ran side by side"
+    if found.moved:
+        text += f"; {plural(found.moved, 'kernel')} ran elsewhere than most of their planned stream"
+    if found.shared:
+        pairs = ", ".join(f"{a} and {b}" for a, b in found.shared[:3])
+        more = f" and {len(found.shared) - 3} pairs more" if len(found.shared) > 3 else ""
+        text += f"; planned streams {pairs}{more} shared one"
+    return text
+
+
+def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
+    """Of gaps before calls. One lasts from the end of what ran before ``span`` on its lane, or the replay's start.
+
+    Of that, ``launch`` and ``wait`` are known by themselves; what is left: nothing was ready.
+    """
+    place = {(span.lane, span.start_ns, span.call): at for at, span in reversed(list(enumerate(spans)))}
+    shown = [gap for gap in found if gap.call is not None]
+    return {
+        "span": [place[gap.lane, gap.end_ns, gap.call] for gap in shown],
+        "awaited": [-1 if gap.awaited is None else gap.awaited for gap in shown],
+        "launch": [round(gap.launch_ns) for gap in shown],
+        "wait": [round(gap.wait_ns) for gap in shown],
+    }

@@ -1,0 +1,232 @@
+"""Arguments of the magics: what is allowed after ``%nimble`` and ``%%nimble``, made of the API's own declarations.
+
+Options are the fields of ``Options``, other flags the keywords of ``compare`` and ``profile``, with their defaults and
+docstrings. An argument ends at a space outside of brackets and quotes, so that Python needs none around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields
+from keyword import iskeyword
+from typing import Any, NoReturn
+
+from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.policies import POLICIES
+from nimble_core.utils.errors import InputError
+from nimble_viz.cli.flags import add_options, argument_help
+
+__all__ = ["Expression", "Parser", "comparing", "complete", "keywords", "option_fields", "profiling", "split"]
+
+_BRACKETS = {")": "(", "]": "[", "}": "{"}
+_ELSEWHERE = {"kwargs", "options"}
+_CELL_ONLY = {"against"}
+
+
+class Expression(str):
+    """Python, to be evaluated where the magic runs."""
+
+    __slots__ = ()
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong by an InputError, and never ends the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError with ``message``."""
+        raise InputError(message, fix=f"{self.prog} -h says what there is")
+
+
+def split(line: str) -> list[str]:
+    r"""The arguments of ``line``. One that is a quoted string as a whole, or behind ``NAME=``, loses its quotes.
+
+    Raises:
+        InputError: a bracket or a quote without its other half.
+
+    >>> split('model torch.randn(1, 3) mask=m["a b"] --fuse none')
+    ['model', 'torch.randn(1, 3)', 'mask=m["a b"]', '--fuse', 'none']
+    >>> split('model "torch.randn(1, 3)" mask="a > 0"')
+    ['model', 'torch.randn(1, 3)', 'mask=a > 0']
+    """
+    found: list[str] = []
+    opened: list[str] = []
+    current, quote, escaped = "", "", False
+    for sign in line:
+        if quote:
+            quote = "" if sign == quote and not escaped else quote
+            escaped = sign == "\\" and not escaped
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{":
+            opened.append(sign)
+        elif sign in _BRACKETS:
+            if not opened or opened.pop() != _BRACKETS[sign]:
+                raise InputError(f"{sign!r} closes nothing in {line.strip()!r}", fix="check the brackets")
+        elif sign.isspace() and not opened:
+            found, current = [*found, current], ""
+            continue
+        current += sign
+    if quote or opened:
+        raise InputError(
+            f"{quote or opened[-1]!r} is never closed in {line.strip()!r}", fix="check brackets and quotes"
+        )
+    return [_unquoted(one) for one in [*found, current] if one]
+
+
+def _unquoted(text: str) -> str:
+    found = re.fullmatch(r"((?:--)?[\w-]+=(?!=))?(.*)", text, re.DOTALL)
+    assert found is not None  # any text matches
+    head, value = found.groups(default="")
+    try:
+        inner = ast.literal_eval(value) if value[:1] in ("'", '"') else None
+    except (SyntaxError, ValueError):  # more than one string
+        inner = None
+    if not isinstance(inner, str):
+        return text
+    return f"{head}({inner})" if inner.startswith("-") else head + inner
+
+
+def comparing() -> Parser:
+    """What ``%nimble`` takes."""
+    from nimble_viz.collect.compare import compare
+
+    parser = Parser(
+        prog="%nimble",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        description="Measure a model on these inputs: eager, one-stream replay, multi-stream replay. The value is the "
+        "report.",
+        epilog="examples:\n  %nimble model x\n  %nimble model torch.randn(1, 3, 224, 224) mask=m -o report\n"
+        "  %nimble model **batch --fuse none --against compile\n"
+        "  %nimble model x --training --loss-fn loss --target y --optimizer optimizer\n\n"
+        "A semicolon at the end keeps the report from being shown. %%nimble -h: of a whole cell.",
+    )
+    parser.add_argument("model", metavar="MODEL", type=_expression, help="module or function of tensors")
+    parser.add_argument(
+        "inputs",
+        metavar="INPUT",
+        nargs="+",
+        help="Python, as in a call: x, mask=m, *args, **batch; quotes optional",
+    )
+    _add_common(parser)
+    _add_keywords(parser.add_argument_group("keywords of compare"), compare, leave=_ELSEWHERE)
+    add_options(parser.add_argument_group("options of the preparation"))
+    return parser
+
+
+def profiling() -> Parser:
+    """What ``%%nimble`` takes."""
+    from nimble_viz.collect.compare import compare
+    from nimble_viz.collect.profile import profile
+
+    parser = Parser(
+        prog="%%nimble",
+        add_help=False,
+        description="Run the cell once and say where its time goes. If all it runs is one call of a module, that call "
+        "is captured and compared with its replays, and the value is that report; else it is the profile. Assignments "
+        "stay, as in any cell.",
+    )
+    _add_common(parser)
+    parser.add_argument(
+        "--capture",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="capture the call if it can be (default: True)",
+    )
+    _add_keywords(parser.add_argument_group("keywords of profile, for loops"), profile, leave=_ELSEWHERE)
+    group = parser.add_argument_group("for what is captured")
+    _add_keywords(group, compare, only=_CELL_ONLY)
+    add_options(group)
+    return parser
+
+
+def option_fields(given: argparse.Namespace) -> dict[str, Any]:
+    """The part of ``given`` that ``Options`` takes."""
+    return {field.name: getattr(given, field.name) for field in fields(Options)}
+
+
+def keywords(given: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """The part of ``given`` that ``function`` takes by keyword alone."""
+    known = inspect.signature(function).parameters.values()
+    return {one.name: getattr(given, one.name) for one in known if one.kind is one.KEYWORD_ONLY and one.name in given}
+
+
+def _add_common(parser: Parser) -> None:
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
+    parser.add_argument("-o", "--out", metavar="NAME", type=_name, help="also bind the report to NAME")
+    parser.add_argument("--traceback", action="store_true", help="show errors with their whole traceback")
+
+
+def _add_keywords(
+    group: Any, function: Callable[..., Any], *, leave: Collection[str] = (), only: Collection[str] = ()
+) -> None:
+    """One flag for each keyword of ``function``: a switch, a number, or Python that is evaluated."""
+    helps = argument_help(function.__doc__ or "")
+    for name, one in inspect.signature(function).parameters.items():
+        if one.kind is not one.KEYWORD_ONLY or name in leave or (only and name not in only):
+            continue
+        flag = "--" + name.replace("_", "-")
+        text = helps[name].rstrip(".").replace("%", "%%")
+        if isinstance(one.default, bool):
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=one.default, help=f"{text} (default: {one.default})")
+        elif isinstance(one.default, int):
+            group.add_argument(
+                flag, type=int, default=one.default, metavar="N", help=f"{text} (default: {one.default})"
+            )
+        else:
+            group.add_argument(flag, type=_expression, default=one.default, metavar="EXPR", help=text)
+
+
+def _expression(text: str) -> Expression:
+    return Expression(text)
+
+
+def _name(text: str) -> str:
+    if not text.isidentifier() or iskeyword(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name")
+    return text
+
+
+def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
+    """What may stand at the cursor: the end of ``before`` that is replaced, and by what. Nothing where Python stands.
+
+    Args:
+        parser: of the magic.
+        before: the line from behind the magic's name to the cursor.
+
+    >>> complete(comparing(), " model x --fuse a")
+    ('a', ['auto'])
+    """
+    words = re.split(r"\s+", before)
+    word, last = words[-1], words[-2] if len(words) > 1 else ""
+    flags = {flag: action for action in parser._actions for flag in action.option_strings}
+    flag, equals, value = word.partition("=")
+    if equals and flag in flags:
+        return _beginning(_values(flags[flag]), value)
+    if last in flags and flags[last].nargs != 0:
+        return _beginning(_values(flags[last]), word)
+    return _beginning(flags, word) if word.startswith("-") else (word, [])
+
+
+def _beginning(values: Iterable[str], typed: str) -> tuple[str, list[str]]:
+    """Values that begin as typed; behind a comma the next one begins."""
+    last = typed.rpartition(",")[2]
+    return last, [one for one in values if one.startswith(last)]
+
+
+def _values(action: argparse.Action) -> tuple[str, ...]:
+    if action.choices is not None:
+        return tuple(map(str, action.choices))
+    if action.dest == "policy":
+        return ("auto", *POLICIES)
+    if action.dest == "against" and "torch" in sys.modules:  # its modes are asked for, and nobody waits for an import
+        from nimble_viz.collect.peers import peer_names
+
+        return peer_names()
+    return ()

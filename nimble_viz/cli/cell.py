@@ -1,0 +1,178 @@
+"""A notebook cell's body: compiled as IPython does, run once in the user's namespace, and the module call in it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from nimble_core.utils.errors import InputError
+from nimble_viz.report.data import ReportData
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["Body", "Calls", "ModuleCall", "cell_number", "compile_body", "why_not_captured"]
+
+Result = TypeVar("Result")
+
+_WATCH = "__nimble_watch__"
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Compiled statements of a cell.
+
+    Args:
+        steps: code, and whether it is an expression whose value is to be shown.
+        file: that stands for the cell.
+    """
+
+    steps: tuple[tuple[CodeType, bool], ...]
+    file: str
+
+    def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> list[Any]:
+        """Run all statements and tell ``calls``; the values to show, in order. Errors are the user's and propagate."""
+        shown = []
+        globals_[_WATCH] = calls.watch
+        began = perf_counter()
+        try:
+            for code, is_shown in self.steps:
+                value = eval(code, globals_, locals_)
+                if is_shown:
+                    shown.append(value)
+        finally:
+            calls.seconds = perf_counter() - began
+            globals_.pop(_WATCH, None)
+        return shown
+
+    def call_at(self, line: int, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns, called from this line of the cell: whoever looks for the user's line finds it."""
+        code = compile("\n" * (line - 1) + "function()", self.file, "eval")
+        return cast(Result, eval(code, {"function": function}))
+
+
+def cell_number(shell: InteractiveShell) -> int:
+    """Number of the cell that runs, which some versions of IPython count up before it runs and others after."""
+    return int(shell.displayhook.prompt_count)
+
+
+def compile_body(shell: InteractiveShell, cell: str) -> Body:
+    """The body of a cell magic: with magics and the shell's transformations, lines counted from the magic's own.
+
+    What is shown follows ``shell.ast_node_interactivity`` and a semicolon at the end.
+
+    Raises:
+        InputError: a syntax error; the message shows where.
+    """
+    try:
+        code = "\n" + shell.transform_cell(cell)
+        name = shell.compile.cache(code, cell_number(shell), raw_code=f"\n{cell}")
+        nodes = _Watched().visit(shell.transform_ast(shell.compile.ast_parse(code, name))).body
+        show = "none" if shell.displayhook.semicolon_at_end_of_expression(code) else shell.ast_node_interactivity
+        return Body(tuple(_compiled(shell.compile, name, nodes, show)), name)
+    except SyntaxError as error:
+        text = (error.text or "").rstrip()
+        pointer = f"\n  {text}\n  {' ' * (error.offset - 1)}^" if text and error.offset else ""
+        line = f" in line {error.lineno}" if error.lineno else ""
+        raise InputError(f"{error.msg}{line} of the cell{pointer}", fix="nothing of the cell was run") from None
+
+
+def _compiled(
+    compiler: Callable[..., CodeType], name: str, nodes: list[ast.stmt], show: str
+) -> list[tuple[CodeType, bool]]:
+    last = nodes[-1] if nodes else None
+    if show == "last_expr_or_assign" and isinstance(last, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        target = last.targets[-1] if isinstance(last, ast.Assign) else last.target
+        if isinstance(target, ast.Name):
+            value = ast.Expr(ast.Name(target.id, ast.Load()))
+            nodes = [*nodes, ast.fix_missing_locations(ast.copy_location(value, last))]
+    shown = {"all": nodes, "none": []}.get(show, nodes[-1:])
+    made = []
+    for node in nodes:
+        if isinstance(node, ast.Expr) and node in shown:
+            made.append((compiler(ast.Expression(node.value), name, "eval"), True))
+        elif node in shown and show in ("all", "last"):
+            made.append((compiler(ast.Interactive([node]), name, "single"), False))
+        else:
+            made.append((compiler(ast.Module([node], []), name, "exec"), False))
+    return made
+
+
+class _Watched(ast.NodeTransformer):
+    """``f(x)`` becomes ``watch(f, line)(x)`` where it runs with the cell, so that ``f`` sees its caller as it was."""
+
+    def visit(self, node: ast.AST) -> Any:
+        """Leave out what may run after the cell."""
+        return node if isinstance(node, _LATER) else super().visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        """Wrap the function alone."""
+        self.generic_visit(node)
+        watch = ast.Call(ast.Name(_WATCH, ast.Load()), [node.func, ast.Constant(node.lineno)], [])
+        node.func = ast.fix_missing_locations(ast.copy_location(watch, node.func))
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """A call of a module, as it was made; ``line`` of the cell."""
+
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    line: int
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """``Net, line 3``."""
+        return f"{type(self.module).__name__}, line {self.line}"
+
+
+class Calls:
+    """Notes the first call of a module that is written in a cell, and whether there are more.
+
+    No hooks: prepared and compiled models would notice them.
+    """
+
+    def __init__(self) -> None:
+        self.first: ModuleCall | None = None
+        self.more = False
+        self.seconds = 0.0
+
+    def watch(self, function: Any, line: int) -> Any:
+        """``function``, or for a module what calls it and takes notes."""
+        import torch
+
+        if not isinstance(function, torch.nn.Module):
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            result = function(*args, **kwargs)
+            self.more = self.first is not None
+            if self.first is None:
+                self.first = ModuleCall(function, args, kwargs, line, perf_counter() - began)
+            return result
+
+        return call
+
+
+def why_not_captured(calls: Calls, profile: ReportData) -> str:
+    """Why a cell that was run and profiled is not one call that can be captured; empty if it is."""
+    trained = {one.phase for one in profile.overhead.phases} if profile.overhead else set()
+    if trained & {"backward", "optimizer"}:
+        return (
+            "a backward or an optimizer ran in it; %nimble MODEL INPUT --training --loss-fn LOSS --optimizer OPTIMIZER "
+            "compares a whole step"
+        )
+    if calls.first is None:
+        return "no module is called in its own lines; %nimble FUNCTION INPUT compares a function of tensors"
+    if calls.more:
+        return f"it calls modules more than once (first {calls.first.text}); %nimble MODEL INPUT compares one call"
+    return ""

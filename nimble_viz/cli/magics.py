@@ -1,0 +1,286 @@
+"""``%load_ext nimble_viz``: ``%nimble MODEL INPUT`` compares a model, ``%%nimble`` profiles a cell.
+
+The magics read their arguments, call what the API has, and give back its report. Errors are shown as one message, those
+of the user's code with the user's own frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import IPython
+from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.core.magic import needs_local_scope, no_var_expand
+
+import nimble_core
+import nimble_viz
+from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.policies import POLICIES
+from nimble_core.utils.errors import InputError, NimbleError
+from nimble_core.utils.units import format_percent
+from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_fields, profiling, split
+
+if TYPE_CHECKING:
+    from IPython.core.completer import CompletionContext, SimpleMatcherResult
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nimble_viz.render.report import Report
+
+__all__ = ["load", "unload"]
+
+_NAME = "nimble"
+_LINE = re.compile(rf"\s*(?:[\w\s,.]+=\s*)?(%%?){_NAME}(\s.*)")
+_NAME_TYPED = re.compile(r"(?<![\w.])[^\W\d]\w*$")
+_TYPED = "<%nimble>"
+_COLLECT = "__nimble_inputs__"
+_FOLDERS = tuple(
+    f"{Path(path).parent}{os.sep}" for path in (nimble_viz.__file__, nimble_core.__file__, IPython.__file__)
+)
+_FILES = (_TYPED, contextlib.__file__)
+_BETWEEN = tuple(
+    str(Path("torch", *path)) for path in (("nn", "modules", "module.py"), ("_dynamo", "eval_frame.py"), ("_ops.py",))
+)
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics and their completion with ``shell``; again, it is as if once."""
+    unload(shell)
+    magic = _Magic(shell)
+    shell.register_magic_function(magic.nimble, "line_cell", _NAME)
+    shell.Completer.custom_matchers.append(magic.complete)
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Take away all that ``load`` registered, if it did."""
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop(_NAME, None)
+    vars(shell.magics_manager.user_magics).pop(_NAME, None)
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [one for one in matchers if getattr(one, "matcher_identifier", "") != __name__]
+
+
+class _Magic:
+    """Bound to one shell, whose namespace it evaluates in and binds to."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
+
+    @no_var_expand
+    @needs_local_scope
+    def nimble(self, line: str, cell: str | None = None, local_ns: dict[str, Any] | None = None) -> Report | None:
+        """See what ahead-of-time scheduling changes about a model, or where a cell's time goes.
+
+        ``%nimble MODEL INPUT [INPUT ...]``
+            Measures eager, one-stream replay and multi-stream replay on these inputs; the value is the report.
+        ``%%nimble``
+            Runs the cell once and profiles it; if all it runs is one call of a module, that call is captured and
+            compared with its replays. The value is the report. Assignments stay.
+
+        Both take ``-o NAME``, which binds the report, and the fields of ``nimble_viz.Options`` as flags; ``%nimble -h``
+        and ``%%nimble -h`` list all. A semicolon at the end of the line keeps the report from being shown.
+
+        Examples::
+
+            %nimble model x
+            %nimble model torch.randn(1, 3, 224, 224) mask=m --fuse none -o report
+        """
+        with _presented(self.shell):
+            silent = line.rstrip().endswith(";")
+            given = split(line.rstrip()[:-1] if silent else line)
+            parser = comparing() if cell is None else profiling()
+            if "-h" in given or "--help" in given:
+                print(parser.format_help())
+                return None
+            parsed = parser.parse_intermixed_args(given)
+        with _presented(self.shell, whole=parsed.traceback):
+            if cell is None:
+                report = self._compare(parsed, local_ns or self.shell.user_ns)
+            else:
+                report = self._profile(parsed, cell)
+            if parsed.out and report is not None:
+                self.shell.push({parsed.out: report})
+        return None if silent else report
+
+    @context_matcher(identifier=__name__)
+    def complete(self, context: CompletionContext) -> SimpleMatcherResult:
+        """Flags and their values, instead of all else; names of the user's beside what else completes Python."""
+        typed = _LINE.match(context.line_with_cursor[: context.cursor_position])
+        if typed is None:
+            return {"completions": []}
+        fragment, found = complete(comparing() if typed[1] == "%" else profiling(), typed[2])
+        if found:
+            return {
+                "completions": [SimpleCompletion(one, type="param") for one in found],
+                "matched_fragment": fragment,
+                "suppress": True,
+                "ordered": True,
+            }
+        name = _NAME_TYPED.search(typed[2])
+        if name is None:
+            return {"completions": []}
+        names = [one for one in self.shell.user_ns if one.startswith(name[0]) and one not in self.shell.user_ns_hidden]
+        return {
+            "completions": [SimpleCompletion(one, type="instance") for one in sorted(names)],
+            "matched_fragment": name[0],
+        }
+
+    def _compare(self, given: argparse.Namespace, namespace: dict[str, Any]) -> Report:
+        from nimble_viz.collect.compare import compare
+
+        model = self._value(given.model, namespace)
+        args, named = self._inputs(given.inputs, namespace)
+        return compare(model, *args, kwargs=named, **self._keywords(given, compare, namespace))
+
+    def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
+        """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
+        from nimble_viz.analysis.profiled import profiled_verdict
+        from nimble_viz.cli.cell import Calls, cell_number, compile_body, why_not_captured
+        from nimble_viz.collect.compare import compare
+        from nimble_viz.collect.profile import Profiling, profile
+        from nimble_viz.collect.progress import default_progress
+
+        shell = self.shell
+        how = self._keywords(given, compare, shell.user_ns)
+        run = Profiling(subject=f"In[{cell_number(shell)}]", **keywords(given, profile))
+        body, calls = compile_body(shell, cell), Calls()
+        shown: list[Any] = []
+        try:
+            with ExitStack() as profiled:
+                profiled.enter_context(run)
+                with _presented(shell, whole=given.traceback, by_user=True):
+                    shown = body.run(shell.user_global_ns, shell.user_ns, calls)
+                with default_progress() as told, told.step("read the profile"):
+                    try:
+                        profiled.close()
+                    except InputError as nothing:
+                        if run.found:
+                            raise
+                        print(nothing)
+                        return None
+        finally:
+            for value in shown:
+                sys.displayhook(value)
+        why = why_not_captured(calls, run.report) if given.capture else "--no-capture"
+        call = calls.first
+        if call is not None and not why:
+            try:
+                report = body.call_at(call.line, partial(compare, call.module, *call.args, kwargs=call.kwargs, **how))
+            except Exception as error:
+                if given.traceback:
+                    raise
+                why = str(error) if isinstance(error, NimbleError) else f"{type(error).__name__}: {error}"
+            else:
+                share = format_percent(call.seconds / calls.seconds)
+                print(f"The cell: {profiled_verdict(run.report)}")
+                print(f"Captured: the call of {call.text}, {share} of the cell's time. The report is of this call:")
+                return report
+        if given.capture:
+            print(f"Not captured: {why}")
+        return run.report
+
+    # -- what was typed --------------------------------------------------------------------------------------------
+
+    def _value(self, text: str, namespace: dict[str, Any]) -> Any:
+        try:
+            code = compile(text.strip(), _TYPED, "eval")
+        except SyntaxError as error:
+            raise InputError(f"{text!r} is not a Python expression: {error.msg}", fix="see %nimble -h") from None
+        return eval(code, self.shell.user_global_ns, namespace)
+
+    def _inputs(self, texts: list[str], namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call, by Python's own rules."""
+
+        def collect(*args: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, named
+
+        text = ", ".join(texts)
+        found: tuple[tuple[Any, ...], dict[str, Any]]
+        try:
+            code = compile(f"{_COLLECT}({text})", _TYPED, "eval")
+        except SyntaxError as error:
+            raise InputError(f"({text}) are not arguments of a call: {error.msg}", fix="see %nimble -h") from None
+        found = eval(code, self.shell.user_global_ns, {**namespace, _COLLECT: collect})
+        return found
+
+    def _keywords(
+        self, given: argparse.Namespace, function: Callable[..., Any], namespace: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Keywords of ``compare``: what was typed as Python evaluated, and the options."""
+        chosen = option_fields(given)
+        if chosen["policy"] not in ("auto", *POLICIES):
+            chosen["policy"] = namespace.get(chosen["policy"], chosen["policy"])
+        made = keywords(given, function)
+        if isinstance(made["against"], Expression):
+            made["against"] = self._peers(made["against"], namespace)
+        for name, value in made.items():
+            if isinstance(value, Expression):
+                made[name] = self._value(value, namespace)
+        return {**made, "options": Options(**chosen)}
+
+    def _peers(self, text: Expression, namespace: dict[str, Any]) -> Any:
+        """Names with commas between, of peers there are or of the user's own; else Python that gives one or several."""
+        from nimble_viz.collect.peers import Peer, peer_names
+
+        names = text.split(",")
+        if not all(re.fullmatch(r"[\w:+-]+", name) for name in names):
+            value = self._value(text, namespace)
+            return [value] if isinstance(value, Peer) else value
+        known = peer_names()
+        return [name if name in known else namespace.get(name, name) for name in names]
+
+
+@contextmanager
+def _presented(shell: InteractiveShell, *, whole: bool = False, by_user: bool = False) -> Iterator[None]:
+    """Errors that pass through are shown without our own frames, ours by their message alone.
+
+    Args:
+        shell: draws them.
+        whole: leave them as they are.
+        by_user: the user's code runs inside: an error of ours in it has a traceback too.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not whole and not hasattr(error, "_render_traceback_"):
+            message_only = isinstance(error, NimbleError) and not by_user
+            frames = [] if message_only else list(_frames(error.__traceback__))
+            expected = by_user or isinstance(error, NimbleError | KeyboardInterrupt)
+            if expected or not frames[-1].tb_frame.f_code.co_filename.startswith(_FOLDERS):
+                _draw_instead(shell, error, [one for one in frames if not _is_machinery(one)])
+        raise
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _is_machinery(traceback: TracebackType) -> bool:
+    name = traceback.tb_frame.f_code.co_filename
+    return name in _FILES or name.startswith(_FOLDERS) or name.endswith(_BETWEEN)
+
+
+def _draw_instead(shell: InteractiveShell, error: BaseException, frames: list[TracebackType]) -> None:
+    """Have the shell draw ``error`` with these frames: what IPython asks an exception for, if it has it."""
+    chain = None
+    for one in reversed(frames):
+        chain = TracebackType(chain, one.tb_frame, one.tb_lasti, one.tb_lineno)
+
+    def render() -> list[str]:
+        drawn = shell.InteractiveTB
+        if chain is None:
+            return [line.rstrip("\n") for line in drawn.get_exception_only(type(error), error)]
+        return list(drawn.structured_traceback(type(error), error, chain, tb_offset=0))
+
+    error._render_traceback_ = render  # type: ignore[attr-defined]  # IPython asks errors for it

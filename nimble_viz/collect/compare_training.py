@@ -1,0 +1,450 @@
+"""The training step that ``compare`` measures: as its user writes it, as peers run it, and as one module to record.
+
+Every run trains for real: on the user's own parameters, which the caller of the runs puts back (``state_kept``), with
+copies of the user's optimizer. ``.grad`` is put aside by ``Training.gradients_kept``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nimble_core.api.train_step import WholeStep, require_no_class, require_no_target
+from nimble_core.ir.program import Phase
+from nimble_core.tracing.autocast import no_autocast
+from nimble_core.tracing.provenance import pass_over
+from nimble_core.tracing.pytree import builder, flatten
+from nimble_core.tracing.recorded import state_kept
+from nimble_core.tracing.side_effects import preserved
+from nimble_core.tracing.signature import take_apart
+from nimble_core.tracing.step_wrapper import require_training_mode
+from nimble_core.tracing.strides import with_strides_of
+from nimble_core.training.optimizer import CapturedOptimizer
+from nimble_core.utils.errors import InputError
+from nimble_core.validation.rounding_noise import perturbed
+from nimble_viz.collect.peers import Peer, Run, twin_of
+from nimble_viz.traces.profiler import PHASE
+
+if TYPE_CHECKING:
+    from nimble_core.tracing.recorded import Recorded
+    from nimble_core.validation.judge import Cases
+
+__all__ = ["Training", "TrainingRun", "mark_phase"]
+
+pass_over(str(Path(__file__).parents[1]))  # a step's loss and update are written here, for the line that compares
+
+_UPDATE_TOLERANCE = 1e-3
+_UPDATE_ROUNDINGS = 2
+_HALVES = (torch.bfloat16, torch.float16)
+
+Mark = Callable[[Phase], AbstractContextManager[Any]]
+
+
+def mark_phase(name: Phase) -> AbstractContextManager[Any]:
+    """Tells the profiler that phase ``name`` runs inside."""
+    return torch.profiler.record_function(f"{PHASE}{name}")
+
+
+def _unmarked(_: Phase) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class TrainingRun:
+    """One training step as users write it: zeroed gradients, forward, loss, backward, ``optimizer.step()``.
+
+    Called with ``(inputs, targets)`` it returns what ``WholeStep`` does: loss, output, gradients by parameter name.
+
+    Args:
+        forward: the model, or what a peer made of it.
+        loss_fn: of output and targets, of the output alone where there are none.
+        optimizer: its own, of ``trained``; None: nothing is updated.
+        trained: parameters that ``forward`` reads, by name.
+        casting: mode around forward and loss.
+        scaler: its own bookkeeping around a scale that runs may share.
+        clip_grad_norm: largest norm of all gradients together; None: as they come.
+    """
+
+    def __init__(
+        self,
+        forward: Run,
+        loss_fn: Callable[..., torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        trained: Mapping[str, torch.Tensor],
+        *,
+        casting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        self.forward, self.loss_fn, self.optimizer, self.trained = forward, loss_fn, optimizer, dict(trained)
+        self.casting, self.scaler, self.clip_grad_norm = casting, scaler, clip_grad_norm
+
+    @property
+    def note(self) -> str:
+        """What readers of a peer's times should know."""
+        return str(getattr(self.forward, "note", ""))
+
+    def step(self, inputs: Any, targets: Any = None, mark: Mark = _unmarked) -> tuple[torch.Tensor, Any]:
+        """Train one step; loss and output, which may be under way on the device."""
+        return self._step(inputs, targets, mark, unscaled=False)
+
+    def _step(self, inputs: Any, targets: Any, mark: Mark, *, unscaled: bool) -> tuple[torch.Tensor, Any]:
+        with torch.enable_grad():
+            with mark("optimizer"):
+                if self.optimizer is None:
+                    for parameter in self.trained.values():
+                        parameter.grad = None
+                else:
+                    self.optimizer.zero_grad()
+            with self.casting():
+                with mark("forward"):
+                    output = self.forward(**inputs) if isinstance(inputs, Mapping) else self.forward(*inputs)
+                with mark("loss"):
+                    loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+                    scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            with mark("backward"), no_autocast(loss.device.type):
+                scaled.backward()
+            if self.optimizer is not None:
+                with mark("optimizer"):
+                    self._update(self.optimizer, unscaled=unscaled)
+        return loss, output
+
+    def _update(self, optimizer: torch.optim.Optimizer, *, unscaled: bool) -> None:
+        if self.scaler is not None and (unscaled or self.clip_grad_norm is not None):
+            self.scaler.unscale_(optimizer)  # fused optimizers do it themselves otherwise
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self.trained.values()), self.clip_grad_norm)
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def __call__(self, inputs: Any, targets: Any = None) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+        """Train one step; what ``WholeStep`` returns."""
+        loss, output = self._step(inputs, targets, _unmarked, unscaled=True)
+        gradients = {name: one.grad for name, one in self.trained.items() if one.grad is not None}
+        tensors, structure = flatten(output, what="output")
+        return loss.detach(), builder(structure)([tensor.detach() for tensor in tensors]), gradients
+
+    def close(self) -> None:
+        """Free what a peer holds, and the gradients."""
+        for parameter in self.trained.values():
+            parameter.grad = None
+        getattr(self.forward, "close", lambda: None)()
+
+
+class Training:
+    """What a training comparison is about.
+
+    Args:
+        model: the user's module, in training mode.
+        args: positional inputs, and
+        kwargs: keyword inputs of the model. Inputs that require gradients are taken without.
+        target: what the loss is told; None: nothing.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the target is None; a scalar.
+        optimizer: the user's, never written; None: forward, loss and backward alone.
+        autocast: half-precision type for ``torch.autocast`` around forward and loss; None: as they come.
+        scaler: the user's, never written: every run scales by a copy. One that is disabled counts as None.
+        clip_grad_norm: largest norm of all gradients together; None: as they come.
+
+    Attributes:
+        whole: the step as one module of ``(inputs, targets)``, with a copy of the optimizer.
+        arguments: ``(inputs, targets)``.
+
+    Raises:
+        InputError: what cannot be trained ahead of time; says why.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        target: Any,
+        loss_fn: Any,
+        optimizer: Any,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise InputError(f"model is a {type(model).__name__}, not a torch.nn.Module", fix="pass a module to train")
+        require_training_mode(model)
+        if not callable(loss_fn):
+            raise InputError(
+                "training needs a loss" if loss_fn is None else f"loss_fn is a {type(loss_fn).__name__}",
+                fix="loss_fn=a function or module of (output, target); a model that returns its loss: "
+                "loss_fn=lambda output: output.loss",
+            )
+        require_no_class(loss_fn)
+        if target is None:
+            require_no_target(loss_fn, "target=...")
+        if not any(one.requires_grad for one in model.parameters()):
+            raise InputError("no parameter of the model requires a gradient", fix="unfreeze some, or training=False")
+        _require_step_options(model, optimizer, autocast, scaler, clip_grad_norm)
+        device = next(model.parameters()).device
+        self.model, self.loss_fn = model, loss_fn
+        self.autocast, self.clip_grad_norm = autocast, clip_grad_norm
+        self.casting: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if autocast is None else partial(torch.autocast, device.type, dtype=autocast)
+        )
+        self.arguments: tuple[Any, Any] = _without_gradients((_as_inputs(model, args, kwargs), target))
+        self._optimizer = None if optimizer is None else _copied(optimizer)
+        captured = None
+        if self._optimizer is not None:
+            captured = CapturedOptimizer(self._optimizer, device)
+            for parameter, kept in zip(captured.parameters, captured.state, strict=True):
+                if kept:
+                    self._optimizer.state[parameter] = dict(kept)
+        self._captured = captured
+        self.whole = WholeStep(
+            model,
+            loss_fn,
+            captured,
+            autocast=autocast,
+            scaler=None if scaler is None else _copied_scaler(scaler),
+            clip_grad_norm=clip_grad_norm,
+        )
+        self.whole.input_names = "kwargs" if isinstance(self.arguments[0], Mapping) else "args", "target"
+        own = None if optimizer is None else _copied(optimizer)
+        self.eager = self._run(model, own, self.whole.trained())
+
+    def _run(
+        self, forward: Run, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, torch.Tensor]
+    ) -> TrainingRun:
+        """A run with the step's settings, whose scale is that of ``whole``: rewound and kept with it."""
+        scaler = None
+        if self.whole.scaler is not None:
+            scaler = _copied_scaler(self.whole.scaler)
+            scaler._scale, scaler._growth_tracker = self.whole.scaler._scale, self.whole.scaler._growth_tracker
+        return TrainingRun(
+            forward,
+            self.loss_fn,
+            optimizer,
+            trained,
+            casting=self.casting,
+            scaler=scaler,
+            clip_grad_norm=self.clip_grad_norm,
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader should know."""
+        found = []
+        if self._captured is None:
+            found.append("no optimizer was given: a step is forward, loss and backward")
+        elif self._captured.other_form:
+            found.append(self._captured.other_form)
+        if self.autocast is not None:
+            found.append(f"forward and loss run under autocast to {str(self.autocast).removeprefix('torch.')}")
+        if self.whole.scaler is not None:
+            found.append(f"the loss is scaled by {self.whole.scaler.get_scale():,g}, by a copy of the gradient scaler")
+        if self.clip_grad_norm is not None:
+            found.append(f"gradients are clipped to a norm of {self.clip_grad_norm:g} together")
+        return tuple(found)
+
+    def left_out(self, recorded: Recorded) -> str:
+        """That the scaler leaves the step out, as its scale is now, in words; nothing if it does not."""
+        if self.whole.scaler is None:
+            return ""
+        with preserved(self.whole), state_kept(recorded):
+            gradients = self.whole(*self.arguments)[2]
+        infinite = next((name for name, one in gradients.items() if not one.isfinite().all()), "")
+        if not infinite:
+            return ""
+        return (
+            f"at this loss scale the gradient of {infinite} is not finite: eager and replays leave the update out; "
+            "pass a scaler that has made a few steps"
+        )
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Inside, no parameter has a gradient at first; at the end each has its own again."""
+        parameters = dict.fromkeys([*self.whole.parameters(), *self.whole.trained().values()])
+        if isinstance(self.loss_fn, torch.nn.Module):
+            parameters |= dict.fromkeys(self.loss_fn.parameters())
+        before = {one: one.grad for one in parameters}
+        try:
+            for one in before:
+                one.grad = None
+            yield
+        finally:
+            for one, gradient in before.items():
+                one.grad = gradient
+
+    def rounded(self, recorded: Recorded, cases: Cases) -> tuple[list[list[torch.Tensor]], list[str]]:
+        """For each case what eager makes of it where rounding differs, and what to call the outputs."""
+        build = builder(recorded.signature.structure)
+        moved, names = [], list[str]()
+        for inputs, _ in cases.eager:
+            args, _ = build([tensor.clone() for tensor in inputs])
+            with preserved(self.whole), state_kept(recorded), torch.no_grad():
+                with perturbed():
+                    result = self.whole(*args)
+                moved.append([tensor.detach().clone() for tensor in flatten(result, what="output")[0]])
+                names = [f"gradient of {name}" for name in result[2]]
+        outputs = len(moved[0]) - 1 - len(names)
+        return moved, ["loss", *["output"] * outputs, *names]
+
+    def rewinding(self) -> Callable[[], None]:
+        """A function that puts parameters, buffers and optimizer state back to what they are now."""
+        live = [one.detach() for one in (*self.whole.parameters(), *self.whole.buffers())]
+        values = [one.clone() for one in live]
+
+        def rewind() -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(live, values)
+
+        return rewind
+
+    def replay(self, run: Callable[[], Sequence[Any]]) -> Callable[[], torch.Tensor]:
+        """What a call of ``TrainStep`` does around ``run``, a replay: the host's part, and the caller's own loss."""
+        captured = self._captured
+
+        def once() -> torch.Tensor:
+            if captured is not None:
+                captured.sync()
+            loss: torch.Tensor = run()[0]
+            return loss.clone()
+
+        return once
+
+    def peer(self, one: Peer) -> TrainingRun:
+        """The step as peer ``one`` runs forward and backward, with the user's optimizer.
+
+        Raises:
+            InputError: it cannot train.
+        """
+        prepare = getattr(one, "prepare_training", None)
+        if prepare is None:
+            raise InputError(f"{one.name} is for inference: it has no prepare_training")
+        twin = twin_of(self.model)
+        assert isinstance(twin, torch.nn.Module)
+        swap: dict[torch.Tensor, torch.Tensor] = dict(zip(self.model.parameters(), twin.parameters(), strict=True))
+        inputs = self.arguments[0]
+        with torch.enable_grad(), self.casting():
+            run = prepare(
+                twin, () if isinstance(inputs, Mapping) else inputs, inputs if isinstance(inputs, Mapping) else {}
+            )
+        trained = {name: swap.get(parameter, parameter) for name, parameter in self.whole.trained().items()}
+        optimizer = self.eager.optimizer
+        return self._run(run, None if optimizer is None else _copied(optimizer, swap), trained)
+
+    def wrong_update(self, run: Callable[[], tuple[Any, Any, Mapping[str, torch.Tensor]]]) -> str:
+        """Whether a replay's update is what the optimizer makes of the replay's gradients: how it is not, or nothing.
+
+        To be called where state is kept. The difference allowed is a thousandth of the update, and rounding. With a
+        scaler, gradients that are not finite are to change nothing.
+        """
+        if self._optimizer is None:
+            return ""
+        trained, own = self.whole.trained(), _copied(self._optimizer)
+        before = {name: one.detach().clone() for name, one in trained.items()}
+        gradients = {name: one.clone() for name, one in run()[2].items()}
+        after = {name: one.detach().clone() for name, one in trained.items()}
+        with torch.no_grad(), self.gradients_kept():
+            for name, one in trained.items():
+                one.copy_(before[name])
+            for name, one in trained.items():
+                gradient = gradients.get(name)
+                one.grad = None if gradient is None else with_strides_of(one, gradient)  # as fused optimizers need it
+            if self.whole.scaler is None or all(bool(one.isfinite().all()) for one in gradients.values()):
+                own.step()
+        worst, where = 0.0, ""
+        for name, one in trained.items():
+            if not one.is_floating_point():
+                continue
+            expected, start = one.detach().double(), before[name].double()
+            rounding = _UPDATE_ROUNDINGS * torch.finfo(one.dtype).eps * start.norm()
+            allowed = _UPDATE_TOLERANCE * (expected - start).norm() + rounding
+            off = float((after[name].double() - expected).norm() / allowed) if float(allowed) else 0.0
+            if not off <= max(worst, 1.0):
+                worst, where = off, name
+        return f"the update of {where} is not what the optimizer makes of its gradient" if where else ""
+
+
+def _require_step_options(
+    model: torch.nn.Module, optimizer: Any, autocast: Any, scaler: Any, clip_grad_norm: Any
+) -> None:
+    if autocast is not None and autocast not in _HALVES:
+        raise InputError(f"autocast={autocast!r} is no type to cast to", fix="torch.bfloat16, torch.float16 or None")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"the scaler is a {type(scaler).__name__}", fix="pass a torch.amp.GradScaler, or None")
+    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    half = next((name for name, one in trained if one.dtype == torch.float16), "")
+    if half and scaler is not None and scaler.is_enabled():
+        raise InputError(
+            f"{half} is float16, whose gradients a torch.amp.GradScaler does not unscale",
+            fix="keep weights in float32, with autocast=torch.float16",
+        )
+    number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
+    if clip_grad_norm is not None and not (number and clip_grad_norm > 0):
+        raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="a norm, or None")
+    held = [id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
+    if held and {id(one) for one in model.parameters()}.isdisjoint(held):
+        raise InputError(
+            f"{type(optimizer).__name__} holds no parameter of the model",
+            fix="make it of this model's parameters(), not of a copy's",
+        )
+    if optimizer is None and (scaler is not None or clip_grad_norm is not None):
+        raise InputError("scaler and clip_grad_norm are for updates, and there is no optimizer", fix="pass one")
+
+
+def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A tuple of positional or a dict of keyword inputs; both together by name."""
+    if not kwargs:
+        return tuple(args)
+    if not args:
+        return dict(kwargs)
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs)
+    kinds = {signature.parameters[name].kind for name in bound.arguments}
+    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}:
+        raise InputError(
+            "positional inputs without names, and keyword inputs beside", fix="pass all by name, in kwargs"
+        )
+    more = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    named = dict(bound.arguments)
+    return named | named.pop(more, {}) if more else named
+
+
+def _without_gradients(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The same tensors, cut off from any graph of the caller's, which a backward would run through."""
+    tensors, structure, _ = take_apart(arguments, {}, ("inputs", "target"))
+    if not any(tensor.requires_grad for tensor in tensors):
+        return arguments
+    (inputs, target), _ = builder(structure)([tensor.detach() for tensor in tensors])
+    return inputs, target
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, swap: Mapping[torch.Tensor, torch.Tensor] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer with state and groups of its own, for the same parameters, or for those they are swapped for."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
+    members = [one for group in optimizer.param_groups for one in group["params"]]
+    swap = swap or {}
+    memo: dict[int, Any] = {id(one): swap.get(one, one) for one in members}
+    held = vars(optimizer)
+    if hasattr(held.get("step"), "_wrapped_by_lr_sched"):  # a scheduler's counter, bound to the original
+        held = {key: value for key, value in held.items() if key != "step"}
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(copy.deepcopy(held, memo))
+    return twin
+
+
+def _copied_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """A scaler with the same settings, scale and count of steps, in memory of its own."""
+    try:
+        return copy.deepcopy(scaler)
+    except (AssertionError, RuntimeError) as error:  # torch's refusal in the midst of a step
+        raise InputError(f"the scaler cannot be copied: {error}", fix="call scaler.update() first") from error

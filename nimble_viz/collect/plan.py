@@ -1,0 +1,182 @@
+"""``plan``: the operator graph, streams and synchronisations of a model, without running a kernel.
+
+The model sees fake tensors on a target device that need not be there; what comes out is a Report without measurements.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Never
+
+from nimble_core.algorithms.critical_path import critical_path
+from nimble_core.ir.call_graph import build_graph, predecessors
+from nimble_core.ir.costs import uniform_costs
+from nimble_core.ir.program import Program
+from nimble_core.scheduling.options import Options, require_options
+from nimble_core.scheduling.verify_schedule import check_schedule
+from nimble_core.utils.errors import InputError
+from nimble_viz.collect.suggestions import refuse_unknown
+from nimble_viz.render.report import Report
+from nimble_viz.report.data import PrepareStep
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["plan"]
+
+_TARGETS = ("cuda", "cpu")
+
+
+def plan(
+    model: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    target: str | torch.device = "cuda",
+    options: Options | None = None,
+    **unknown: Never,
+) -> Report:
+    """Plan ``model`` for ``target`` without running it: operator graph, streams, synchronisation counts.
+
+    No kernel runs and no memory is allocated for tensors, so models that are larger than this machine, or were built
+    on ``meta``, can be planned. Every call counts the same, since nothing was measured. The model is left as it was.
+
+    Args:
+        model: module or function, on any device.
+        args: positional inputs, on any device; their values do not matter.
+        kwargs: keyword inputs, likewise.
+        target: kind of device to plan for, ``"cuda"`` or ``"cpu"``; need not be there.
+        options: ``policy`` (``"auto"`` means ``"nimble"``) and ``max_streams``; the rest is about running.
+        unknown: refused, with a word on what to write instead.
+
+    Returns:
+        A Report whose ``schedules`` are one stream and the policy's plan, without measurements.
+
+    Raises:
+        InputError: no model, no tensor among the inputs, another target, an option that is not available.
+        NotStaticError: two runs of the model do not make the same calls.
+        CaptureError: a call whose result depends on values, or whose shapes torch does not know without running it.
+    """
+    import torch
+
+    from nimble_core.autotune.capture_pipeline import schedule_by
+    from nimble_core.tracing.fake_run import dry_run
+    from nimble_core.tracing.recorded import Recorded
+    from nimble_core.tracing.side_effects import random_state_kept
+    from nimble_core.tracing.static_check import check_static
+    from nimble_viz.collect.flops import count_work
+    from nimble_viz.collect.sources import pass_over_machinery, read_sources
+
+    refuse_unknown(plan, unknown)
+    pass_over_machinery()
+    options = Options() if options is None else options
+    require_options(options)
+    device = _device(target)
+    named = _named(model, kwargs)
+    stand_in, warnings = _known(device)
+    remote = stand_in.type != device.type
+    steps: list[PrepareStep] = []
+    start = perf_counter()
+
+    def done(step: str) -> None:
+        nonlocal start
+        now = perf_counter()
+        steps.append(PrepareStep(step, now - start))
+        start = now
+
+    recording, signature = dry_run(model, args, named, stand_in, remote=remote)
+    done("record without running")
+    with random_state_kept(torch.device("cpu")):
+        random.random()  # a branch on Python's random numbers shows
+        check_static(recording.program, dry_run(model, args, named, stand_in, remote=remote)[0].program)
+    done("record again")
+    program = replace(recording.program, device=device.type)
+    graph = build_graph(program)
+    recorded = Recorded(model, signature, recording, graph)
+    done("hazards")
+    costs = uniform_costs(graph.size)
+    policy = "nimble" if options.policy == "auto" else options.policy
+    schedules = {}
+    for one in ("single", policy):
+        schedule = schedule_by(recorded, one, costs, options.max_streams)
+        schedules[schedule.policy] = check_schedule(graph, schedule, program)
+        chosen = schedule.policy
+    done("schedule")
+    _, path = critical_path(predecessors(graph, meg=True), costs.ns)
+    return Report(
+        model=type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function"),
+        dtype=_dtype(program),
+        batch=int(signature.tensors[0].shape[0]) if signature.tensors[0].dim() else 0,
+        environment=_environment(device),
+        program=program,
+        graph=graph,
+        costs=costs,
+        critical_path=tuple(path),
+        critical_path_ns=0.0,
+        schedules=tuple(schedules.values()),
+        measurements=(),
+        preparation=tuple(steps),
+        chosen=chosen,
+        warnings=tuple(warnings),
+        work=count_work(recording, None, None),
+        sources=read_sources(program.calls),
+    )
+
+
+def _device(target: Any) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(target)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"target={target!r} is no device", fix=f"one of {', '.join(_TARGETS)}") from error
+    if device.type not in _TARGETS:
+        raise InputError(f"target={target!r} cannot be planned for", fix=f"one of {', '.join(_TARGETS)}")
+    return torch.device(device.type)
+
+
+def _named(model: object, kwargs: object) -> dict[str, Any]:
+    import torch
+
+    from nimble_core.tracing.recorded import require_callable
+
+    require_callable(model)
+    if not isinstance(kwargs or {}, Mapping):
+        raise InputError(f"kwargs is a {type(kwargs).__name__}", fix="a dict of the model's keyword inputs")
+    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise InputError(f"parameter {name} is not initialised", fix="run the model once on an example input first")
+    return dict(kwargs or {})  # type: ignore[call-overload, no-any-return]  # a mapping, as was checked
+
+
+def _known(device: torch.device) -> tuple[torch.device, Sequence[str]]:
+    """Where fake tensors are said to be, and what the reader should know about that."""
+    import torch
+
+    if device.type == "cpu" or torch.backends.cuda.is_built():
+        return device, ()
+    # Parts of a torch without CUDA abort the process when they meet a tensor that is said to be there.
+    return torch.device("cpu"), (
+        "this build of torch knows no CUDA: operators that depend on the device (attention, recurrent layers, dropout) "
+        "are those of the host",
+    )
+
+
+def _environment(device: torch.device) -> Any:
+    from nimble_core.profiling.machine import environment
+
+    return replace(environment("cpu"), device=device.type, device_name=f"no device (planned for {device.type})")
+
+
+def _dtype(program: Program) -> str:
+    """The type that most elements of parameters and inputs have, floating ones first."""
+    windows = {access.ref.storage: access.ref for call in program.calls for access in call.accesses}
+    windows |= {ref.storage: ref for ref in program.inputs}
+    elements: Counter[tuple[bool, str]] = Counter()
+    for storage, ref in windows.items():
+        if program.storages[storage].role in ("input", "parameter"):
+            elements["float" in ref.dtype, ref.dtype] += ref.numel
+    return max(elements, key=lambda key: (key[0], elements[key]))[1] if elements else ""

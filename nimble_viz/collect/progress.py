@@ -1,0 +1,189 @@
+"""Progress: tell the user what is being done, and keep how long each step took.
+
+``compare`` calls ``step`` and ``advance``; the seconds of the steps become the report's preparation table. The
+base class shows nothing; ``TerminalProgress`` draws. The clock is injected.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from nimble_viz.report.data import PrepareStep
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["NotebookProgress", "Progress", "Step", "TerminalProgress", "default_progress"]
+
+_REST_S, _SENDING_S = 1.0, 0.05
+"""Between two lines of a notebook's progress while something is timed, and for one to be sent."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way. ``seconds`` is 0 until it ends; steps inside it are not counted twice."""
+
+    name: str
+    began: float
+    seconds: float = 0.0
+    inside: float = field(default=0.0, repr=False)
+
+
+class Progress:
+    """Times steps and shows nothing: for tests, logs and pipes. A context manager that finishes at its end.
+
+    Args:
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: list[Step] = []
+        self._done: list[Step] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.finish()
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Step]:
+        """``with progress.step("record") as s: ...`` shows ``name`` while the body runs; then ``s.seconds`` is set.
+
+        A step that raises is kept too. A step inside another one is listed on its own and taken off the outer one,
+        so the steps add up to the time spent.
+        """
+        step = Step(name, self._clock())
+        self._open.append(step)
+        self._show(name)
+        try:
+            yield step
+        finally:
+            self._open.pop()
+            took = self._clock() - step.began
+            step.seconds = took - step.inside
+            self._done.append(step)
+            if self._open:
+                self._open[-1].inside += took
+                self._show(self._open[-1].name)
+
+    @property
+    def steps(self) -> tuple[PrepareStep, ...]:
+        """The steps that ended, in that order; steps of one name are one, with their seconds added."""
+        seconds: dict[str, float] = {}
+        for step in self._done:
+            seconds[step.name] = seconds.get(step.name, 0.0) + step.seconds
+        return tuple(PrepareStep(name, taken) for name, taken in seconds.items())
+
+    def advance(self, done: int, total: int) -> None:
+        """The step under way has done ``done`` of ``total`` pieces."""
+
+    def finish(self) -> None:
+        """Nothing more will come: take the display away. May be called again, and after an exception."""
+
+    def _show(self, name: str) -> None:
+        """``name`` is now under way."""
+
+
+class TerminalProgress(Progress):
+    """One line on the terminal that goes away when all is done.
+
+    Args:
+        console: where to draw; standard error if None.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        super().__init__(clock)
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}", markup=False),
+            TimeElapsedColumn(),
+            console=console or Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bars.add_task("", total=None, count="")
+
+    def advance(self, done: int, total: int) -> None:
+        """Draw ``done`` of ``total``."""
+        self._bars.update(self._task, completed=done, total=total, count=f"{done}/{total}")
+
+    def finish(self) -> None:
+        """Take the line away."""
+        self._bars.stop()
+
+    def _show(self, name: str) -> None:
+        self._bars.reset(self._task, description=name, total=None, count="")
+        self._bars.start()
+
+
+class NotebookProgress(Progress):
+    """One line of a notebook cell's output, rewritten in place; at the end nothing of it is shown or kept.
+
+    Plain HTML by the notebook's own display protocol: a widget would stay behind in the saved notebook.
+
+    Args:
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._handle: Any = None
+        self._shown = 0.0
+
+    def advance(self, done: int, total: int) -> None:
+        """Write ``done`` of ``total`` behind the step's name: once a second, and only when that is done go on.
+
+        The kernel sends it on a thread of its own, beside which nothing can be timed.
+        """
+        if self._clock() - self._shown < _REST_S:
+            return
+        name = self._open[-1].name if self._open else ""
+        self._show(f"{name} {done}/{total}")
+        time.sleep(_SENDING_S)
+
+    def finish(self) -> None:
+        """Leave an empty text, which takes no room: the protocol knows no way to take an output away.
+
+        An output without any data takes none either, but nbconvert warns of it.
+        """
+        if self._handle is not None:
+            self._handle.update({"text/plain": ""}, raw=True)
+            self._handle = None
+
+    def _show(self, name: str) -> None:
+        from html import escape
+
+        from IPython.display import HTML, display
+
+        self._shown = self._clock()
+        line = HTML(f'<span style="opacity:.7">{escape(name)}</span>')
+        if self._handle is None:
+            self._handle = display(line, display_id=True)
+        else:
+            self._handle.update(line)
+
+
+def default_progress() -> Progress:
+    """A visible progress where somebody watches (a terminal, a notebook), a silent one elsewhere."""
+    if "ipykernel" in sys.modules and _in_kernel():
+        return NotebookProgress()
+    return TerminalProgress() if sys.stderr.isatty() else Progress()
+
+
+def _in_kernel() -> bool:
+    from IPython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")

@@ -1,0 +1,53 @@
+"""Names that there are not: those most like them, and for keywords of a function what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from difflib import SequenceMatcher
+from typing import Any
+
+from nimble_core.scheduling.options import Options
+from nimble_core.utils.errors import InputError
+
+__all__ = ["nearest", "refuse_unknown"]
+
+_OPTIONS = frozenset(field.name for field in fields(Options))
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) -> list[str]:
+    """At most ``most`` of ``known`` that are like ``name``, the likest first; ties by name.
+
+    Args:
+        name: that there is not.
+        known: names that there are.
+        most: as many at most.
+        least: how like they have to be, from 0 (all will do) to 1.
+
+    >>> nearest("optoins", ["loss_fn", "options"]), nearest("bert", ["net", "bert_large"], most=2, least=0.0)
+    (['options'], ['bert_large', 'net'])
+    """
+    alike = {one: SequenceMatcher(None, name, one).ratio() for one in known}
+    return sorted((one for one in alike if alike[one] >= least), key=lambda one: (-alike[one], one))[:most]
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
+    """Raise InputError for the first of these keywords: a misspelt one, one of ``Options``, or an input of the model.
+
+    Args:
+        function: with ``kwargs`` and ``options`` among its keywords.
+        unknown: given to it, and none of them.
+    """
+    for name in unknown:
+        known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)
+        near = nearest(name, known)
+        if name == "training":
+            fix = "compare(..., training=True, loss_fn=...) is of training steps"
+        elif name in _OPTIONS:
+            fix = f"options=Options({name}=...)"
+        elif near:
+            fix = f"{near[0]}=...; or, if it is an input of the model, kwargs={{{name!r}: ...}}"
+        else:
+            fix = f"inputs of the model by name go into one dict: kwargs={{{name!r}: ...}}"
+        raise InputError(f"{function.__name__}() has no keyword {name!r}", fix=fix)

@@ -1,1 +1,0 @@
-"""Measuring what eager runs spend their time on."""

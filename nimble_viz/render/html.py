@@ -1,0 +1,154 @@
+"""One self-contained page: style, script and data inline, no network, no dependencies."""
+
+from __future__ import annotations
+
+import gzip
+import html
+import json
+from base64 import b64encode
+from importlib import resources
+from string import Template
+from typing import Any
+
+from nimble_viz.analysis.labels import plural
+from nimble_viz.analysis.payload import view_data
+from nimble_viz.analysis.summary import summary
+from nimble_viz.report.data import ReportData
+
+__all__ = ["embed_json", "fragment", "page", "plain_summary", "still"]
+
+# A frame is told the system's theme, not that of the notebook around it: it asks, and the notebook's page answers.
+# Where scripts run the frame is there, and the text below it need not be open.
+_OUTSIDE = """<script>(() => {
+const frame = document.currentScript.previousElementSibling.previousElementSibling;
+frame.nextElementSibling.open = false;
+const dark = () => {
+  for (let at = frame.parentElement; at; at = at.parentElement) {
+    const parts = (getComputedStyle(at).backgroundColor.match(/[\\d.]+/g) ?? []).map(Number);
+    if (parts.length === 3 || parts[3] > 0.5) return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] < 102;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+};
+let told;
+const tell = () => { frame.contentWindow?.postMessage({ nimbleTheme: (told = dark()) ? "dark" : "light" }, "*"); };
+addEventListener("message", (event) => {
+  if (event.source && event.source === frame.contentWindow && event.data === "nimbleTheme?") tell();
+});
+const watch = new MutationObserver(() => setTimeout(() => { if (frame.isConnected && dark() !== told) tell(); }, 300));
+for (const node of [document.documentElement, document.body]) watch.observe(node, { attributes: true });
+})()</script>"""
+# A widget without its kernel is an error in JupyterLab, which shows nothing else of the output that holds it. What
+# stands in for it is an output of its own, and shown where no widget comes up.
+_INSTEAD = """<script>(() => {
+const still = document.currentScript.previousElementSibling, began = performance.now();
+const around = still.closest(".jp-OutputArea") ?? document;
+const look = () => {
+  const outputs = [...around.querySelectorAll(".jp-OutputArea-child")].filter((one) => !one.contains(still));
+  const dead = outputs.filter((one) => one.innerText?.includes("Error displaying widget"));
+  for (const one of dead) one.style.display = "none";
+  still.hidden = !!around.querySelector(".nimble-dashboard") || (!dead.length && performance.now() - began < 2500);
+};
+const watch = new MutationObserver(() => { if (still.isConnected) look(); });
+watch.observe(around, { childList: true, subtree: true });
+setTimeout(look, 2600);
+look();
+})()</script>"""
+_INSIDE = Template("""<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><script>(async () => {
+const packed = Uint8Array.from(atob("$packed"), (one) => one.charCodeAt(0));
+const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+const text = await new Response(stream).text();
+document.open(); document.write(text); document.close();
+addEventListener("message", (event) => {
+  if (event.source === parent && event.data?.nimbleTheme) nimbleViewer.setTheme(event.data.nimbleTheme);
+});
+parent.postMessage("nimbleTheme?", "*");
+})()</script>""")
+
+
+def page(report: ReportData, pane: str = "summary") -> str:
+    """A complete HTML document that shows all views, ``pane`` first; opens from a file, offline."""
+    template = Template(_asset("template.html"))
+    return template.substitute(
+        title=html.escape(f"{report.model} – nimble_viz"),
+        style=_asset("viewer.css"),
+        script=_asset("viewer.js"),
+        plain=html.escape(plain_summary(report)),
+        data=embed_json(view_data(report)),
+        pane=html.escape(pane),
+    )
+
+
+def fragment(report: ReportData, pane: str = "summary") -> str:
+    """The page for a notebook: a sandboxed frame, and the summary as text where frames or scripts are not allowed.
+
+    The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
+    it is packed, a fifth of its size, and follows the theme of the notebook's page.
+    """
+    title = html.escape(f"nimble_viz report of {report.model}")
+    packed = b64encode(gzip.compress(page(report, pane).encode(), mtime=0)).decode()
+    return (
+        f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{_attribute(_INSIDE.substitute(packed=packed))}" '
+        'style="width:100%;height:720px;border:1px solid rgba(128,128,128,.35);border-radius:8px" loading="lazy">'
+        "</iframe><details open><summary>Summary as text</summary>"
+        f"<pre>{html.escape(plain_summary(report))}</pre></details>{_OUTSIDE}"
+    )
+
+
+def still(report: ReportData) -> str:
+    """The page for a notebook as ``fragment`` gives it, in an output of its own after a dashboard: hidden while that is
+    there, and shown where it is not, because no kernel runs or the frontend knows no widgets.
+    """
+    words = "Saved view of a dashboard. Run its cell again for the dashboard itself, which code can follow and drive."
+    return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
+
+
+def embed_json(value: Any) -> str:
+    r"""JSON that may stand inside a script element: nothing in it can end the element or a line of script.
+
+    >>> embed_json({"name": "</script>"})
+    '{"name":"\\u003c/script>"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def plain_summary(report: ReportData) -> str:
+    """The summary in plain words: readable wherever nothing else is."""
+    data = summary(report)
+    lines = [f"{data['model']}: {data['verdict']}", ""]
+    for row in data["speed"]:
+        ratio = f", {row['eager']['text']} over eager" if row["eager"] else ""
+        doubt = "" if row["stable"] else ", UNSTABLE"
+        lines.append(f"  {row['label']}: {row['median']} (spread {row['spread']}{doubt}){ratio}")
+    for row in data["peers"]:
+        prepared = f", prepared in {row['prepare']}" if row["prepare"] else ""
+        lines.append(f"  peer {row['name']}: {row['median'] or 'no time'}, {row['outcome']}{prepared}")
+    for plan in data["plans"]:
+        emitted = "not read" if plan["emitted"] is None else plan["emitted"]
+        lines.append(
+            f"  {plan['label']}: {plural(plan['streams'], 'stream')}; synchronisations: full {plan['full']}, "
+            f"MEG {plan['meg']}, planned {plan['planned']}, emitted {emitted}"
+        )
+        if plan["promise"]:
+            lines[-1] += f" ({plan['promise']['text']})"
+    for row in data["candidates"]["rows"] if data["candidates"] else ():
+        lines.append(f"  tried {row['label']}: {row['median'] or 'not measured'}, {row['outcome']}")
+    if data["limit"]:
+        lines.append(f"  {data['best']}: {data['limit']['sentence'] or data['limit']['over'] + ' of the limit'}")
+    if data["what_if"]:
+        lines.append(f"  {data['what_if']['answer']}")
+    lines += [f"  {name}: {value}" for name, value in data["facts"]]
+    if data["preparation"]:
+        lines.append(f"  Preparation: {data['preparation_total']}")
+    lines += [f"  warning: {text}" for text in data["warnings"]]
+    return "\n".join(lines)
+
+
+def _asset(name: str) -> str:
+    return (resources.files("nimble_viz.render.viewer") / name).read_text(encoding="utf-8")
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")

@@ -1,0 +1,202 @@
+"""A difference, and a gate's verdicts, for the terminal; laid out as ``nimble_viz.render.text`` lays out reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nimble_core.ir.measurement import Ratio
+from nimble_core.ir.program import Call
+from nimble_core.utils.units import format_bytes, format_count, format_ns, format_ratio
+from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange, source_of
+from nimble_viz.analysis.gate import GateData, Outcome
+from nimble_viz.analysis.labels import label_call, label_plan, plural
+from nimble_viz.render.text import _bullet, _pairs, _table, _text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+__all__ = ["difference_text", "gate_text", "headline"]
+
+_TOP = 10
+_COLOURS: dict[str, str] = {"faster": "green", "slower": "red", "pass": "green", "fail": "bold red"}
+_PLANNED = (": arena", ": workspaces")
+_SECTIONS = {
+    "facts": "What was measured",
+    "plans": "Streams and synchronisations",
+    "host_syncs": "Host synchronisations of the eager run",
+    "memory": "Memory",
+    "checks": "Equality with eager",
+    "environment": "Environment",
+}
+
+
+def headline(found: DifferenceData) -> str:
+    """One sentence: how the chosen runs compare, and what else changed.
+
+    ``"The chosen run (nimble) is 1.21x slower [1.19, 1.24]; 2 calls added, 1 call on another stream."``
+    """
+    counts = [
+        (len(found.added), "call", "added"),
+        (len(found.removed), "call", "removed"),
+        (len(found.moved), "call", "on another stream"),
+        (len(found.recosted), "call", "of another cost"),
+        (len(found.environment), "difference", "of environment"),
+        (sum(len(some) for name, some in found.changes.items() if name != "environment"), "other fact", "changed"),
+    ]
+    parts = [f"{plural(count, noun)} {what}" for count, noun, what in counts if count]
+    why = f"No times are compared ({found.unlike})" if found.unlike else "No chosen run was measured"
+    speed = _chosen_words(found.chosen) if found.chosen else why
+    return f"{speed}; {', '.join(parts) if parts else 'nothing else changed'}."
+
+
+def difference_text(found: DifferenceData) -> RenderableType:
+    """All of ``found`` for a rich console; sections without a change are left out."""
+    from rich.console import Group
+    from rich.padding import Padding
+
+    verdict = found.chosen.verdict if found.chosen else "undecided"
+    parts: list[RenderableType] = [
+        _text(f"nimble_viz diff: {found.model}", "bold"),
+        _text(headline(found), f"bold {_COLOURS.get(verdict, 'yellow')}"),
+    ]
+    for title, body in _sections(found):
+        parts += [_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body)]
+    return Group(*parts)
+
+
+def gate_text(found: GateData) -> RenderableType:
+    """The verdicts of ``found`` for a rich console."""
+    from rich.console import Group
+    from rich.padding import Padding
+
+    table = _table(("rule", ""), ("outcome", ""), ("why", ""))
+    for one in found.verdicts:
+        table.add_row(_text(one.rule), _text(_shown(one.outcome), _COLOURS.get(one.outcome, "yellow")), _text(one.text))
+    return Group(
+        _text(f"nimble_viz gate: {found.model} ({found.context})", "bold"),
+        _text(_shown(found.outcome), f"bold {_COLOURS.get(found.outcome, 'yellow')}"),
+        _text(""),
+        Padding(table, (0, 0, 0, 2)),
+        *(Padding(_bullet(note), (0, 0, 0, 2)) for note in found.notes),
+    )
+
+
+def _shown(outcome: Outcome) -> str:
+    return outcome.upper() if outcome == "fail" else outcome
+
+
+def _chosen_words(one: SpeedChange) -> str:
+    names = " -> ".join(label_plan(name) for name in one.name.split(" -> "))
+    if one.ratio is None:
+        return f"The chosen run ({names}) was measured in {'the new' if one.old_ns is None else 'the old'} report only"
+    if one.verdict == "undecided":
+        return f"The chosen run ({names}) is neither faster nor slower for certain: {_interval(one.ratio)}"
+    slower = one.verdict == "slower"
+    value, low, high = one.ratio.value, one.ratio.low, one.ratio.high
+    if slower:
+        value, low, high = 1 / value, 1 / high, 1 / low if low else float("inf")
+    return f"The chosen run ({names}) is {format_ratio(value)} {one.verdict} [{low:.2f}, {high:.2f}]"
+
+
+def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]]]:
+    if found.speeds:
+        yield "Speed", _speeds(found)
+    for title, calls in (("Calls added", found.added), ("Calls removed", found.removed)):
+        if calls:
+            yield f"{title} ({format_count(len(calls))})", _listed([_place(call) for call in calls])
+    if found.moved:
+        lines = [f"{_place(one.new)}: {_stream(one.old_stream)} -> {_stream(one.new_stream)}" for one in found.moved]
+        note = "streams that share most calls count as one, and are numbered as in the old plan"
+        yield f"Calls on another stream ({format_count(len(lines))})", [*_listed(lines), _text(note, "dim")]
+    if found.recosted:
+        yield f"Calls of another cost ({format_count(len(found.recosted))})", _costs(found)
+    for key, changes in found.changes.items():
+        if changes:
+            words = partial(_bytes_changed, found) if key == "memory" else _change
+            yield _SECTIONS[key], [_pairs((one.name, words(one)) for one in changes)]
+    if found.notes:
+        yield "Not compared", [_bullet(note) for note in found.notes]
+
+
+def _speeds(found: DifferenceData) -> list[RenderableType]:
+    table = _table(("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
+    for one in found.speeds:
+        colour = _COLOURS.get(one.verdict, "")
+        table.add_row(
+            _text(f"{label_plan(one.name)}\n{one.verdict}", colour, lines=True),
+            *(_text("-" if ns is None else format_ns(ns)) for ns in (one.old_ns, one.new_ns)),
+            _cell(one.ratio, colour),
+            _text(_over_eager(one), lines=True),
+        )
+    notes = (
+        "speed, above 1x is faster; in brackets opposite quartiles, of unstable runs extremes",
+        "over eager: old, then new, each measured in turn with its own eager run",
+    )
+    return [table, *(_text(note, "dim") for note in notes)]
+
+
+def _cell(found: Ratio | None, colour: str) -> Text:
+    return _text(_interval(found).replace(" [", "\n[") if found else "", colour, lines=True)
+
+
+def _over_eager(one: SpeedChange) -> str:
+    pair = (one.old_over_eager, one.new_over_eager)
+    return "\n".join(format_ratio(found.value) if found else "-" for found in pair) if any(pair) else ""
+
+
+def _interval(found: Ratio) -> str:
+    return f"{format_ratio(found.value)} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _costs(found: DifferenceData) -> list[RenderableType]:
+    table = _table(("call", ""), ("old", "r"), ("new", "r"), ("change", "r"))
+    for one in found.recosted[:_TOP]:
+        change = f"{(one.new_ns / one.old_ns - 1):+.0%}" if one.old_ns else "-"
+        times = [
+            f"{format_ns(ns)}\n{format_ns(spread)}"
+            for ns, spread in ((one.old_ns, one.old_spread_ns), (one.new_ns, one.new_spread_ns))
+        ]
+        colour = "red" if one.new_ns > one.old_ns else "green"
+        table.add_row(_text(_place(one.new)), *(_text(time, lines=True) for time in times), _text(change, colour))
+    total = sum(one.new_ns - one.old_ns for one in found.recosted)
+    legend = "isolated costs; below each its interquartile range"
+    notes = [_more(len(found.recosted)), legend, f"together {'+' if total > 0 else ''}{format_ns(total)}"]
+    return [table, *(_text(note, "dim") for note in notes if note)]
+
+
+def _listed(lines: Sequence[str]) -> list[RenderableType]:
+    more = _more(len(lines))
+    return [*(_bullet(line) for line in lines[:_TOP]), *([_text(more, "dim")] if more else [])]
+
+
+def _more(count: int) -> str:
+    return f"and {format_count(count - _TOP)} more" if count > _TOP else ""
+
+
+def _place(call: Call) -> str:
+    where = f" in {call.module}" if call.module else ""
+    source = source_of(call)
+    return f"{label_call(call)}{where}{f' ({source})' if source else ''}, call {format_count(call.index)}"
+
+
+def _stream(stream: int | None) -> str:
+    return "a new one" if stream is None else str(stream)
+
+
+def _change(one: Change) -> str:
+    values = (format_count(value) if isinstance(value, int) else value or "none" for value in (one.old, one.new))
+    return " -> ".join(values)
+
+
+def _bytes_changed(found: DifferenceData, one: Change) -> str:
+    """Bytes, or why there are none: of a run that was not there, or not measured."""
+    run = "eager" if one.name == "eager's peak" else one.name.rpartition(": ")[0]
+    ran = next(((speed.old_ns, speed.new_ns) for speed in found.speeds if speed.name == run), (None, None))
+    planned = one.name.endswith(_PLANNED)
+    return " -> ".join(
+        format_bytes(value) if isinstance(value, int) else "none" if planned or took is None else "not measured"
+        for value, took in zip((one.old, one.new), ran, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Files and sessions of other tools, read into plain values."""

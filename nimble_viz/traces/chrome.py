@@ -1,0 +1,279 @@
+"""Chrome traces as ``torch.profiler`` exports them, read into the profiler's own kinds of events.
+
+Reading needs no torch and runs nothing from the file: it is JSON, decoded into types, with bounds on its size.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from gzip import BadGzipFile, GzipFile
+from typing import Any, Literal
+
+import msgspec
+
+from nimble_core.utils.errors import ReportFileError
+from nimble_viz.report.file import MAX_RATIO, SMALL, unpacks_beyond
+from nimble_viz.traces.profiler import RawEvent
+
+__all__ = ["MAX_BYTES", "Frame", "Recording", "read_trace"]
+
+MAX_BYTES = 1 << 30
+"""A trace that unpacks to more than this is refused."""
+
+_LATEST_US = 1e15
+_GZIP = b"\x1f\x8b"
+_DENSE = 12
+"""Bytes of a trace for each list or object in it, at the least: profilers take over 50, and each is an object here."""
+_HOST, _DEVICE = ("cpu_op", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+_A_REPORT = "a report is read by nimble_viz.load(path)"
+_TAKE_AGAIN = "export it again: profiler.export_chrome_trace('trace.json.gz')"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A running Python function, ``"model.py(12): forward"``, or module, ``"nn.Module: Linear_0"``."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a trace file holds.
+
+    Args:
+        events: operators, runtime calls, annotations and device events, as the profiler gives them; times in
+            nanoseconds from the first of them.
+        frames: Python functions and modules, sorted by start; empty unless recorded with ``with_stack=True``.
+        backward_of: where each node of autograd's that ran began, to where the operator that made it did: both as
+            ``(thread, start_ns)``.
+        device: ``"cuda"`` if anything ran on a GPU, or could have.
+        device_name: of the GPU, empty if unknown.
+        settings: what else the file says about where it was recorded, by name.
+        warnings: what was left out, and why.
+    """
+
+    events: tuple[RawEvent, ...]
+    frames: tuple[Frame, ...]
+    backward_of: Mapping[tuple[int, int], tuple[int, int]]
+    device: Literal["cuda", "cpu"]
+    device_name: str
+    settings: tuple[tuple[str, str], ...]
+    warnings: tuple[str, ...]
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    cat: str | None = None
+    name: Any = ""
+    pid: Any = None
+    tid: Any = None
+    ts: float | None = None
+    dur: float | None = None
+    id: Any = None
+    args: dict[str, Any] | None = None
+
+
+class _File(msgspec.Struct, rename="camel"):
+    trace_events: list[_Event]
+    device_properties: Any = None
+    cuda_runtime_version: Any = msgspec.field(default=None, name="cuda_runtime_version")
+    cuda_driver_version: Any = msgspec.field(default=None, name="cuda_driver_version")
+
+
+_decoder: msgspec.json.Decoder[_File | list[_Event]] = msgspec.json.Decoder(_File | list[_Event])
+
+
+def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Recording:
+    """Read a Chrome trace, gzipped or not, that ``torch.profiler`` exported.
+
+    Of several processes and of several GPUs the busiest is kept, and a warning says so. Kernels without a correlation
+    id get that of the flow arrow that ends at them.
+
+    Args:
+        path: the file.
+        max_bytes: refuse a file that is larger, unpacked.
+
+    Raises:
+        ReportFileError: no trace, damaged, or too large; says where.
+        OSError: the file cannot be read.
+    """
+    try:
+        return _recording(_decode(_unpacked(path, max_bytes)))
+    except ReportFileError as error:
+        name = os.fspath(path)
+        place = f"{name}, {error.where}" if error.where else name
+        fix = _A_REPORT if name.endswith(".nimble") else error.fix or _TAKE_AGAIN
+        raise ReportFileError(error.what, where=place, fix=fix) from error
+
+
+def _unpacked(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """What the file holds. What is too much is refused before it is read, or read in pieces that are not kept."""
+    with open(path, "rb") as file:
+        packed = file.peek(len(_GZIP)).startswith(_GZIP)
+        size = os.fstat(file.fileno()).st_size
+        most = min(max_bytes, max(SMALL, MAX_RATIO * size))
+        beyond = packed and unpacks_beyond(file, most)
+        if beyond and most < max_bytes:
+            raise ReportFileError(
+                f"the file unpacks to more than {MAX_RATIO} times its size, which no trace does",
+                fix="do not trust it; if you do, unpack it yourself (gzip -d)",
+            )
+        if beyond or size > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            with GzipFile(fileobj=file) if packed else file as unpacked:
+                if unpacked.peek(64)[:64].lstrip()[:1] not in (b"{", b"["):
+                    raise ReportFileError("not a Chrome trace: it is not JSON")
+                data = unpacked.read(max_bytes + 1)
+        except (EOFError, zlib.error, BadGzipFile) as error:
+            raise ReportFileError(f"the file is damaged or cut short: {error}") from error
+    if len(data) > max_bytes:  # a device or a pipe: nobody knew before
+        raise _too_large(max_bytes)
+    return data
+
+
+def _too_large(max_bytes: int) -> ReportFileError:
+    return ReportFileError(
+        f"the trace is larger than {max_bytes:,} bytes",
+        fix="profile fewer iterations (torch.profiler.schedule), or from_trace(path, max_bytes=…)",
+    )
+
+
+def _decode(data: bytes) -> _File:
+    if len(data) > SMALL and _DENSE * (data.count(b"{") + data.count(b"[")) > len(data):
+        raise ReportFileError("not a Chrome trace: it is made of next to nothing but brackets", fix="do not trust it")
+    try:
+        found = _decoder.decode(data)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")
+        raise ReportFileError(f"not a Chrome trace, or damaged: {what}", where=place.strip("`")) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReportFileError(f"the file does not hold JSON, or is cut short: {error}") from error
+    return found if isinstance(found, _File) else _File(found)
+
+
+def _recording(file: _File) -> Recording:
+    timed = [
+        event
+        for event in file.trace_events
+        if event.ph == "X" and event.cat in (*_HOST, *_DEVICE, "user_annotation", "python_function")
+    ]
+    whole = [event for event in timed if _is_whole(event)]
+    warnings = []
+    if len(whole) < len(timed):
+        warnings.append(f"{len(timed) - len(whole)} of {len(timed)} events have no time or no length: left out")
+    if not any(event.cat in ("cpu_op", *_DEVICE) for event in whole):
+        raise ReportFileError(
+            "the trace holds no operators and no kernels",
+            fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] while the model runs",
+        )
+    whole = _busiest_gpu(_busiest_process(whole, warnings), warnings)
+    zero = min(event.ts for event in whole if event.ts is not None)
+    number: dict[tuple[Any, Any], int] = {}
+    arrows = {
+        (_key(event), event.ts): _int(event.id)
+        for event in file.trace_events
+        if event.ph == "f" and event.cat == "ac2g" and event.ts is not None
+    }
+    events, frames = [], []
+    for event in whole:
+        assert event.ts is not None
+        assert event.dur is not None
+        start, end = round((event.ts - zero) * 1000), round((event.ts - zero + event.dur) * 1000)
+        thread = number.setdefault(_key(event), len(number) + 1)
+        name = event.name if isinstance(event.name, str) else str(event.name)
+        if event.cat == "python_function":
+            frames.append(Frame(name, start, end, thread))
+            continue
+        said = event.args or {}
+        operator = event.cat == "cpu_op"
+        external = _int(said.get("External id", said.get("external id")))
+        correlation = external if operator else _int(said.get("correlation")) or arrows.get((_key(event), event.ts), 0)
+        on_device = event.cat in _DEVICE
+        stream = _int(said.get("stream", event.tid))
+        annotation = event.cat == "user_annotation"
+        events.append(
+            RawEvent(name, start, end, on_device, annotation, thread, stream, correlation, 0 if operator else external)
+        )
+    made: dict[int, tuple[int, int]] = {}
+    ran: dict[int, tuple[int, int]] = {}
+    for event in file.trace_events:
+        if event.cat == "fwdbwd" and event.ts is not None and _key(event) in number and _in_reach(event.ts):
+            side = made if event.ph == "s" else ran
+            side[_int(event.id)] = number[_key(event)], round((event.ts - zero) * 1000)
+    frames.sort(key=lambda frame: (frame.start_ns, -frame.end_ns))
+    cuda = any(event.cat in (*_DEVICE, "cuda_runtime") for event in whole)
+    return Recording(
+        tuple(sorted(events, key=lambda event: event.start_ns)),
+        tuple(frames),
+        {at: made[arrow] for arrow, at in ran.items() if arrow in made},
+        "cuda" if cuda else "cpu",
+        _device_name(file.device_properties, whole),
+        tuple(
+            (name, f"{value // 1000}.{value % 1000 // 10}")
+            for name, value in (("cuda", file.cuda_runtime_version), ("cuda of the driver", file.cuda_driver_version))
+            if isinstance(value, int) and 0 < value < 10**6
+        ),
+        tuple(warnings),
+    )
+
+
+def _is_whole(event: _Event) -> bool:
+    """Whether it has a time and a length. Raises ReportFileError if these are none that a clock gives."""
+    if event.ts is None or event.dur is None:
+        return False
+    if not (_in_reach(event.ts) and 0 <= event.dur <= _LATEST_US):
+        raise ReportFileError(f"an event is at {event.ts} µs for {event.dur} µs", where=f"event {event.name!s:.80}")
+    return True
+
+
+def _in_reach(ts: float) -> bool:
+    return abs(ts) <= _LATEST_US * 10
+
+
+def _busiest_process(events: list[_Event], warnings: list[str]) -> list[_Event]:
+    operators = Counter(str(event.pid) for event in events if event.cat == "cpu_op")
+    if len(operators) < 2:
+        return events
+    kept, count = operators.most_common(1)[0]
+    warnings.append(f"operators of {len(operators)} processes: only process {kept} ({count} operators) is shown")
+    return [event for event in events if event.cat in _DEVICE or str(event.pid) == kept]
+
+
+def _busiest_gpu(events: list[_Event], warnings: list[str]) -> list[_Event]:
+    devices = Counter(_device(event) for event in events if event.cat in _DEVICE)
+    if len(devices) < 2:
+        return events
+    kept, count = devices.most_common(1)[0]
+    warnings.append(f"kernels on {len(devices)} GPUs: only GPU {kept} ({count} device events) is shown")
+    return [event for event in events if event.cat not in _DEVICE or _device(event) == kept]
+
+
+def _device(event: _Event) -> int:
+    return _int((event.args or {}).get("device", event.pid))
+
+
+def _device_name(properties: Any, events: list[_Event]) -> str:
+    used = next((_device(event) for event in events if event.cat in _DEVICE), 0)
+    listed = [one for one in properties if isinstance(one, dict)] if isinstance(properties, list) else []
+    named = [one for one in listed if one.get("id", 0) == used] or listed
+    return str(named[0].get("name", "")) if named else ""
+
+
+def _key(event: _Event) -> tuple[str, str]:
+    return str(event.pid), str(event.tid)
+
+
+def _int(value: Any) -> int:
+    """A number of the file as an integer, 0 if it is none."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0

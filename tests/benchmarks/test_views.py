@@ -1,0 +1,51 @@
+"""The benchmark of views: that it drags what it times, that its limits are those of the documentation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.views import LIMIT_FPS, LIMIT_S, dragged, main, missed
+from nimble_viz.render.html import page
+from tests.support.lab import chromium
+from tests.support.sample_reports import sample_report
+
+
+def test_limits_are_those_of_the_documentation() -> None:
+    assert (LIMIT_S, LIMIT_FPS) == (3.0, 20.0)
+
+
+def test_what_is_missed_is_named() -> None:
+    row = {"open": {"page": {"s": [1.0, 3.5, 4.0]}}, "pan": {"DAG": {"fps": 19.0}, "timeline": {"fps": 60.0}}}
+    assert missed(row) == ["page opens in 3.50 s", "DAG pans at 19 frames/s"]
+
+
+@pytest.mark.browser
+def test_what_is_timed_moves(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page(sample_report(60)), encoding="utf-8")
+    with chromium() as browser:
+        shown = browser.new_page()
+        shown.goto(path.as_uri())
+        shown.click("#nv-tab-dag")
+        before = shown.evaluate("nimbleViewer.dagPoint(0)")
+        found = dragged(shown, "#nv-pane-dag canvas", 0.3)
+        assert shown.evaluate("nimbleViewer.dagPoint(0)") != before
+    assert found["frames"] > 1
+    assert found["longest_ms"] > 0
+
+
+@pytest.mark.browser
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    with chromium():
+        pass
+    out = tmp_path / "views.json"
+    main(["--calls", "60", "--rounds", "1", "--seconds", "0.1", "--out", str(out)])
+    written = json.loads(out.read_text())
+    assert written["calls"] == 60
+    assert written["environment"]["python"]
+    for row in written["reports"].values():
+        assert set(row["open"]) == {"page", "notebook"}
+        assert set(row["pan"]) == {"DAG", "DAG, all open", "DAG, all in sight", "timeline"}

@@ -1,0 +1,170 @@
+"""Plans on disk: found again under the same conditions, and never a reason to fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
+from nimble_core.scheduling.saved_plan import KernelChoice, Plan, make_plan
+from tests.support.sample_reports import CASES, sample_report
+
+KEY = choice_key("ab" * 32, {"torch": "2.13"})
+TEXTS = st.text(max_size=8)
+VALUES = st.one_of(TEXTS, st.integers(), st.booleans(), st.none())
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def plan() -> Plan:
+    made = sample_report(20).plan
+    return replace(made, fuse="inductor", kernels=(KernelChoice(3, "cudnn fused"), KernelChoice(0, "merged siblings")))
+
+
+def test_what_was_remembered_is_recalled(directory: Path) -> None:
+    assert recall(KEY) is None
+    remember(KEY, plan())
+    assert recall(KEY) == plan()
+    assert recall(choice_key("ab" * 32, {"torch": "2.14"})) is None
+    other = replace(plan(), fuse="library")
+    remember(KEY, other)
+    assert recall(KEY) == other
+    assert [path.name for path in directory.iterdir()] == [f"{KEY}.json"], "nothing else is left behind"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_schedule_is_kept(case: str) -> None:
+    report = CASES[case]()
+    for schedule in report.schedules:
+        made = make_plan(report.program, report.graph, schedule)
+        remember(KEY, made)
+        assert recall(KEY) == made
+
+
+@given(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=4), st.data())
+def test_a_key_depends_on_everything_and_on_nothing_else(
+    fingerprint: str, conditions: dict[str, Any], data: st.DataObject
+) -> None:
+    key = choice_key(fingerprint, conditions)
+    assert choice_key(fingerprint, dict(reversed(conditions.items()))) == key
+    assert key.isalnum()
+    assert len(key) == 32
+    name, value = data.draw(TEXTS), data.draw(VALUES)
+    changed = {**conditions, name: value}
+    same = name in conditions and repr(conditions[name]) == repr(value)
+    if "\n" not in name + fingerprint and "=" not in name:
+        assert (choice_key(fingerprint, changed) == key) == same
+    assert choice_key(fingerprint + "x", conditions) != key
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"schema_version": 999}',
+        b'{"schema_version": 1e400}',
+        lambda data: data[: len(data) // 2],
+        lambda data: data.replace(b'"inductor"', b'"magic"'),
+        lambda data: data.replace(b'"order":[0,', b'"order":[7,'),
+        lambda data: data.replace(b'"call":3', b'"call":-3'),
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(damage: Any, directory: Path) -> None:
+    remember(KEY, plan())
+    file = directory / f"{KEY}.json"
+    data = file.read_bytes()
+    damaged = damage(data) if callable(damage) else damage
+    assert damaged != data
+    file.write_bytes(damaged)
+    assert recall(KEY) is None
+    remember(KEY, plan())
+    assert recall(KEY) == plan()
+
+
+def test_a_directory_that_cannot_be_made(directory: Path) -> None:
+    directory.write_text("a file is in the way")
+    remember(KEY, plan())
+    assert recall(KEY) is None
+    assert directory.read_text() == "a file is in the way"
+
+
+def test_a_directory_where_the_file_should_be(directory: Path) -> None:
+    (directory / f"{KEY}.json").mkdir(parents=True)
+    remember(KEY, plan())
+    assert recall(KEY) is None
+    assert [path.name for path in directory.iterdir()] == [f"{KEY}.json"]
+
+
+def test_a_directory_that_cannot_be_written(directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o500)
+    try:
+        if os.access(directory, os.W_OK):
+            pytest.skip("this user may write everywhere")
+        remember(KEY, plan())
+        assert recall(KEY) is None
+        assert not list(directory.iterdir())
+    finally:
+        directory.chmod(0o700)
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    remember(KEY, plan())
+    assert recall(KEY) is None
+
+
+def test_where_plans_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_directory() == tmp_path / "cache"
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "nimble"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_directory() == tmp_path / "home" / ".cache" / "nimble"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("NIMBLE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    remember(KEY, plan())
+    assert recall(KEY) is None
+
+
+def test_another_process_recalls_it() -> None:
+    remember(KEY, plan())
+    code = (
+        f"from nimble_core.autotune.disk_cache import recall; plan = recall({KEY!r}); "
+        "print(plan.policy, plan.fuse, plan.kernels)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{plan().policy} inductor {plan().kernels}"
+
+
+def test_choosing_needs_no_torch() -> None:
+    code = "import sys, nimble_core.autotune.disk_cache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

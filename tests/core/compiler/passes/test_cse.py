@@ -1,0 +1,155 @@
+"""Equal computations run once, and only those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from nimble_core.compiler.passes.cse import share_equal
+from nimble_core.compiler.to_fx import calls_of, lift
+from tests.support.rewrite_models import Drawn, claimed, drawn_models, lifted, recorded, targets, unchanged_by
+
+
+@settings(max_examples=50)
+@given(drawn_models())
+def test_any_model_computes_the_same(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    before = claimed(lift(one.recording))
+    module = unchanged_by(share_equal, one, 0.0, strides=True)
+    assert claimed(module) == before
+    assert share_equal(module) == 0
+
+
+def saved(forward: Callable[..., Any], *inputs: torch.Tensor) -> int:
+    one = recorded(forward, *inputs)
+    unchanged_by(share_equal, one, 0.0)
+    return share_equal(lift(one.recording))
+
+
+X = torch.randn(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("forward", "times"),
+    [
+        (lambda x: x.relu() + x.relu(), 1),
+        (lambda x: (x + 1).sin() + (x + 1).sin() + (x + 1).cos(), 3),
+        (lambda x: x.view(-1)[2:] * x.view(-1)[2:], 2),
+        (lambda x: x.split(2, 1)[0] @ x.split(2, 1)[1].t(), 1),
+        (lambda x: torch.arange(4) + torch.arange(4) + x, 1),
+    ],
+)
+def test_equal_is_computed_once(forward: Callable[..., Any], times: int) -> None:
+    assert saved(forward, X) == times
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: (torch.full((4,), 1), torch.full((4,), 1.0), torch.full((4,), True)),
+        lambda x: (x.long() + 1, x.long() + 1.0, x.long() + True)[1:],
+        lambda x: (torch.full((4,), 0.0), torch.full((4,), -0.0)),
+        lambda x: (x * 0.0 + 1, x * -0.0 + 2),
+        lambda x: torch.rand(4) + torch.rand(4),
+        lambda x: torch.nn.functional.dropout(x) + torch.nn.functional.dropout(x),
+        lambda x: x.new_empty(4).fill_(1.0) + x.new_empty(4).fill_(2.0),
+        lambda x: (x.sum(0), x.sum(1), x.sum(0, keepdim=True)),
+        lambda x: (x.to(torch.float64), x.to(torch.float16)),
+    ],
+)
+def test_different_stays_different(forward: Callable[..., Any]) -> None:
+    one, module = lifted(forward, X)
+    before = [name for name in targets(module) if "long" not in name and "_to_copy" not in name]
+    unchanged_by(share_equal, one, 0.0)
+    share_equal(module)
+    after = [name for name in targets(module) if "long" not in name and "_to_copy" not in name]
+    assert after == before
+
+
+def test_zeros_keep_their_signs() -> None:
+    _, module = lifted(lambda x: 1 / (x.abs() * 0.0) + 1 / (x.abs() * -0.0), X)
+    share_equal(module)
+    assert module(X)[0].isnan().all()
+
+
+def input_written(x: torch.Tensor) -> Any:
+    before = x + 1
+    x.add_(1)
+    return before, x + 1
+
+
+def memory_written(x: torch.Tensor) -> Any:
+    y = x * 2
+    part = y[0]
+    before = y.sum()
+    part.add_(1)
+    return before, y.sum(), y
+
+
+def clones_written(x: torch.Tensor) -> Any:
+    a, b = x.clone(), x.clone()
+    a[0] = 5
+    b[1] = 7
+    return a + b
+
+
+def view_taken_anew(x: torch.Tensor) -> Any:
+    first = x[0].clone()
+    x[0].mul_(2)
+    return first, x[0].clone()
+
+
+@pytest.mark.parametrize("forward", [input_written, memory_written, clones_written, view_taken_anew])
+def test_what_is_written_in_between_is_read_again(forward: Callable[..., Any]) -> None:
+    unchanged_by(share_equal, recorded(forward, X), 0.0)
+
+
+def test_state_that_changes_is_read_again() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            first = x * self.count
+            self.count += 1
+            return first, x * self.count
+
+    unchanged_by(share_equal, recorded(Counter(), X), 0.0)
+
+
+def test_one_stands_for_all() -> None:
+    _, module = lifted(lambda x: x.relu() + x.relu() * x.relu(), X)
+    share_equal(module)
+    (relu,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.relu.default)
+    assert calls_of(relu) == (0, 1, 2)
+
+
+def test_shared_weights_keep_their_own_layers() -> None:
+    layer = nn.Linear(4, 4)
+    other = nn.Linear(4, 4)
+    other.weight = layer.weight
+    _one, module = lifted(lambda x: layer(x) + other(x) + layer(x), X)
+    assert share_equal(module) >= 1
+    assert targets(module).count("aten.addmm.default") == 2
+
+
+def returned_twice(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    shared = x.cos() + x.cos()
+    used = x.tan() * 2
+    return x.sin(), x.sin(), x.sin().t(), x.exp().flatten(), x.exp()[1:], shared, used, x.tan(), x.tan()
+
+
+def test_results_that_are_returned_keep_memory_of_their_own() -> None:
+    one = recorded(returned_twice, X)
+    module = unchanged_by(share_equal, one, 0.0, strides=True)
+    outputs = module(X)
+    homes = [out.untyped_storage().data_ptr() for out in outputs]
+    assert len(set(homes)) == len(homes)
+    assert share_equal(lift(one.recording)) == 2  # the cosines, and two of three tangents

@@ -1,0 +1,223 @@
+"""A normalisation with fixed statistics is a scale and a shift, and these fit into the convolution before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from nimble_core.compiler.passes.fold_batchnorm import affine, affine_norms, fold_affine
+from nimble_core.compiler.to_fx import calls_of, lift
+from tests.support.rewrite_models import (
+    Drawn,
+    claimed,
+    drawn_models,
+    eager_effects,
+    effects,
+    recorded,
+    same,
+    targets,
+    unchanged_by,
+)
+
+aten = torch.ops.aten
+
+
+def random_norm(channels: int, kind: type[nn.Module] = nn.BatchNorm2d, **options: Any) -> Any:
+    norm: Any = kind(channels, **options).eval()
+    with torch.no_grad():
+        for one in (norm.running_mean, norm.running_var, norm.weight, norm.bias):
+            if one is not None:
+                one.uniform_(0.5, 2.0)
+        if norm.weight is not None:
+            norm.weight[0] = -1.5
+    return norm
+
+
+def both(module: fx.GraphModule) -> int:
+    count = affine_norms(module)
+    assert fold_affine(module) == count
+    return count
+
+
+def run_by(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+@settings(max_examples=20)
+@given(
+    drawn_models(
+        ("conv_norm", "conv_norm_relu", "conv_add_relu", "norm", "relu_", "slice_", "input_", "again", "count")
+    ),
+    st.sampled_from([affine_norms, both]),
+)
+def test_any_model_computes_the_same(
+    made: tuple[Drawn, tuple[torch.Tensor, ...]], rewrite: Callable[[fx.GraphModule], int]
+) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    before = claimed(lift(one.recording))
+    assert claimed(unchanged_by(rewrite, one, strides=True)) == before
+
+
+@settings(max_examples=30)
+@given(
+    dims=st.integers(1, 3),
+    transposed=st.booleans(),
+    groups=st.sampled_from([1, 2]),
+    bias=st.booleans(),
+    affine_norm=st.booleans(),
+    stride=st.integers(1, 2),
+)
+def test_every_kind_of_convolution(
+    dims: int, transposed: bool, groups: int, bias: bool, affine_norm: bool, stride: int
+) -> None:
+    torch.manual_seed(dims)
+    kind = getattr(nn, f"Conv{'Transpose' * transposed}{dims}d")
+    norm = random_norm(6, getattr(nn, f"BatchNorm{dims}d"), affine=affine_norm, eps=0.01)
+    model = nn.Sequential(kind(4, 6, 3, stride=stride, padding=1, groups=groups, bias=bias), norm).double().eval()
+    one = recorded(model, torch.randn(2, 4, *[5] * dims, dtype=torch.float64))
+    module = unchanged_by(both, one)
+    foldable = not (transposed and groups > 1)
+    assert affine not in run_by(module)
+    assert aten.convolution.default in run_by(module)
+    assert any("batch_norm" in name for name in targets(module)) != foldable
+
+
+def test_in_float32_the_fold_is_as_near_to_the_truth_as_eager_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), random_norm(8)).eval()
+    one = recorded(model, torch.randn(2, 8, 9, 9))
+    wanted = eager_effects(one)
+    module = lift(one.recording)
+    both(module)
+    truth = model.double()(one.signature.tensors[0].double())
+    mine = (effects(module, one).outputs[0].double() - truth).abs().max()
+    eagers = (wanted.outputs[0].double() - truth).abs().max()
+    assert mine <= 4 * eagers + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_its_type(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), random_norm(4), nn.ReLU()).to(dtype).eval()
+    one = recorded(model, torch.randn(1, 3, 6, 6).to(dtype))
+    unchanged_by(affine_norms, one, 0.05)
+    unchanged_by(both, one, 0.05)
+
+
+# -- what has to stay ------------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """A convolution, a batch norm, and something that may forbid to join them."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), random_norm(3)
+        self.way = forward
+        self.eval().double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.way(self, x)
+
+
+def read_twice(model: Any, x: torch.Tensor) -> Any:
+    y = model.conv(x)
+    return model.norm(y), y
+
+
+def returned(model: Any, x: torch.Tensor) -> Any:
+    y = model.conv(x)
+    return [y, model.norm(y).relu()]
+
+
+def training(model: Any, x: torch.Tensor) -> Any:
+    y = model.conv(x)
+    return F.batch_norm(y, model.norm.running_mean, model.norm.running_var, training=True)
+
+
+def statistics_of_the_batch(model: Any, x: torch.Tensor) -> Any:
+    return F.batch_norm(model.conv(x), None, None, training=True)
+
+
+def computed_statistics(model: Any, x: torch.Tensor) -> Any:
+    return F.batch_norm(model.conv(x), x.mean((0, 2, 3)), model.norm.running_var)
+
+
+def computed_weight(model: Any, x: torch.Tensor) -> Any:
+    return model.norm(F.conv2d(x, model.conv.weight * x.mean()))
+
+
+def statistics_written(model: Any, x: torch.Tensor) -> Any:
+    y = model.norm(model.conv(x))
+    model.norm.running_mean.add_(1)
+    return y
+
+
+def weight_written_between(model: Any, x: torch.Tensor) -> Any:
+    y = model.conv(x)
+    model.conv.weight.data.mul_(2)
+    return model.norm(y)
+
+
+def input_written_between(model: Any, x: torch.Tensor) -> Any:
+    y = model.conv(x)
+    x.mul_(3)
+    return model.norm(y)
+
+
+def result_written_between(model: Any, x: torch.Tensor) -> Any:
+    y = model.conv(x)
+    y[:, 0] += 1
+    return model.norm(y)
+
+
+STAYS = [
+    read_twice, returned, training, statistics_of_the_batch, computed_statistics, computed_weight, statistics_written,
+    weight_written_between, input_written_between, result_written_between,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", STAYS)
+def test_what_cannot_be_joined_stays(way: Callable[..., Any]) -> None:
+    one = recorded(Two(way), torch.randn(2, 3, 4, 4, dtype=torch.float64))
+    module = unchanged_by(both, one)
+    assert affine not in run_by(module)
+    assert any("batch_norm" in name for name in targets(module))
+
+
+def test_one_weight_behind_two_norms_is_folded_twice() -> None:
+    def way(model: Any, x: torch.Tensor) -> Any:
+        return (
+            model.norm(model.conv(x))
+            + F.batch_norm(model.conv(x + 1), model.norm.running_var, model.norm.running_var)
+            + model.conv(x * 2)
+        )
+
+    one = recorded(Two(way), torch.randn(2, 3, 4, 4, dtype=torch.float64))
+    module = unchanged_by(both, one)
+    assert not any("batch_norm" in name for name in targets(module))
+
+
+def test_the_fold_stands_for_both_calls() -> None:
+    one = recorded(Two(lambda model, x: model.norm(model.conv(x))), torch.randn(1, 3, 4, 4, dtype=torch.float64))
+    module = unchanged_by(both, one)
+    (node,) = (node for node in module.graph.nodes if node.target is aten.convolution.default)
+    assert calls_of(node) == (0, 1)
+
+
+def test_live_weights_are_read() -> None:
+    one = recorded(Two(lambda model, x: model.norm(model.conv(x))), torch.randn(1, 3, 4, 4, dtype=torch.float64))
+    module = lift(one.recording)
+    both(module)
+    with torch.no_grad():
+        for tensor in (*one.model.parameters(), *one.model.buffers()):  # type: ignore[attr-defined]
+            if tensor.is_floating_point():
+                tensor.mul_(1.5)
+    assert same(effects(module, one), eager_effects(one), 1e-12)

@@ -1,0 +1,416 @@
+"""Products of odd sizes, padded: the same numbers, from fewer and larger loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from nimble_core import Nimble, Options, TrainStep
+from nimble_core.compiler import pipeline as fusing
+from nimble_core.compiler.inductor import compile_graph
+from nimble_core.compiler.passes import padding
+from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.pad_matmul import pad_products
+from nimble_core.compiler.rerecord import tracked
+from nimble_core.compiler.to_fx import lift
+from nimble_core.ir.program import KernelChoice
+from nimble_core.runtime.host.device import HostDevice
+from nimble_core.tracing.recording import Issuer
+from nimble_core.tracing.rewritten import Rewritten
+from tests.support.rewrite_models import Drawn, claimed, drawn_models, fake_timer, recorded, targets, unchanged_by
+
+CPU = torch.device("cpu")
+_aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _every_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "_LEAST_SIZE", 1)
+    monkeypatch.setattr(padding, "_LEAST_WORK", 1)
+    monkeypatch.setattr(padding, "_WORTH", 0.0)
+
+
+def pad(module: fx.GraphModule, *, compiled: bool = True, constant: bool = False) -> int:
+    return pad_products(module, CPU, Decisions(fake_timer([1.0])), compiled=compiled, constant=constant)
+
+
+def training(*tensors: torch.Tensor) -> Callable[..., Any]:
+    """Forward, loss and backward of a layer without bias, and the new weight, as a step does them."""
+    weight = tensors[0]
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = x @ weight.t()
+        made = logits.softmax(1) - labels
+        down, up = made @ weight, made.t() @ x
+        return (logits * labels).sum(), down, up, made.sum(0)
+
+    return step
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 9), terms=st.integers(1, 9), columns=st.integers(1, 9), compiled=st.booleans(),
+    turned=st.tuples(st.booleans(), st.booleans()), dtype=st.sampled_from([torch.float64, torch.float32]),
+)  # fmt: skip
+def test_a_product_of_any_size(
+    rows: int, terms: int, columns: int, compiled: bool, turned: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    a = torch.randn(*((terms, rows) if turned[0] else (rows, terms)), dtype=dtype)
+    b = torch.randn(*((columns, terms) if turned[1] else (terms, columns)), dtype=dtype)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        return (x.t() if turned[0] else x) @ (b.t() if turned[1] else b)
+
+    count = []
+    unchanged_by(lambda module: count.append(pad(module, compiled=compiled)), recorded(forward, a), 1e-5)
+    multiple = 16 // dtype.itemsize
+    assert count == [int(any(size % multiple for size in (rows, terms, columns)))]
+
+
+@settings(max_examples=40)
+@given(drawn_models(("siblings", "mean", "conv", "add", "relu_", "input_", "transposed", "flat_view")))
+def test_any_model_computes_the_same(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    before = claimed(lift(one.recording))
+    assert claimed(unchanged_by(pad, one)) == before
+
+
+def test_a_gradient_is_padded_once_and_its_other_readers_look_at_a_part() -> None:
+    weight = torch.randn(7, 4, dtype=torch.float64)
+    x, labels = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 7, dtype=torch.float64)
+    module = unchanged_by(pad, recorded(training(weight), x, labels))
+    padded = [node for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
+    assert sorted(node.args[0].op for node in padded) == ["call_function", "get_attr", "get_attr"]
+    (made,) = [node for node in padded if node.args[0].op == "call_function"]
+    assert list(made.args[0].users) == [made]
+    products = [node for node in module.graph.nodes if node.target is _aten.mm.default]
+    assert len(products) == 3
+    assert sum(made in {one, *one.all_input_nodes} for node in products for one in node.all_input_nodes) == 2
+
+
+def test_compiled_kernels_compute_the_same() -> None:
+    weight = torch.randn(103, 16)
+    x, labels = torch.randn(32, 16), torch.rand(32, 103)
+    one = recorded(training(weight), x, labels)
+    module = lift(one.recording)
+    assert pad(module) == 3
+    with torch.no_grad():
+        expected = module(x, labels)
+        run = compile_graph(module, [x, labels])
+        found = run(x, labels)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_weight_is_read_when_its_product_is() -> None:
+    weight = torch.randn(7, 4, dtype=torch.float64)
+
+    def step(x: torch.Tensor) -> Any:
+        before = x.cos() @ weight.t()
+        weight.mul_(0.5)
+        return before, x.sin() @ weight.t()
+
+    unchanged_by(pad, recorded(step, torch.randn(6, 4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(("rows", "columns", "count"), [(7, 4, 1), (7, 6, 1), (6, 7, 0), (9, 7, 1)])
+def test_a_gradient_that_is_written_in_place_stays_row_after_row(rows: int, columns: int, count: int) -> None:
+    x = torch.randn(16, columns, dtype=torch.float64)
+
+    def step(made: torch.Tensor) -> torch.Tensor:
+        gradient = made.cos().t() @ x
+        gradient.view(-1).mul_(0.5)
+        return gradient
+
+    counted = []
+    one = recorded(step, torch.randn(16, rows, dtype=torch.float64))
+    unchanged_by(lambda module: counted.append(pad(module)), one)
+    assert counted == [count]
+
+
+@pytest.mark.parametrize("fuse", ["library", "inductor"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_language_model_trains_as_in_eager(fuse: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten, counts = fusing._rewritten, []
+
+    def padded(device: Any, one: Any, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
+        module = rewritten(device, one, decisions, compiled=compiled)
+        counts.append(pad(module, compiled=compiled))
+        return module
+
+    monkeypatch.setattr(fusing, "_rewritten", padded)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203, bias=bias)).train()
+    eager = copy.deepcopy(model)
+    x, labels = torch.randn(16, 32), torch.randint(203, (16,))
+    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01, fused=True) for one in (model, eager))
+    options = Options(fuse=fuse, policy="nimble")
+    step = TrainStep(model, F.cross_entropy, mine, options=options).prepare(x, labels)
+    for _ in range(5):
+        theirs.zero_grad()
+        loss = F.cross_entropy(eager(x), labels)
+        loss.backward()
+        theirs.step()
+        assert torch.allclose(step(x, labels), loss.detach(), rtol=1e-4)
+    step.close()
+    net = Nimble(model, options).prepare(x, training=True)
+    assert {engine.recorded.recording.program.fuse for engine in net.engines} == {fuse}
+    eager.load_state_dict(model.state_dict())
+    for one in (net, eager):
+        one.zero_grad()
+        F.cross_entropy(one(x), labels).backward()
+    for ours, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.allclose(ours.grad, expected.grad, atol=1e-5)
+        assert ours.grad.stride() == expected.grad.stride()
+    net.close()
+    assert counts == [2 if bias else 3, 0 if bias else 1, 2], "products of the step, of a forward, of its backward"
+
+
+def test_outputs_keep_their_strides() -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: (F.linear(x.sin(), weight), x.t() @ x), torch.randn(3, 7 * 4).view(3 * 7, 4))
+    module = unchanged_by(lambda module: pad(module, constant=True), one, 1e-5, strides=True)
+    assert "aten.constant_pad_nd.default" in targets(module)
+
+
+def test_where_strides_are_spoken_of_nothing_is_padded() -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: (x.sin() @ weight, torch.as_strided(x.sin(), (6,), (8,))), torch.randn(8, 7))
+    assert pad(lift(one.recording)) == 0
+
+
+@torch.library.custom_op("nimble_padding::rows", mutates_args=())
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """Asks for memory row after row, as kernels of one's own do."""
+    assert x.is_contiguous()
+    return x.sum(1)
+
+
+def test_foreign_operators_get_what_they_got() -> None:
+    weight = torch.randn(7, 4)
+    for forward, count in (
+        (lambda x: (rows(h := x.sin()), h @ weight, h * 2), 1),  # the operand is there twice
+        (lambda x: rows(x.sin() @ weight.t()), 0),  # a part of the result would not do
+    ):
+        one = recorded(forward, torch.randn(6, 7 if count else 4))
+        counted: list[int] = []
+        unchanged_by(lambda module, counted=counted: counted.append(pad(module)), one, 1e-5)
+        assert counted == [count]
+
+
+def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: x.sin() @ weight.t(), torch.randn(6, 4))
+    unmeasured = Decisions()
+    assert pad_products(lift(one.recording), CPU, unmeasured, compiled=True, constant=False) == 0
+    monkeypatch.setattr(padding, "_WORTH", 1.05)
+    times = iter([[10.0, 9.0, 1.0], [10.0, 8.0, 1.0], [10.0, None, 1.0]])
+    found = [
+        pad_products(lift(one.recording), CPU, Decisions(lambda calls: next(times)), compiled=True, constant=False)
+        for _ in range(3)
+    ]
+    assert found == [0, 1, 0]
+    monkeypatch.setattr(padding, "_LEAST_WORK", 1 << 30)
+    assert pad(lift(one.recording)) == 0
+
+
+def test_a_choice_is_made_again_without_measuring() -> None:
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: x.sin() @ weight.t(), torch.randn(6, 4))
+    first = Decisions(fake_timer([1.0]))
+    assert pad_products(lift(one.recording), CPU, first, compiled=True, constant=False) == 1
+    assert [choice.kernel for choice in first.made] == ["padded to 8"]
+    again = Decisions(given=frozenset(first.made))
+    module = unchanged_by(lambda module: pad_products(module, CPU, again, compiled=True, constant=False), one, 1e-5)
+    assert again.made == first.made
+    assert "aten.constant_pad_nd.default" in targets(module)
+    other = Decisions(given=frozenset({KernelChoice(0, "padded to 16")}))
+    assert pad_products(lift(one.recording), CPU, other, compiled=True, constant=False) == 0
+
+
+@pytest.mark.parametrize(("compiled", "constant", "copies"), [(True, True, 0), (True, False, 1), (False, False, 2)])
+def test_what_is_computed_anyway_and_what_is_constant_costs_no_copy(
+    compiled: bool, constant: bool, copies: int
+) -> None:
+    weight = torch.randn(7, 5)
+    one = recorded(lambda x: x.sin() @ weight, torch.randn(6, 7))
+    asked: list[int] = []
+
+    def timer(calls: Any) -> list[float | None]:
+        asked.append(len(calls))
+        return [1.0] * len(calls)
+
+    pad_products(lift(one.recording), CPU, Decisions(timer), compiled=compiled, constant=constant)
+    assert asked == [2 + copies]
+
+
+def test_a_linear_layer_with_a_bias_stays() -> None:
+    weight, bias = torch.randn(7, 4), torch.randn(7)
+    assert pad(lift(recorded(lambda x: F.linear(x, weight, bias), torch.randn(6, 4)).recording)) == 0
+
+
+# -- inputs that are copied anyway -------------------------------------------------------------------------------------
+
+WEIGHT = torch.randn(7, 4, dtype=torch.float64)
+
+
+def backward(gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    """Of a layer with bias, given the gradient of its results for each of several words."""
+    made = gradient.view(-1, 7)
+    return made @ WEIGHT, made.t() @ x, made.sum(0)
+
+
+def group_norm_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """Of inputs, and a gradient that has to be contiguous."""
+    x = torch.linspace(-1, 1, 42, dtype=torch.float64).view(2, 3, 7)
+    found: torch.Tensor = _aten.native_group_norm_backward(
+        gradient, x, x[:, :1, 0], x[:, 1:2, 0], None, 2, 3, 7, 1, [True, False, False]
+    )[0]
+    return found
+
+
+def widen(module: fx.GraphModule) -> int:
+    decisions = Decisions(fake_timer([1.0]))
+    return pad_products(module, CPU, decisions, compiled=True, constant=False, copied_in=1)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_that_is_copied_is_asked_for_with_its_padding(flat: bool) -> None:
+    gradient, x = torch.randn(*((6,) if flat else (2, 3)), 7, dtype=torch.float64), torch.randn(6, 4).double()
+    one = recorded(backward, gradient, x)
+    module = lift(one.recording)
+    assert widen(module) == 2
+    module.graph.lint()
+    module.recompile()
+    signature = fusing._widened(one.signature, module)
+    assert [tuple(each.shape) for each in signature.tensors] == [(*gradient.shape[:-1], 8), (6, 4)]
+    padded = [node for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
+    assert [node.args[0].op for node in padded] == ["get_attr"], "the weight alone is padded by a copy"
+    expected = backward(gradient, x)
+    for found, wanted in zip(module(*signature.tensors), expected, strict=True):
+        torch.testing.assert_close(found, wanted, check_stride=True)
+    run, provenance = tracked(module, one.recording.program)
+    recording = HostDevice().record(one.model, signature, (), {}, Rewritten("library", run, provenance))
+    assert recording.program.inputs[0].sizes == (*gradient.shape[:-1], 8)
+    issuer = Issuer(recording, [gradient, x])
+    for call in recording.program.calls:
+        issuer.issue(call.index)
+    for found, wanted in zip(issuer.outputs(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_last_terms_of_long_sums_come_apart_where_a_weight_would_be_copied(constant: bool) -> None:
+    gradient, x = torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 4).double()
+    one = recorded(lambda gradient, x: backward(gradient.cos(), x), gradient, x)
+    module = unchanged_by(lambda module: pad(module, constant=constant), one, 1e-12)
+    padded = [node.args[0].op for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
+    assert sorted(padded) == (["call_function", "get_attr"] if constant else ["call_function"])
+    assert ("_in_parts" in targets(module)) != constant
+
+
+def test_sums_by_parts_round_as_whole_ones_do() -> None:
+    """The sum of all but the last terms may be too large for its type."""
+    left, right = torch.full((2, 129), 10.0).half(), torch.full((129, 4), 100.0).half()
+    left[:, 128] = -640
+    found = padding._in_parts(F.pad(left, (0, 7)), right, 129)
+    assert torch.equal(found, torch.full((2, 4), 64_000.0).half())
+
+
+def test_conjugated_gradients_stay_as_they_are() -> None:
+    weight = torch.randn(7, 4, dtype=torch.complex64)
+    one = recorded(lambda g: g.conj() @ weight, torch.randn(6, 7, dtype=torch.complex64))
+    module = unchanged_by(widen, one, 1e-5)
+    assert fusing._widened(one.signature, module) is one.signature
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_kernels_that_do_not_look_at_strides_get_what_they_got(view: bool) -> None:
+    """Where the gradient is computed: its other readers look at a part of the padded one."""
+
+    def forward(x: torch.Tensor) -> Any:
+        gradient = x.cos()
+        return gradient.view(6, 7) @ WEIGHT, group_norm_backward(gradient.view(2, 3, 7) if view else gradient)
+
+    counted = []
+    one = recorded(forward, torch.randn(*((6, 7) if view else (2, 3, 7)), dtype=torch.float64))
+    unchanged_by(lambda module: counted.append(pad(module)), one)
+    assert counted == [1]
+
+
+@pytest.mark.parametrize(("each_ns", "count"), [(0.4, 2), (0.6, 0)])
+def test_a_weight_is_padded_for_each_product_that_reads_it(
+    each_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padding, "_WORTH", 1.0)
+    weight = torch.randn(7, 4)
+    one = recorded(lambda x: (x.sin() @ weight.t(), x.cos() @ weight.t()), torch.randn(6, 4))
+    decisions = Decisions(lambda calls: [1.5, 1.0, each_ns])  # two products, two of padded ones, two paddings
+    assert pad_products(lift(one.recording), CPU, decisions, compiled=True, constant=False) == count
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
+    gradient, x = torch.randn(rows // 3, 3, 7, dtype=torch.float64), torch.randn(rows, 4).double()
+    one = recorded(backward, gradient, x)
+    module = lift(one.recording)
+    widen(module)
+    module.recompile()
+    inputs = fusing._widened(one.signature, module).tensors
+    with torch.no_grad():
+        found = compile_graph(module, inputs)(*inputs)
+    for mine, wanted in zip(found, backward(gradient, x), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("forward", "sizes"),
+    [
+        (lambda g: (g @ WEIGHT, g), (6, 7)),  # it is returned
+        (lambda g: (g.view(-1, 7) @ WEIGHT, g.view(-1)), (2, 3, 7)),
+        (lambda g: (g @ WEIGHT, g.mul_(2)), (6, 7)),  # it is written
+        (lambda g: (g @ WEIGHT, rows(g)), (6, 7)),  # somebody asks for row after row
+        (lambda g: g.t() @ g, (7, 7)),  # its rows are odd as well
+        (lambda g: g.view(-1, 7) @ WEIGHT, (2, 21)),  # the matrix has other rows
+        (lambda g: g[:, :, 0] @ WEIGHT, (6, 7, 2)),  # or is a part
+        (lambda g: (g.view(6, 7) @ WEIGHT, group_norm_backward(g)), (2, 3, 7)),  # kernels that do not look at strides
+        (lambda g: (g @ WEIGHT, group_norm_backward(g.view(2, 3, 7))), (6, 7)),
+    ],
+)
+def test_inputs_that_others_look_at_stay_as_they_are(forward: Any, sizes: tuple[int, ...]) -> None:
+    one = recorded(forward, torch.randn(sizes, dtype=torch.float64))
+    module = unchanged_by(widen, one)
+    assert fusing._widened(one.signature, module) is one.signature
+
+
+def test_only_inputs_that_are_copied_are_asked_for_with_padding() -> None:
+    one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
+    module = unchanged_by(pad, one)
+    assert fusing._widened(one.signature, module) is one.signature
+
+
+@pytest.mark.parametrize(("padded_copy_ns", "count"), [(5.0, 2), (40.0, 0)])
+def test_a_padded_input_pays_where_its_copy_and_the_products_take_less(
+    padded_copy_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padding, "_WORTH", 1.05)
+    one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
+    # Two products and the copy as they are; padded products, the padding of the weight, the padded copy.
+    times = [20.0, 20.0, 2.0, 15.0, 15.0, 1.0, padded_copy_ns]
+
+    def timer(calls: Any) -> Any:
+        for call in calls:
+            call()
+        return times[: len(calls)] if len(calls) == len(times) else []
+
+    module = lift(one.recording)
+    assert pad_products(module, CPU, Decisions(timer), compiled=True, constant=False, copied_in=1) == count

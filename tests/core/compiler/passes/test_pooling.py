@@ -1,0 +1,124 @@
+"""Pools in the faster layout: the same numbers, and the same choice each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.pooling import choose_pools
+from nimble_core.compiler.to_fx import lift
+from nimble_core.ir.program import KernelChoice
+from tests.support.rewrite_models import (
+    Drawn,
+    claimed,
+    drawn_models,
+    eager_effects,
+    effects,
+    fake_timer,
+    lifted,
+    recorded,
+    same,
+    targets,
+    unchanged_by,
+)  # fmt: skip
+
+HOST = torch.device("cpu")
+TURNED, AS_IS = fake_timer([2.0, 1.0]), fake_timer([1.0, 2.0])
+
+
+def turned(module: fx.GraphModule) -> int:
+    return choose_pools(module, HOST, Decisions(TURNED))
+
+
+@settings(max_examples=30)
+@given(drawn_models(("max_pool", "max_pool", "avg_pool", "avg_pool", "conv", "slice_", "view_", "flat_view", "input_")))
+def test_any_model_computes_the_same(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    assert claimed(unchanged_by(turned, one)) == claimed(lift(one.recording))
+
+
+@settings(max_examples=40)
+@given(
+    average=st.booleans(),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 1),
+    ceil=st.booleans(),
+    last=st.booleans(),
+    extra=st.booleans(),
+)
+def test_any_pool(average: bool, kernel: int, stride: int, padding: int, ceil: bool, last: bool, extra: bool) -> None:
+    padding = min(padding, kernel // 2)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if average:
+            return F.avg_pool2d(x, kernel, stride, padding, ceil, extra)
+        return F.max_pool2d(x, kernel, stride, padding, 1 + extra, ceil)
+
+    layout = torch.channels_last if last else torch.contiguous_format
+    one = recorded(forward, torch.randn(2, 3, 7, 8).to(memory_format=layout))
+    assert turned(unchanged_by(turned, one, 1e-6)) == 0
+    assert turned(lift(one.recording)) == 1
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: F.max_pool2d(x, 2, return_indices=True),
+        lambda x: F.max_pool2d(x[0], 2),
+        lambda x: F.adaptive_avg_pool2d(x, 3),
+        lambda x: F.max_pool2d(x, 2)[:, :1].mul_(2),
+    ],
+)
+def test_what_else_there_is_computes_the_same(forward: Callable[..., Any]) -> None:
+    unchanged_by(turned, recorded(forward, torch.randn(2, 3, 6, 6)), 1e-6)
+
+
+def test_used_places_forbid_it() -> None:
+    _, module = lifted(lambda x: F.max_pool2d(x, 2, return_indices=True), torch.randn(2, 3, 6, 6))
+    assert turned(module) == 0
+
+
+def test_only_where_it_is_faster() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(x, 2).sum() + F.avg_pool2d(x, 2)
+
+    one = recorded(forward, torch.randn(2, 3, 6, 6))
+    for timer, count in ((TURNED, 2), (AS_IS, 0), (fake_timer([1.0, None]), 0), (fake_timer([None, 1.0]), 0)):
+        assert choose_pools(lift(one.recording), HOST, Decisions(timer)) == count  # type: ignore[arg-type]
+    assert choose_pools(lift(one.recording), HOST, Decisions()) == 0
+
+
+def test_equal_pools_are_timed_once_and_chosen_again_alike() -> None:
+    asked = []
+
+    def timer(calls: Any) -> list[float]:
+        asked.append(len(calls))
+        return [2.0, 1.0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(x, 3, 1, 1) + F.max_pool2d(x.sin(), 3, 1, 1) + F.max_pool2d(x, 3, 1, 1, ceil_mode=True)
+
+    one = recorded(forward, torch.randn(2, 3, 6, 6))
+    first, decisions = lift(one.recording), Decisions(timer)
+    assert choose_pools(first, HOST, decisions) == 3
+    assert asked == [2, 2]
+    assert [choice.kernel for choice in decisions.made] == ["contiguous pool"] * 3
+    some = frozenset(decisions.made[1:])
+    again, follow = lift(one.recording), Decisions(None, some)
+    assert choose_pools(again, HOST, follow) == 2
+    assert frozenset(follow.made) == some
+    other = lift(one.recording)
+    choose_pools(other, HOST, Decisions(timer, frozenset([*some, KernelChoice(99, "contiguous pool")])))
+    assert targets(other) == targets(again)
+    again.recompile()
+    assert same(effects(again, one), eager_effects(one), 1e-6)

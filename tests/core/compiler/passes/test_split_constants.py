@@ -1,0 +1,262 @@
+"""Constants are what weights alone decide; they follow the weights, and nothing else is among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import fx, nn
+
+from nimble_core.compiler.passes import constants
+from nimble_core.compiler.passes.channels_last import to_channels_last
+from nimble_core.compiler.passes.cse import share_equal
+from nimble_core.compiler.passes.decisions import Decisions
+from nimble_core.compiler.passes.fold_batchnorm import affine_norms, fold_affine
+from nimble_core.compiler.passes.merge_siblings import merge_siblings
+from nimble_core.compiler.passes.split_constants import split_constants
+from nimble_core.compiler.to_fx import lift
+from nimble_core.tracing.folded_weights import Folded
+from tests.support.rewrite_models import (
+    Drawn,
+    drawn_models,
+    eager_effects,
+    effects,
+    lifted,
+    live,
+    recorded,
+    same,
+    targets,
+    unchanged_by,
+)
+
+
+def usual(module: fx.GraphModule) -> None:
+    affine_norms(module)
+    share_equal(module)
+    to_channels_last(module)
+    merge_siblings(module, torch.device("cpu"), Decisions(), channels_last=True, compiled=False)
+    fold_affine(module)
+
+
+def names_in(one: Any) -> dict[str, str]:
+    storages = one.recording.program.storages
+    return {f"given_{slot}": storages[one.recording.storage_of[slot]].name for slot in one.recording.given}
+
+
+@settings(max_examples=25)
+@given(drawn_models())
+def test_constants_follow_their_weights_and_sources_are_complete(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one = recorded(model, *inputs)
+    module = lift(one.recording)
+    usual(module)
+    folded = split_constants(module, names_in(one))
+    assert same(effects(module, one), eager_effects(one), 1e-10)
+    if folded is None:
+        return
+    before = [constant.clone() for constant in folded.constants]
+    folded.refresh()
+    assert all(map(torch.equal, folded.constants, before))
+    places = [constant.data_ptr() for constant in folded.constants]
+    named = dict(folded.sources)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.is_floating_point():
+                continue
+            tensor.mul_(1.25)
+            folded.refresh()
+            changed = not all(map(torch.equal, folded.constants, before))
+            assert name in named or not changed, name
+            if name in named:
+                assert named[name]._version == tensor._version
+            before = [constant.clone() for constant in folded.constants]
+    assert same(effects(module, one), eager_effects(one), 1e-10)
+    assert [constant.data_ptr() for constant in folded.constants] == places
+
+
+def cut(forward: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, fx.GraphModule, Folded | None]:
+    one, module = lifted(forward, *inputs)
+    folded = split_constants(module, names_in(one))
+    for _ in range(2):
+        assert same(effects(module, one), eager_effects(one), 1e-6)
+    return one, module, folded
+
+
+X = torch.randn(3, 4)
+W = nn.Parameter(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("forward", "count"),
+    [
+        (lambda x: x @ (W * 2), 1),
+        (lambda x: x + torch.arange(4) * 2.0 + torch.ones(3, 1), 2),
+        (lambda x: x + torch.ones(()).expand(3, 4), 1),
+        (lambda x: F.linear(x, W), 0),  # a view of a weight is free
+        (lambda x: x @ W[:2].t() @ W.view(8, 2)[:2], 0),
+        (lambda x: x + W.exp().sum() + W.exp().t()[0], 2),
+        (lambda x: x @ (W.t() * 2).split(2)[0].t(), 1),
+        (lambda x: torch.tril(torch.ones(3, 3)) @ x, 1),
+    ],
+)
+def test_what_weights_decide_is_folded(forward: Callable[..., Any], count: int) -> None:
+    *_, folded = cut(forward, X)
+    assert (len(folded.constants) if folded else 0) == count
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x + torch.rand(4),
+        lambda x: x + (torch.rand(4) * W).sum(0),
+        lambda x: x + F.dropout(W * 1.0)[0] * 0,
+        lambda x: x + torch.bernoulli(torch.full((4,), 0.5)),
+        lambda x: x + torch.randperm(4),
+        lambda x: x + torch.empty(4).normal_(),
+        lambda x: x.new_zeros(4) + x,
+        lambda x: x + torch.zeros_like(x),
+    ],
+)
+def test_chance_and_inputs_are_not(forward: Callable[..., Any]) -> None:
+    one, module, folded = cut(forward, X)
+    if folded is not None:
+        values = [value.clone() for value in folded.constants]
+        folded.refresh()
+        assert all(map(torch.equal, values, folded.constants))
+    drawn = [name for name in targets(module) if any(word in name for word in ("rand", "bernoulli", "normal"))]
+    eager = [name for name in targets(lift(one.recording)) if any(w in name for w in ("rand", "bernoulli", "normal"))]
+    assert drawn == eager
+
+
+def test_state_that_is_written_is_not_folded() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.ones(4))
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = x * (self.count * 2) * (self.weight * 2)
+            self.count += 1
+            return y, self.count * 3
+
+    one, module = lifted(Counter(), X)
+    folded = split_constants(module, names_in(one))
+    assert folded is not None
+    assert [name for name, _ in folded.sources] == ["weight"]
+    assert same(effects(module, one), eager_effects(one))
+
+
+def written_in_part(x: torch.Tensor) -> Any:
+    table = torch.zeros(3, 4)
+    table[1] = 5
+    table[:, 0] += x[0, 0]
+    return table, table * 2
+
+
+def constant_then_inputs(x: torch.Tensor) -> Any:
+    total = torch.zeros(4)
+    seen = total.view(2, 2)
+    total += x[0]
+    return seen * 1, total
+
+
+@pytest.mark.parametrize("forward", [written_in_part, constant_then_inputs])
+def test_memory_that_is_written_later_is_no_constant(forward: Callable[..., Any]) -> None:
+    cut(forward, X)
+
+
+# -- constants that are returned -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: (torch.arange(4) * 2, x * 1),
+        lambda x: (x * 1, (W * 2), (W * 2).t()),
+        lambda x: (x + torch.ones(4) * 2, torch.ones(4) * 2),
+        lambda x: ((W * 2).view(-1)[1:], (W * 2).expand(2, 4, 4)),
+    ],
+)
+def test_who_gets_a_constant_may_write_it(forward: Callable[..., Any]) -> None:
+    one, module, folded = cut(forward, X)
+    assert folded is not None
+    wanted = eager_effects(one)
+    for made in module(X):
+        if not any(stride == 0 for stride in made.stride()):
+            made.add_(100)
+    assert same(effects(module, one), wanted)
+
+
+def test_a_parameter_that_is_returned_is_the_parameter() -> None:
+    _one, module, _ = cut(lambda x: (W, W.t(), x + (W * 2)[0, 0]), X)
+    made = module(X)
+    assert made[0].data_ptr() == made[1].data_ptr() == W.data_ptr()
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "folds"), [(1 << 20, 1), (64, 0)])
+def test_what_grows_beyond_measure_stays_a_call(monkeypatch: pytest.MonkeyPatch, limit: int, folds: int) -> None:
+    monkeypatch.setattr(constants, "_GROWTH_NBYTES", limit)
+    _one, _module, folded = cut(lambda x: x[0] + torch.ones(10, 100, 4), X)
+    assert (folded is None) == (folds == 0)
+    big = nn.Parameter(torch.randn(100, 100))
+    *_, folded = cut(lambda x: x + (big * 2).sum(), X)  # small in the end
+    assert folded is not None
+    *_, folded = cut(lambda x: x[0, 0] + big * 2, X)  # no larger than what it is made of
+    assert folded is not None
+    assert folded.constants[0].nbytes == big.nbytes
+
+
+def test_only_some_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "_GROWTH_NBYTES", 64)
+    small = nn.Parameter(torch.randn(4))
+    one, module = lifted(lambda x: (x + small * 2, x[0] + torch.ones(10, 100, 4), x + W.exp().sum()), X)
+    folded = split_constants(module, names_in(one))
+    assert folded is not None
+    assert len(folded.constants) == 2
+    with torch.no_grad():
+        small.mul_(3)
+    folded.refresh()
+    assert same(effects(module, one), eager_effects(one), 1e-6)
+
+
+def test_no_constants() -> None:
+    _, module = lifted(lambda x: F.linear(x, W), X)
+    before = targets(module)
+    assert split_constants(module, {}) is None
+    assert targets(module) == before
+
+
+def test_no_two_constants_share_memory_and_expanded_ones_are_whole() -> None:
+    forward = lambda x: (x * (W * 2)[0] + (W * 2)[1], x + torch.ones(1).expand(4), x @ (W * 2))  # noqa: E731
+    one, module = lifted(forward, X)
+    share_equal(module)
+    folded = split_constants(module, {})
+    assert folded is not None
+    assert len({constant.untyped_storage().data_ptr() for constant in folded.constants}) == len(folded.constants)
+    assert not any(0 in constant.stride() for constant in folded.constants)
+    assert same(effects(module, one), eager_effects(one), 1e-6)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    one = recorded(model, torch.randn(1, 3, 5, 5))
+    before = [(tensor.clone(), tensor.data_ptr(), tensor._version) for tensor in live(one)]
+
+    def rewrite(module: fx.GraphModule) -> None:
+        usual(module)
+        folded = split_constants(module, {})
+        assert folded is not None
+        folded.refresh()
+
+    unchanged_by(rewrite, one, 1e-5)
+    for tensor, (value, place, _) in zip(live(one), before, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor.data_ptr() == place

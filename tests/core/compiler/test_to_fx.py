@@ -1,0 +1,408 @@
+"""What is lifted does what eager does: to its outputs, its inputs and the model's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import nn
+
+from nimble_core.compiler.to_fx import (
+    CALL_PREFIX,
+    add_call,
+    arguments_of,
+    calls_of,
+    drop_unused,
+    is_view,
+    movable,
+    pinned,
+    reference_of,
+    use_calls,
+)
+from tests.support.models import CASES, Norms, make
+from tests.support.rewrite_models import Drawn, claimed, drawn_models, eager_effects, effects, lifted, same, targets
+
+aten = torch.ops.aten
+
+
+@settings(max_examples=40)
+@given(drawn_models())
+def test_a_lifted_graph_does_what_eager_does(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
+    model, inputs = made
+    one, module = lifted(model, *inputs)
+    module.graph.lint()
+    wanted = eager_effects(one)
+    for _ in range(2):
+        assert same(effects(module, one), wanted, strides=True)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_model_of_the_recorder(name: str) -> None:
+    model, args, kwargs = make(name)
+    one, module = lifted(model, *args, **kwargs)
+    assert same(effects(module, one), eager_effects(one), strides=True)
+
+
+# -- writes in place -------------------------------------------------------------------------------------------------
+
+
+def view_read_after_write(x: torch.Tensor) -> Any:
+    y = x * 2
+    seen = y.view(-1)
+    y.relu_()
+    return seen + 1
+
+
+def view_written_base_read(x: torch.Tensor) -> Any:
+    y = x * 2
+    y.view(-1).relu_()
+    return y, y + 1
+
+
+def view_written_base_dead(x: torch.Tensor) -> Any:
+    return (x * 2).view(-1).relu_() * 3
+
+
+def input_written(x: torch.Tensor) -> Any:
+    before = x + 1
+    x.relu_()
+    return before, x + 1
+
+
+def view_of_input_written(x: torch.Tensor) -> Any:
+    x[0].mul_(3)
+    return x.view(-1)
+
+
+def slice_written(x: torch.Tensor) -> Any:
+    y = x * 2
+    y[:, 1] += 5
+    return y, y.sum()
+
+
+def overlapping_slices(x: torch.Tensor) -> Any:
+    y = x * 2
+    y[:, :2].add_(1)
+    y[:, 1:].mul_(3)
+    return y
+
+
+def chained(x: torch.Tensor) -> Any:
+    return (x * 2).relu_().add_(1).mul_(x).sub_(3)
+
+
+def two_outputs_share(x: torch.Tensor) -> Any:
+    y = x * 2
+    return y, y.view(-1), y.t()
+
+
+def written_after_returned_view(x: torch.Tensor) -> Any:
+    y = x * 2
+    seen = y.view(-1)
+    y.add_(1)
+    return seen, y
+
+
+def mixed_types(x: torch.Tensor) -> Any:
+    y = x.half()
+    y += x * 0.3
+    y.mul_(x)
+    return y, y.dtype == torch.float16
+
+
+def truths(x: torch.Tensor) -> Any:
+    return (x * 1).gt_(0), (x * 1).logical_not_(), (x * 1).ne_(x) + 1
+
+
+def same_twice(x: torch.Tensor) -> Any:
+    y = x * 2
+    return y, y, x, x
+
+
+def reads_between_writes(x: torch.Tensor) -> Any:
+    y = x * 2
+    seen = y.view(-1)
+    first = y + 1
+    seen.add_(1)
+    second = y + 1
+    seen.add_(1)
+    return first, second, y + 1
+
+
+def strided_target(x: torch.Tensor) -> Any:
+    return (x * 2).t().add_(x.t().contiguous()), (x * 1).t().copy_(x.t()), (x * 1).t().relu_()
+
+
+def copied_into(x: torch.Tensor) -> Any:
+    y = torch.empty(3, 4)
+    y.copy_(x[0])
+    return y.copy_(x), torch.zeros(3, 4).fill_(2.0), torch.empty(2).zero_()
+
+
+def broadcast_into(x: torch.Tensor) -> Any:
+    return (x * 2).add_(x[0]).masked_fill_(x[0] > 0, 1.0).addcmul_(x[0], x[:1], value=2)
+
+
+def written_through_expanded_base(x: torch.Tensor) -> Any:
+    y = x[:1] * 1
+    wide = y.expand(3, 4)
+    y.add_(1)
+    return wide * 2
+
+
+def half_written_by_out(x: torch.Tensor) -> Any:
+    y = torch.zeros(3, 4)
+    torch.add(x[:2], 1, out=y[:2])
+    return y
+
+
+def as_another_type(x: torch.Tensor) -> Any:
+    y = x * 2
+    bits = y.view(torch.int32)
+    bits.bitwise_and_(0x7FFFFFFF)
+    return y
+
+
+def constant_written(x: torch.Tensor) -> Any:
+    total = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    total += x.sum(0)
+    return total * 2
+
+
+TRAPS = [
+    view_read_after_write, view_written_base_read, view_written_base_dead, input_written, view_of_input_written,
+    slice_written, overlapping_slices, chained, two_outputs_share, written_after_returned_view, mixed_types, truths,
+    same_twice, reads_between_writes, strided_target, copied_into, broadcast_into, written_through_expanded_base,
+    half_written_by_out, as_another_type, constant_written,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_writes_in_place_are_seen_by_all_who_look(trap: Callable[..., Any]) -> None:
+    torch.manual_seed(1)
+    one, module = lifted(trap, torch.randn(3, 4))
+    wanted = eager_effects(one)
+    for _ in range(2):
+        assert same(effects(module, one), wanted, strides=True), module.graph
+
+
+def test_writes_that_nobody_else_sees_become_functional() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x * 2, inplace=True).view(-1).add_(1)
+
+    _, module = lifted(forward, torch.randn(3, 4))
+    assert not any(pinned(node) for node in module.graph.nodes)
+    run = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert run == [aten.mul.Tensor, aten.relu.default, aten.reshape.default, aten.add.Tensor]
+
+
+def test_what_shares_written_memory_is_pinned_and_nothing_else() -> None:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        part = y[0]
+        part.add_(1)
+        return y.sigmoid(), x + 1
+
+    _, module = lifted(forward, torch.randn(3, 4))
+    found = {str(node.target): pinned(node) for node in module.graph.nodes if node.op == "call_function"}
+    assert found == {
+        "aten.mul.Tensor": True, "aten.select.int": True, "aten.add_.Tensor": True,
+        "aten.sigmoid.default": False, "aten.add.Tensor": False,
+    }  # fmt: skip
+    still = {str(node.target) for node in module.graph.nodes if node.op == "call_function" and not movable(node)}
+    assert still == {name for name, written in found.items() if written} | {"aten.sigmoid.default"}
+
+
+def test_state_is_written_exactly_once() -> None:
+    model = Norms().train()
+    one, module = lifted(model, torch.randn(4, 3, 6, 6))
+    wanted = eager_effects(one)
+    assert not torch.equal(wanted.state[4], model.norm.running_mean)
+    assert same(effects(module, one), wanted)
+
+
+# -- what stays and what goes ----------------------------------------------------------------------------------------
+
+
+def test_dead_work_is_left_out_but_random_numbers_are_still_drawn() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x.exp().sin()
+        torch.rand(3)
+        torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])
+        return x + torch.rand(3, 4)
+
+    one, module = lifted(forward, torch.randn(3, 4))
+    assert same(effects(module, one), eager_effects(one))
+    run = targets(module)
+    assert run.count("aten.rand.default") == 2
+    assert not any(name.startswith(("aten.exp", "aten.sin", "aten._scaled")) for name in run)
+
+
+def test_checks_stay() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x > -100).all())
+        return x + 1
+
+    _, module = lifted(forward, torch.randn(3))
+    module(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="got zero"):
+        module(torch.full((3,), -200.0))
+
+
+def test_the_graph_reads_live_weights() -> None:
+    model = nn.Linear(3, 3).eval()
+    one, module = lifted(model, torch.randn(2, 3))
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert same(effects(module, one), eager_effects(one))
+
+
+def test_outputs_that_are_inputs_and_parameters_are_these() -> None:
+    model = nn.Linear(3, 3)
+    one, module = lifted(lambda x: (x, model.weight, x), torch.randn(2, 3))
+    x = torch.randn(2, 3)
+    first, weight, second = module(x)
+    assert first is x
+    assert second is x
+    assert weight.data_ptr() == model.weight.data_ptr()
+    assert one.recording.program.calls == ()
+
+
+# -- provenance ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_every_eager_call_is_one_node(trap: Callable[..., Any]) -> None:
+    one, module = lifted(trap, torch.randn(3, 4))
+    assert claimed(module) == set(range(len(one.recording.program.calls)))
+    found = [calls_of(node) for node in module.graph.nodes if node.name.startswith(CALL_PREFIX)]
+    assert found == [(call,) for call in range(len(found))]
+
+
+def test_nodes_are_named_after_their_calls() -> None:
+    one, module = lifted(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3))
+    named = {node.name: calls_of(node) for node in module.graph.nodes if calls_of(node)}
+    assert named == {f"{CALL_PREFIX}{call.index}": (call.index,) for call in one.recording.program.calls}
+
+
+def test_references_are_what_was_recorded() -> None:
+    one, module = lifted(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 6, 6))
+    (node,) = (node for node in module.graph.nodes if node.target is aten.convolution.default)
+    recorded_ref = reference_of(node)
+    assert recorded_ref is not None
+    assert recorded_ref.sizes == (2, 4, 4, 4)
+    assert recorded_ref == one.recording.program.outputs[0]
+
+
+# -- operators that return several -----------------------------------------------------------------------------------
+
+
+def test_results_by_their_place() -> None:
+    def forward(x: torch.Tensor) -> Any:
+        values, places = x.sort(1)
+        low, high = torch.aminmax(x, dim=1)
+        _a, b, c = x.split([1, 2, 1], 1)
+        _u, s, _v = torch.linalg.svd(x)
+        return places, values * 2, high - low, c, b, s
+
+    one, module = lifted(forward, torch.randn(3, 4))
+    assert same(effects(module, one), eager_effects(one))
+
+
+@pytest.mark.parametrize("mask", [[True, True, True], [True, True, False], [False, True, True], [False, True, False]])
+def test_results_that_an_operator_leaves_out(mask: list[bool]) -> None:
+    weight = torch.randn(4, 3, 3, 3)
+
+    def forward(grad: torch.Tensor, x: torch.Tensor) -> Any:
+        made = aten.convolution_backward(
+            grad, x, weight, [4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, output_mask=mask
+        )
+        return [one for one in made if one is not None]
+
+    one, module = lifted(forward, torch.randn(2, 4, 4, 4), torch.randn(2, 3, 6, 6))
+    assert same(effects(module, one), eager_effects(one))
+
+
+def test_windows_that_differ_in_strides_of_no_matter_count_in_results_only() -> None:
+    """Gradients of 1x1 convolutions are such windows: optimizers want them laid out like the parameter."""
+
+    def forward(x: torch.Tensor) -> Any:
+        made = x.mean((2, 3), keepdim=True)
+        window = made.as_strided(made.shape, (4, 1, 4, 4))
+        inner = x.sum((2, 3), keepdim=True)
+        return made, window, inner.as_strided(made.shape, (4, 1, 4, 4)) * 2
+
+    one, module = lifted(forward, torch.randn(2, 4, 3, 3))
+    wanted = eager_effects(one)
+    assert same(effects(module, one), wanted)
+    made, window, _ = effects(module, one).outputs
+    assert (made.stride(), window.stride()) == ((4, 1, 1, 1), (4, 1, 4, 4))
+    assert aten.as_strided.default not in targets(module)
+
+
+def test_recurrent_layers_in_training() -> None:
+    layer = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            made, (hidden, cell) = layer(x.detach())
+            return made.detach(), *torch.autograd.grad((made.sum(), hidden.sum(), cell.sum()), layer.parameters())
+
+    one, module = lifted(forward, torch.randn(2, 5, 4))
+    assert same(effects(module, one), eager_effects(one), 1e-6)
+
+
+# -- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def test_arguments_by_keyword_are_found() -> None:
+    weight = torch.randn(4, 3, 3, 3)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return aten.convolution.default(
+            x, weight, bias=None, stride=[1, 1], padding=[0, 0], dilation=[1, 1], transposed=False,
+            output_padding=[0, 0], groups=1,
+        )  # fmt: skip
+
+    one, module = lifted(forward, torch.randn(1, 3, 5, 5))
+    (node,) = (node for node in module.graph.nodes if node.target is aten.convolution.default)
+    assert len(node.args) == 9
+    assert not node.kwargs
+    assert arguments_of(node)["groups"] == 1
+    assert same(effects(module, one), eager_effects(one))
+
+
+@pytest.mark.parametrize("split", [lambda x: x.unsafe_chunk(2, 1), lambda x: x.unsafe_split_with_sizes([1, 3], 1)])
+def test_splits_say_that_they_are_views(split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        whole = x + 1
+        first, second = split(whole)
+        return first.sigmoid_().sum() + second.tanh_().sum() + whole.sum()
+
+    one, module = lifted(forward, torch.randn(3, 4))
+    assert all(is_view(node.target) for node in module.graph.nodes if "split" in str(node.target))
+    assert same(effects(module, one), eager_effects(one))
+
+
+def test_views_are_told_from_what_makes_memory() -> None:
+    assert is_view(aten.view.default)
+    assert is_view(aten.split.Tensor)
+    assert is_view(aten.reshape.default)
+    assert not any(is_view(func) for func in (aten.relu.default, aten.relu_.default, aten.add.Tensor, torch.relu))
+
+
+def test_calls_are_gathered() -> None:
+    _, module = lifted(lambda x: (x + 1) * 2, torch.randn(3))
+    first, second = (node for node in module.graph.nodes if node.op == "call_function")
+    with module.graph.inserting_before(second):
+        node = add_call(module.graph, aten.mul.Tensor, (first, 2), (first, second))
+    assert calls_of(node) == (0, 1)
+    assert reference_of(node) == reference_of(second)
+    use_calls(second, first, node)
+    assert calls_of(second) == (0, 1)
+    drop_unused(module)
+    assert node not in set(module.graph.nodes)

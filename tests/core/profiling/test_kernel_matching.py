@@ -1,0 +1,341 @@
+"""Which activity was which node: by id, by name and order, and what follows for timeline and costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nimble_core.ir.occupancy import Multiprocessors
+from nimble_core.ir.schedule import Schedule
+from nimble_core.ir.timeline import SelfCheck
+from nimble_core.profiling.cupti import Activity
+from nimble_core.profiling.kernel_matching import Launch, Told, observation, tell_by_id, tell_by_order
+from nimble_core.scheduling.verify_capture import RawGraph
+
+GPU = Multiprocessors(132, 2048, 65536, 233472)
+KERNELS = ("kernel",) * 4
+DIAMOND = RawGraph((10, 11, 12, 13), KERNELS, ((0, 1), (0, 2), (1, 3), (2, 3)), (0, 1, 2, 3))
+PLAN = Schedule("mine", (0, 0, 1, 0), (0, 1, 2, 3), ((0, 2), (2, 3)))
+
+
+def ran(name: str, start: int, end: int, *, node: int = -1, stream: int = 7) -> Activity:
+    return Activity("kernel", name, start, end, stream, node, (8, 1, 1), (64, 1, 1), 32)
+
+
+def named(*names: str) -> tuple[Launch, ...]:
+    return tuple(Launch(name, (8, 1, 1), (64, 1, 1)) for name in names)
+
+
+def seen_as(told: Told, replay: int = 0) -> dict[int, str]:
+    return {node: runs[replay].name for node, runs in told.runs.items()}
+
+
+def made(told: Told, raw: RawGraph = DIAMOND, plan: Schedule = PLAN, replays: int = 1, **more: object):
+    given_ = {"clock": "CUPTI activity", "profiled_ns": 0.0, "unprofiled_ns": 90.0, "gpu": GPU} | more
+    return observation(told, raw, plan, replays, **given_)  # type: ignore[arg-type]
+
+
+DIAMOND_RUN = [
+    ran("a", 100, 110, node=0),
+    ran("b", 112, 140, node=2),
+    ran("c", 113, 130, node=3, stream=9),
+    ran("d", 142, 150, node=4),
+]
+IDS = {0: 0, 2: 1, 3: 2, 4: 3}
+
+
+def test_by_id_each_kernel_is_its_call_on_its_planned_stream() -> None:
+    told = tell_by_id(DIAMOND_RUN, DIAMOND, IDS, 1)
+    assert told.check == SelfCheck(4, 4, "graph node id")
+    seen = made(told)
+    spans = [(span.lane, span.start_ns, span.end_ns, span.call) for span in seen.timeline.spans]
+    assert spans == [(0, 0.0, 10.0, 0), (0, 12.0, 40.0, 1), (1, 13.0, 30.0, 2), (0, 42.0, 50.0, 3)]
+    assert seen.timeline.streams == (7, 7, 9, 7)
+    assert seen.timeline.nodes == (0, 2, 3, 4)
+    assert [kernel.node for kernel in seen.costs.kernels] == [0, 2, 3, 4]
+    assert seen.timeline.reliable
+    assert seen.timeline.note == ""
+    assert seen.costs.ns == (10.0, 28.0, 17.0, 8.0)
+    assert seen.costs.source == "CUPTI, kernels of 1 replays of policy mine"
+    assert (seen.timeline.profiled_ns, seen.timeline.unprofiled_ns) == (50.0, 90.0)
+
+
+def test_what_was_launched_ahead_begins_when_what_it_waits_for_has_ended() -> None:
+    raw = replace(DIAMOND, ahead=((0, 1), (2, 3)))
+    early = [DIAMOND_RUN[0], ran("b", 104, 140, node=2), *DIAMOND_RUN[2:]]
+    spans = made(tell_by_id(early, raw, IDS, 1), raw).timeline.spans
+    assert [(span.call, span.start_ns, span.end_ns) for span in spans] == [
+        (0, 0.0, 10.0),
+        (1, 10.0, 40.0),
+        (2, 13.0, 30.0),
+        (3, 42.0, 50.0),
+    ]
+
+
+def test_by_order_what_is_launched_ahead_may_begin_once_what_it_waits_for_has() -> None:
+    raw = RawGraph((11, 12, 13), ("kernel",) * 3, ((0, 1),), (0, 1, 2), ahead=((0, 1),))
+    seen = [ran("k", 100, 140, stream=1), ran("k", 120, 200, stream=1), ran("k", 145, 160, stream=2)]
+    told = tell_by_order(seen, raw, named("k", "k", "k"), 1)
+    assert {node: one.start_ns for node, (one,) in told.runs.items()} == {0: 100, 1: 120, 2: 145}
+    assert told.check.ambiguous == 3, "nobody can tell the second from the third"
+    alone = replace(raw, edges=((0, 1), (1, 2)), ahead=((0, 1), (1, 2)))
+    chain = tell_by_order(seen, alone, (Launch("a", (8, 1, 1), (64, 1, 1)), *named("k", "k")), 1)
+    assert not chain.runs, "no kernel of that name was seen"
+    names = [replace(one, name=name) for one, name in zip(seen, "abc", strict=True)]
+    assert tell_by_order(names, alone, named("a", "b", "c"), 1).check == SelfCheck(3, 3, "name and order")
+
+
+def test_a_node_missed_in_one_replay_makes_it_unreliable() -> None:
+    again = [replace(one, start_ns=one.start_ns + 500, end_ns=one.end_ns + 500) for one in DIAMOND_RUN]
+    told = tell_by_id(DIAMOND_RUN + again[:-1], DIAMOND, IDS, 2)
+    assert told.check == SelfCheck(4, 3, "graph node id")
+    seen = made(told, replays=2)
+    assert not seen.timeline.reliable
+    assert not seen.costs.reliable
+    assert seen.timeline.note == "3 of 4 nodes seen in every replay"
+
+
+def test_kernels_of_unknown_nodes_make_it_unreliable_and_work_outside_graphs_does_not() -> None:
+    for outside in (ran("fill of the random state", 90, 95), ran("fill of the random state", 151, 155)):
+        told = tell_by_id(sorted([outside, *DIAMOND_RUN], key=lambda one: one.start_ns), DIAMOND, IDS, 1)
+        assert told.check == SelfCheck(4, 4, "graph node id")
+        assert seen_as(told) == dict(enumerate("abcd"))
+    told = tell_by_id([*DIAMOND_RUN, ran("x", 160, 161, node=77)], DIAMOND, IDS, 1)
+    assert told.check.unexpected == 1
+    assert made(told).timeline.note == "1 kernels or copies belong to no node"
+    assert not made(told).timeline.reliable
+
+
+def test_records_of_an_earlier_graph_that_come_late_do_not_count() -> None:
+    late = ran("of another graph", 40, 45, node=77)
+    assert tell_by_id([late, *DIAMOND_RUN], DIAMOND, IDS, 1).check == SelfCheck(4, 4, "graph node id")
+
+
+def test_nothing_seen_is_unreliable() -> None:
+    seen = made(tell_by_id([], DIAMOND, {}, 3), replays=3, note="somebody else has it")
+    assert (seen.timeline.spans, seen.timeline.reliable) == ((), False)
+    assert seen.timeline.note == "somebody else has it"
+    assert seen.costs.source == "unknown: somebody else has it"
+
+
+def test_the_median_replay_is_drawn_and_medians_are_the_costs() -> None:
+    one = RawGraph((5,), ("kernel",), (), (0,))
+    runs = [ran("a", at, at + long, node=1) for at, long in ((0, 10), (100, 30), (200, 20))]
+    seen = made(tell_by_id(runs, one, {1: 0}, 3), one, Schedule("single", (0,), (0,), ()), 3)
+    assert seen.timeline.length_ns == 20
+    assert seen.costs.ns == (20.0,)
+
+
+def test_the_wall_time_of_a_watched_replay_is_taken_where_it_is_known() -> None:
+    seen = made(tell_by_id(DIAMOND_RUN, DIAMOND, IDS, 1), profiled_ns=63.0)
+    assert (seen.timeline.profiled_ns, seen.timeline.length_ns) == (63.0, 50.0)
+
+
+def without_ids(runs: list[Activity]) -> list[Activity]:
+    return [replace(one, node=-1) for one in runs]
+
+
+def test_names_tell_nodes_that_differ() -> None:
+    told = tell_by_order(without_ids(DIAMOND_RUN), DIAMOND, named("a", "b", "c", "d"), 1)
+    assert seen_as(told) == {0: "a", 1: "b", 2: "c", 3: "d"}
+    assert told.check == SelfCheck(4, 4, "name and order", 0)
+    assert made(told).timeline.nodes == ()
+    assert made(told).timeline.note == "no graph node ids: kernels told by name and order, without doubt"
+
+
+def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() -> None:
+    runs = [replace(one, name="k", node=-1) for one in DIAMOND_RUN]
+    told = tell_by_order(runs, DIAMOND, named("k", "k", "k", "k"), 1)
+    assert [told.runs[node][0].start_ns for node in range(4)] == [100, 112, 113, 142]
+    assert told.check == SelfCheck(4, 4, "name and order", 2)  # 1 and 2: each could be the other
+    assert "2 of them could be another call's" in made(told).timeline.note
+
+
+def test_what_follows_corrects_a_choice_between_kernels_of_one_name() -> None:
+    # 0 and 1 launch k; y follows 1 alone. The k that started first had ended when y began, the other had not.
+    raw = RawGraph((1, 2, 3), ("kernel",) * 3, ((1, 2),), (0, 1, 2))
+    runs = [ran("k", 0, 10), ran("y", 12, 20), ran("k", 14, 40, stream=8)]
+    told = tell_by_order(runs, raw, named("k", "k", "y"), 1)
+    assert [told.runs[node][0].start_ns for node in range(3)] == [14, 0, 12]
+
+
+def test_several_choices_in_a_row_are_corrected() -> None:
+    # 0, 1, 2 and 3, 4 are chains of k; y follows 4. The first two k were taken for 0 and 1.
+    raw = RawGraph(tuple(range(6)), ("kernel",) * 6, ((0, 1), (1, 2), (3, 4), (4, 5)), tuple(range(6)))
+    runs = [ran("k", at, at + 8) for at in (0, 10)]
+    runs += [ran("y", 20, 28), *(ran("k", at, at + 8, stream=8) for at in (30, 40, 50))]
+    told = tell_by_order(runs, raw, named("k", "k", "k", "k", "k", "y"), 1)
+    assert [told.runs[node][0].start_ns for node in range(6)] == [30, 40, 50, 0, 10, 20]
+
+
+def test_a_kernel_that_had_not_ended_is_exchanged_for_one_that_had() -> None:
+    # 0 and 1 launch k, and both have begun when y does, which follows 1: only the other of the two had ended.
+    raw = RawGraph((1, 2, 3), ("kernel",) * 3, ((1, 2),), (0, 1, 2))
+    runs = [ran("k", 0, 30), ran("k", 2, 10, stream=8), ran("y", 12, 20, stream=8)]
+    for before in (((1, 2),), ((0, 2),)):
+        wanted = [0, 2] if before == ((1, 2),) else [2, 0]
+        told = tell_by_order(runs, replace(raw, edges=before), named("k", "k", "y"), 1)
+        assert [told.runs[node][0].start_ns for node in range(3)] == [*wanted, 12]
+
+
+def test_a_kernel_follows_its_chain_on_its_stream() -> None:
+    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 2), (1, 3)), (0, 1, 2, 3))
+    runs = [
+        ran("a", 0, 10, stream=5),
+        ran("b", 0, 11, stream=6),
+        ran("k", 15, 20, stream=6),
+        ran("k", 16, 20, stream=5),
+    ]
+    told = tell_by_order(runs, raw, named("a", "b", "k", "k"), 1)
+    assert [told.runs[node][0].start_ns for node in range(4)] == [0, 0, 16, 15]
+    assert told.check.ambiguous == 2
+
+
+def test_what_follows_from_a_doubtful_choice_is_in_doubt_until_nothing_is_left_to_mistake() -> None:
+    # x, k and y, k, z: either k may be the first that ran; z follows one of them, and both have ended before e begins.
+    raw = RawGraph(tuple(range(7)), ("kernel",) * 7, ((0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 6)), tuple(range(7)))
+    names = ("x", "y", "k", "k", "z", "z", "e")
+    runs = [
+        ran("x", 0, 10, stream=5),
+        ran("y", 0, 10, stream=6),
+        ran("k", 15, 20, stream=8),
+        ran("z", 21, 30, stream=8),
+        ran("k", 40, 50, stream=9),
+        ran("z", 51, 60, stream=9),
+        ran("e", 70, 80, stream=5),
+    ]
+    told = tell_by_order(runs, raw, named(*names), 1)
+    assert told.check.ambiguous == 4
+
+
+def test_kernels_that_start_early_leave_more_in_doubt() -> None:
+    # 1 waits for 0 and began before 0 had ended, so that the second k, too, may have been 3, which waits for 1.
+    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 1), (1, 3)), (0, 1, 2, 3))
+    runs = [ran("a", 0, 20), ran("b", 15, 60), ran("k", 30, 40, stream=8), ran("k", 61, 70)]
+    assert tell_by_order(runs, raw, named("a", "b", "k", "k"), 1).check.ambiguous == 2
+    prompt = [replace(runs[0], end_ns=10), *runs[1:]]
+    assert tell_by_order(prompt, raw, named("a", "b", "k", "k"), 1).check.ambiguous == 0
+
+
+def test_order_goes_through_nodes_that_take_no_time() -> None:
+    raw = RawGraph((1, 2, 3), ("kernel", "empty", "kernel"), ((0, 1), (1, 2)), (0, None, 1))
+    runs = [ran("k", 0, 10), ran("k", 12, 20)]
+    told = tell_by_order(runs, raw, (*named("k"), Launch(), *named("k")), 1)
+    assert [told.runs[node][0].start_ns for node in (0, 2)] == [0, 12]
+    assert told.check == SelfCheck(2, 2, "name and order", 0)
+
+
+def test_other_kernels_than_the_graphs_are_not_told() -> None:
+    launches = named("a", "b", "c", "d")
+    runs = without_ids(DIAMOND_RUN)
+    for wrong in (runs[:-1], [*runs, ran("e", 160, 170)], [*runs[:-1], ran("e", 142, 150)]):
+        told = tell_by_order(wrong, DIAMOND, launches, 1)
+        assert told.runs == {}
+        assert not told.check.passed
+        assert not made(told).timeline.reliable
+
+
+def test_an_order_that_the_graph_forbids_is_not_told() -> None:
+    backwards = [ran("d", 0, 5), ran("b", 10, 15), ran("c", 20, 25), ran("a", 30, 35)]
+    assert tell_by_order(backwards, DIAMOND, named("a", "b", "c", "d"), 1).runs == {}
+
+
+def test_names_that_tools_demangle_differently_still_agree() -> None:
+    runs = [ran("void at::gemm<float>(int, float)", 0, 5)]
+    told = tell_by_order(runs, RawGraph((1,), ("kernel",), (), (0,)), named("at::gemm<float>(int, float)"), 1)
+    assert told.check.passed
+
+
+def test_launch_shapes_come_from_the_graph_where_activities_have_none() -> None:
+    bare = [replace(one, node=-1, grid=(0, 0, 0), block=(0, 0, 0), registers=0) for one in DIAMOND_RUN]
+    launches = named("a", "b", "c", "d")
+    seen = made(tell_by_order(bare, DIAMOND, launches, 1), launches=launches)
+    assert {kernel.grid for kernel in seen.costs.kernels} == {(8, 1, 1)}
+    assert len(seen.costs.demand) == 4
+    unknown = made(tell_by_order(bare, DIAMOND, launches, 1))
+    assert unknown.costs.demand == ()
+
+
+def test_copies_are_told_by_kind() -> None:
+    raw = RawGraph((1, 2), ("memcpy", "kernel"), ((0, 1),), (0, 1))
+    runs = [Activity("memcpy", "Memcpy DtoD (Device -> Device)", 0, 4, 7, -1), ran("k", 5, 9)]
+    assert tell_by_order(runs, raw, (Launch(), *named("k")), 1).check.passed
+
+
+@st.composite
+def replayed(draw: st.DrawFn) -> tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]]:
+    """A graph, what its nodes launch, and one replay of it that keeps its order; ids are twice the nodes."""
+    size = draw(st.integers(1, 9))
+    edges = [(u, v) for v in range(size) for u in range(v) if draw(st.integers(0, 3)) == 0]
+    names = [draw(st.sampled_from("ab")) for _ in range(size)]
+    end: list[int] = []
+    runs = []
+    for node in range(size):
+        start = max([end[u] for u, v in edges if v == node], default=0) + draw(st.integers(0, 5))
+        end.append(start + draw(st.integers(1, 9)))
+        runs.append(ran(names[node], start, end[node], node=2 * node, stream=draw(st.integers(0, 2))))
+    raw = RawGraph(tuple(range(size)), ("kernel",) * size, tuple(sorted(edges)), tuple(range(size)))
+    return raw, named(*names), sorted(runs, key=lambda one: (one.start_ns, one.end_ns)), {2 * n: n for n in range(size)}
+
+
+@given(replayed(), st.integers(1, 3), st.lists(st.integers(0, 3000), max_size=4))
+def test_ids_are_always_right_whatever_runs_outside_the_graph(
+    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]], replays: int, outside: list[int]
+) -> None:
+    raw, _, runs, ids = case
+    seen = [replace(r, start_ns=r.start_ns + 999 * k, end_ns=r.end_ns + 999 * k) for k in range(replays) for r in runs]
+    seen += [ran("fill of the random state", start, start + 1) for start in outside]
+    told = tell_by_id(sorted(seen, key=lambda one: (one.start_ns, one.end_ns)), raw, ids, replays)
+    size = len(raw.nodes)
+    assert told.check == SelfCheck(size, size, "graph node id")
+    assert all(one.node == 2 * node for node, of in told.runs.items() for one in of)
+    drawn = made(told, raw, Schedule("mine", (0,) * size, tuple(range(size)), ()), replays)
+    assert sorted(drawn.timeline.nodes) == sorted(ids)
+    assert [kernel.node for kernel in drawn.costs.kernels] == sorted(ids)
+
+
+@settings(max_examples=300)
+@given(replayed())
+def test_name_and_order_give_each_activity_once_to_a_node_of_its_name_in_the_graphs_order(
+    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]],
+) -> None:
+    raw, launches, runs, _ = case
+    told = tell_by_order(without_ids(runs), raw, launches, 1)
+    if not told.runs:  # not found within the limits of the search; said, not guessed
+        assert not told.check.passed
+        return
+    assert sorted(of[0].start_ns for of in told.runs.values()) == [one.start_ns for one in runs]
+    assert all(of[0].name == launches[node].name for node, of in told.runs.items())
+    assert all(told.runs[u][0].start_ns <= told.runs[v][0].start_ns for u, v in raw.edges)
+
+
+def test_few_replays_are_refused_or_told_against_the_graphs_order() -> None:
+    """Which of many kernels of one name it was is searched for within limits, and so not always found."""
+    outcomes: Counter[str] = Counter()
+
+    @settings(max_examples=1000, database=None)
+    @given(replayed())
+    def count(case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]]) -> None:
+        raw, launches, runs, _ = case
+        told = tell_by_order(without_ids(runs), raw, launches, 1).runs
+        early = bool(told) and any(told[u][0].end_ns > told[v][0].start_ns for u, v in raw.edges)
+        outcomes["refused" if not told else "early" if early else "right"] += 1
+
+    count()
+    assert outcomes["right"] > 980, outcomes
+
+
+@settings(max_examples=500)
+@given(replayed())
+def test_no_more_is_told_wrong_than_is_in_doubt(
+    case: tuple[RawGraph, tuple[Launch, ...], list[Activity], dict[int, int]],
+) -> None:
+    raw, launches, runs, ids = case
+    told = tell_by_order(without_ids(runs), raw, launches, 1)
+    if told.check.passed:
+        exact = tell_by_id(runs, raw, ids, 1)
+        wrong = sum(replace(exact.runs[node][0], node=-1) != of[0] for node, of in told.runs.items())
+        assert wrong <= told.check.ambiguous

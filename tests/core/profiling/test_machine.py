@@ -1,0 +1,142 @@
+"""The environment stamp: complete on any machine, and never an exception."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from nimble_core.profiling import machine as host_info
+from nimble_core.profiling.machine import GpuFacts, cpu_name, environment, finish, gpu_facts, throttle_reasons
+
+
+def test_stamp_of_this_machine() -> None:
+    stamp = environment("cpu")
+    assert stamp.device == "cpu"
+    assert stamp.device_name == stamp.host_cpu != ""
+    assert 1 <= stamp.cores <= (os.cpu_count() or 1)
+    assert stamp.threads == torch.get_num_threads()
+    assert stamp.torch == str(torch.__version__)
+    assert stamp.python == ".".join(map(str, sys.version_info[:3]))
+    assert stamp.driver == ""
+    assert stamp.other_processes is None
+    assert datetime.fromisoformat(stamp.date).tzinfo == UTC
+
+
+def test_settings_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-secret")
+    before = dict(environment("cpu").settings)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.backends.cudnn.flags(benchmark=True):
+        inside = dict(environment("cpu").settings)
+    assert (before["autocast"], inside["autocast"]) == ("False", "bfloat16")
+    assert (before["cudnn.benchmark"], inside["cudnn.benchmark"]) == ("False", "True")
+    assert before["env.OMP_NUM_THREADS"] == "3"
+    assert before["env.CUDA_VISIBLE_DEVICES"] == "set"
+    names = [name for name, _ in environment("cpu").settings]
+    assert names == sorted(names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU answers")
+def test_cuda_stamp_without_a_gpu_is_empty_but_there() -> None:
+    stamp = environment("cuda")
+    assert stamp.device_name == "unknown GPU"
+    assert finish(stamp) == stamp
+
+
+@pytest.mark.gpu
+def test_cuda_stamp() -> None:
+    stamp = finish(environment("cuda"))
+    assert stamp.device_name == torch.cuda.get_device_name()
+    assert stamp.driver
+    assert len(stamp.sm_clock_mhz) == 2
+    assert stamp.cuda == torch.version.cuda
+
+
+def test_finish_adds_clock_and_throttling(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter(
+        [
+            GpuFacts("580.1", 1980, ("software power cap",), (os.getpid(), 7)),
+            GpuFacts("580.1", 1200, ("software power cap", "hardware slowdown"), ()),
+        ]
+    )
+    monkeypatch.setattr(host_info, "gpu_facts", lambda uuid: next(seen))
+    before = environment("cuda")
+    assert (before.driver, before.sm_clock_mhz, before.throttling) == ("580.1", (1980,), ("software power cap",))
+    after = finish(before)
+    assert after.sm_clock_mhz == (1980, 1200)
+    assert after.throttling == ("software power cap", "hardware slowdown")
+    assert replace(after, sm_clock_mhz=(1980,), throttling=before.throttling) == before
+
+
+def test_finish_leaves_the_host_alone() -> None:
+    stamp = environment("cpu")
+    assert finish(stamp) is stamp
+
+
+@pytest.mark.parametrize(
+    ("processes", "holds_context", "others"),
+    [
+        (None, True, None),
+        ((), True, None),
+        ((), False, 0),
+        ((os.getpid(),), True, 0),
+        ((os.getpid(), 1, 2), True, 2),
+        ((1,), True, 0),
+        ((1, 2), False, 2),
+    ],
+)
+def test_other_processes(processes: tuple[int, ...] | None, holds_context: bool, others: int | None) -> None:
+    assert host_info._others(processes, holds_context=holds_context) == others
+
+
+@pytest.mark.parametrize("field", ["clocks_event_reasons.active", "clocks_throttle_reasons.active"])
+def test_smi_of_new_and_old_drivers(field: str) -> None:
+    def ask(arguments: object) -> str:
+        text = " ".join(arguments)  # type: ignore[call-overload]
+        assert "-i GPU-1" in text
+        if "compute-apps" in text:
+            return "11\n12\n"
+        return "580.82, 1980, 0x0000000000000044\n" if field in text else ""
+
+    facts = host_info._from_smi("GPU-1", ask)
+    assert facts == GpuFacts("580.82", 1980, ("software power cap", "hardware thermal slowdown"), (11, 12))
+
+
+@pytest.mark.parametrize("answer", ["", "garbage", "580, [N/A], [N/A]", "No devices were found"])
+def test_smi_that_does_not_say(answer: str) -> None:
+    facts = host_info._from_smi("", lambda arguments: answer if "--query-gpu" in arguments[0] else "")
+    assert facts.sm_clock_mhz is None
+    assert facts.throttling == ()
+
+
+def test_a_hanging_smi_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 5)
+
+    monkeypatch.setattr(host_info, "_from_nvml", hang)
+    monkeypatch.setattr(host_info.shutil, "which", lambda name: name)
+    monkeypatch.setattr(host_info.subprocess, "run", hang)
+    assert gpu_facts() == GpuFacts()
+
+
+def test_idle_is_no_throttling() -> None:
+    assert throttle_reasons(0x1 | 0x2) == ()
+
+
+def test_cpu_name(tmp_path: Path) -> None:
+    listing = tmp_path / "cpuinfo"
+    listing.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert cpu_name(str(listing)) == "Some CPU @ 2 GHz"
+    assert cpu_name(str(tmp_path / "none")) != ""
+
+
+def test_importing_needs_no_torch() -> None:
+    code = "import sys, nimble_core.profiling.machine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

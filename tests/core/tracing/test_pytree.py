@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPOutput
+
+from nimble_core.tracing.pytree import Constant, Leaf, Node, builder, flatten, leaf_paths, reader, same_structure
+from nimble_core.utils.errors import InputError
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Plain:
+    a: Any
+    b: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    a: Any
+    b: Any = 3
+
+
+@dataclass
+class Derived:
+    a: Any
+    count: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.count = 7
+
+
+@dataclass
+class Late:
+    a: Any
+    made: Any = field(default=None, init=False)
+
+
+class Registered:
+    def __init__(self, tensors: list[torch.Tensor], name: str) -> None:
+        self.tensors, self.name = tensors, name
+
+
+_pytree.register_pytree_node(
+    Registered, lambda v: (v.tensors, v.name), lambda tensors, name: Registered(list(tensors), name)
+)
+
+
+class Box:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+constants = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just(torch.float16), st.just(slice(1))
+)
+leaves = st.one_of(constants, st.builds(lambda n: torch.full((2,), n), st.integers(0, 9)))
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.integers(), inner, max_size=2).map(OrderedDict),
+        st.builds(Plain, inner, inner),
+        st.builds(Frozen, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (Plain, Frozen)):
+        return equal(a.a, b.a) and equal(a.b, b.b)
+    return bool(a == b)
+
+
+@given(values)
+def test_what_was_taken_apart_is_put_together_again(value: Any) -> None:
+    tensors, structure = flatten(value)
+    built = builder(structure)(tensors)
+    assert equal(built, value)
+    again, second = flatten(built)
+    assert all(x is y for x, y in zip(tensors, again, strict=True))
+    assert same_structure(structure, second)
+    assert len(leaf_paths(structure)) == len(tensors)
+
+
+@given(values, values)
+def test_a_reader_finds_the_tensors_of_its_own_structure_only(a: Any, b: Any) -> None:
+    read = reader(flatten(a)[1])
+    for value in (a, b):
+        tensors, structure = flatten(value)
+        found = read(value)
+        assert (found is not None) == same_structure(structure, flatten(a)[1])
+        if found is not None:
+            assert len(found) == len(tensors)
+            assert all(one is other for one, other in zip(found, tensors, strict=True))
+
+
+def test_a_reader_of_another_type_than_it_knows() -> None:
+    x = torch.ones(1)
+    read = reader(flatten(([x, 1], {"a": x, "b": Plain(x)}))[1])
+    assert read(([x, 1], {"a": x, "b": Plain(x)})) is not None
+    others: list[Any] = [None, x, ([x, 1], {"b": Plain(x), "a": x}), ((x, 1), {"a": x, "b": Plain(x)}), ([x, 2], {})]
+    others += [([x, True], {"a": x, "b": Plain(x)}), ([1, 1], {"a": x, "b": Plain(x)}), ([x, 1], {"a": x, "b": x})]
+    assert [read(other) for other in others] == [None] * len(others)
+
+
+@given(values)
+def test_paths_lead_to_the_tensors(value: Any) -> None:
+    tensors, structure = flatten(value)
+    for tensor, path in zip(tensors, leaf_paths(structure, "value"), strict=True):
+        assert eval(path, {"value": value}) is tensor
+
+
+@given(values, values)
+def test_same_structure_is_symmetric_and_means_interchangeable(a: Any, b: Any) -> None:
+    tensors, first = flatten(a)
+    others, second = flatten(b)
+    assert same_structure(first, second) == same_structure(second, first)
+    if same_structure(first, second):
+        assert equal(builder(first)(others), b) or not tensors
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([1], [2]),
+        ([1], (1,)),
+        ([1], [1, 1]),
+        ([True], [1]),
+        ([1.0], [1]),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        (Plain(1), Frozen(1)),
+        ([None], [torch.ones(1)]),
+        ([torch.ones(1)], [[torch.ones(1)]]),
+        (Pair(1, 2), (1, 2)),
+        (Registered([torch.ones(1)], "a"), Registered([torch.ones(1)], "b")),
+    ],
+)
+def test_structures_that_differ(a: Any, b: Any) -> None:
+    assert not same_structure(flatten(a)[1], flatten(b)[1])
+    assert same_structure(flatten(a)[1], flatten(a)[1])
+
+
+def test_constants_whose_comparison_fails_equal_only_themselves() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise TypeError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    odd = Odd()
+    assert same_structure(Constant(odd), Constant(odd))
+    assert not same_structure(Constant(odd), Constant(Odd()))
+
+
+def test_nan_constant_equals_itself() -> None:
+    nan = float("nan")
+    assert same_structure(Constant(nan), Constant(nan))
+
+
+def test_fields_that_the_constructor_does_not_take() -> None:
+    _, structure = flatten(Derived(torch.ones(1)))
+    built = builder(structure)([torch.zeros(1)])
+    assert built.count == 7
+    assert torch.equal(built.a, torch.zeros(1))
+
+
+def test_a_tensor_in_a_field_that_the_constructor_does_not_take_is_not_lost() -> None:
+    value = Late(torch.ones(1))
+    value.made = torch.ones(2)
+    tensors, structure = flatten(value)
+    assert leaf_paths(structure, "value") == ["value.a", "value.made"]
+    assert torch.equal(builder(structure)(tensors).made, torch.ones(2))
+
+
+def test_a_registered_type() -> None:
+    value = [Registered([torch.ones(1), torch.zeros(2)], "name")]
+    tensors, structure = flatten(value)
+    assert len(tensors) == 2
+    (built,) = builder(structure)(tensors)
+    assert isinstance(built, Registered)
+    assert (built.tensors[1] is tensors[1], built.name) == (True, "name")
+
+
+def test_a_default_dict_keeps_its_factory() -> None:
+    value = defaultdict(list, a=torch.ones(1))
+    tensors, structure = flatten(value)
+    built = builder(structure)(tensors)
+    assert type(built) is defaultdict
+    assert built["missing"] == []
+    assert built["a"] is value["a"]
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        BaseModelOutputWithPooling(last_hidden_state=torch.ones(1, 2), pooler_output=torch.zeros(2)),
+        BaseModelOutputWithPooling(pooler_output=torch.zeros(2)),
+        BaseModelOutputWithPooling(torch.ones(1), None, (torch.ones(2), torch.ones(3)), None),
+        CLIPOutput(
+            logits_per_image=torch.ones(2),
+            text_model_output=BaseModelOutputWithPooling(last_hidden_state=torch.ones(1, 2)),
+        ),
+    ],
+)
+def test_hugging_face_outputs(original: Any) -> None:
+    tensors, structure = flatten(original)
+    built = builder(structure)(tensors)
+    assert type(built) is type(original)
+    assert list(built.keys()) == list(original.keys())
+    for key in original:
+        assert equal(built[key], original[key]) or type(built[key]) is type(original[key])
+        assert getattr(built, key) is built[key]
+    for name in original.__dataclass_fields__:
+        assert (getattr(built, name) is None) == (getattr(original, name) is None)
+    assert len(built.to_tuple()) == len(original.to_tuple())
+    assert flatten(built.to_tuple())[0] == flatten(original.to_tuple())[0] or all(
+        a is b for a, b in zip(flatten(built.to_tuple())[0], flatten(original.to_tuple())[0], strict=True)
+    )
+    assert flatten(built[0])[0][0] is flatten(original[0])[0][0]
+    built.extra_key = None  # as assignable as the original
+    assert len(built) == len(original)
+
+
+def test_hugging_face_paths() -> None:
+    value = BaseModelOutputWithPooling(torch.ones(1), None, (torch.ones(2), torch.ones(3)), None)
+    assert leaf_paths(flatten(value)[1], "out") == [
+        "out.last_hidden_state",
+        "out.hidden_states[0]",
+        "out.hidden_states[1]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Box(torch.ones(1)), "value.held"),
+        ([1, {"k": Box(torch.ones(1))}], "value[1]['k'].held"),
+        (Box([Box(torch.ones(1))]), "value.held[0].held"),
+        ({torch.float16: {frozenset([1]): Box({"x": torch.ones(1)})}}, "held"),
+        ({1, torch.ones(1)}, "value"),
+    ],
+)
+def test_hidden_tensors_are_refused_with_their_path(value: Any, path: str) -> None:
+    with pytest.raises(InputError) as caught:
+        flatten(value, what="value")
+    assert path in str(caught.value)
+    assert "register_pytree_node" in caught.value.fix
+
+
+def looped(kind: str) -> Any:
+    """A container whose part is the container itself."""
+    held: list[Any] = []
+    value: Any = {
+        "list": held,
+        "dict": {"a": 1, "b": held},
+        "tuple": (1, held),
+        "Pair": Pair(1, held),
+        "Plain": Plain(held),
+        "Registered": Registered([held], ""),  # type: ignore[list-item]
+    }[kind]
+    held.append(value)
+    return value
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "Pair", "Plain", "Registered"])
+@pytest.mark.parametrize("what", ["value", "output"])
+def test_what_contains_itself_is_refused_with_the_path(kind: str, what: str) -> None:
+    with pytest.raises(InputError, match=f"{what}\\[0\\] is a {kind} that contains itself") as caught:
+        flatten([looped(kind)], what=what)
+    assert caught.value.where.startswith(f"{what}[0]")
+
+
+@given(values)
+def test_what_is_there_twice_does_not_contain_itself(value: Any) -> None:
+    tensors, structure = flatten([value, [value], value])
+    again = builder(structure)(tensors)
+    assert equal(again, [value, [value], value])
+
+
+def test_a_hugging_face_cache_is_refused_with_the_path() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    with pytest.raises(InputError, match="DynamicCache") as caught:
+        flatten({"past": cache}, what="output")
+    assert caught.value.where.startswith("output['past'].layers[0]")
+
+
+def test_objects_without_tensors_are_constants() -> None:
+    box = Box(3)
+    tensors, structure = flatten([box, torch.nn.Linear(1, 1), len])
+    assert tensors == []
+    assert builder(structure)([])[0] is box
+
+
+def test_small_shapes_of_structure() -> None:
+    x = torch.ones(1)
+    assert flatten(x) == ([x], Leaf(0))
+    assert flatten(None) == ([], Constant(None))
+    assert flatten(()) == ([], Node("tuple", tuple, (), ()))
+    assert builder(flatten(())[1])([]) == ()
+    assert builder(flatten((x, x))[1])([1, 2]) == (1, 2)
+    assert builder(flatten((1, x))[1])([2]) == (1, 2)
+
+
+def test_lists_are_made_anew_on_every_call() -> None:
+    _, structure = flatten({"a": [torch.ones(1)], "b": []})
+    build = builder(structure)
+    first, second = build([1]), build([2])
+    first["b"].append(3)
+    assert second == {"a": [2], "b": []}
+
+
+@pytest.mark.parametrize(
+    ("what", "fix"),
+    [("value", r"unpack it as keyword inputs, or pass dict\(\) of it; else pass"), ("output", "^return the tensors")],
+)
+def test_a_mapping_of_a_class_of_its_own_is_said_to_be_one(what: str, fix: str) -> None:
+    """As tokenizers give it."""
+    with pytest.raises(InputError, match="is a UserDict, which holds tensors") as refused:
+        flatten(UserDict(ids=torch.ones(2)), what=what)
+    assert re.search(fix, refused.value.fix)

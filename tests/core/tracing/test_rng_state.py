@@ -1,0 +1,288 @@
+"""Random state that a model sets is refused: replays draw on from where the last draw left off."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nimble_core import CaptureError, Nimble, NimbleWarning, NotStaticError, Options, TrainStep
+from nimble_core.tracing.rng_state import RandomStates, seed_otherwise, state_of
+
+QUICK = Options(tune="off")
+REFUSED = "sets random state"
+OWN = torch.Generator()
+OWN_ON_GPU: list[torch.Generator] = []
+
+
+def seeds(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x + torch.randn_like(x)
+
+
+def forks(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        noise = torch.randn_like(x)
+    return x + noise
+
+
+def forks_and_draws_on(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        noise = torch.randn_like(x)
+    return x + noise * torch.rand_like(x)
+
+
+def seeds_after_a_draw(x: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn_like(x)
+    torch.manual_seed(0)
+    return x + noise
+
+
+def repeats(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    noise = torch.randn_like(x)
+    torch.set_rng_state(state)
+    return x + noise
+
+
+def seeds_as_it_was(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(torch.initial_seed())
+    return x + torch.randn_like(x)
+
+
+def seeds_its_own(x: torch.Tensor) -> torch.Tensor:
+    OWN.manual_seed(7)
+    return x + torch.randn(x.shape, generator=OWN)
+
+
+def repeats_its_own(x: torch.Tensor) -> torch.Tensor:
+    state = OWN.get_state()
+    noise = torch.randn(x.shape, generator=OWN)
+    OWN.set_state(state)
+    return x + noise
+
+
+SETTING = (
+    seeds,
+    seeds_as_it_was,
+    forks,
+    forks_and_draws_on,
+    seeds_after_a_draw,
+    repeats,
+    seeds_its_own,
+    repeats_its_own,
+)
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[None]:
+    own = OWN.get_state()
+    with torch.random.fork_rng():
+        yield
+    OWN.set_state(own)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize("model", SETTING)
+def test_random_state_that_a_model_sets_is_refused(model: Callable[[torch.Tensor], torch.Tensor], seed: Any) -> None:
+    if seed is not None:  # what the model sets is what there is already
+        torch.manual_seed(seed)
+        OWN.manual_seed(seed)
+    before, own = torch.get_rng_state(), OWN.get_state()
+    with pytest.raises(NotStaticError, match=REFUSED):
+        Nimble(model, QUICK).prepare(torch.zeros(2, 4))
+    assert torch.equal(before, torch.get_rng_state())
+    # Which generators a model draws from is known when it does: what it was set to before is the state that is kept.
+    now = OWN.get_state()
+    assert torch.equal(now, OWN.manual_seed(7).get_state() if model is seeds_its_own else own)
+
+
+class Dropped(nn.Module):
+    """Sets a seed before it drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return nn.functional.dropout(self.linear(x), 0.5)
+
+
+def test_in_training_too() -> None:
+    model, x = Dropped(), torch.ones(2, 4)
+    with pytest.raises(NotStaticError, match=REFUSED):
+        Nimble(model, QUICK).prepare(x, training=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(NotStaticError, match=REFUSED):
+        TrainStep(model, nn.MSELoss(), optimizer, options=QUICK).prepare(x, torch.ones(2, 4))
+
+
+def draws_of_all_kinds(x: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.dropout(x, 0.5) + torch.randn(x.shape, generator=OWN)
+    with torch.random.fork_rng():
+        pass  # nothing is drawn inside
+    y = y + torch.empty_like(x).normal_(generator=torch.default_generator) + torch.rand_like(x)
+    return y * torch.bernoulli(torch.full_like(x, 0.5), generator=OWN)
+
+
+def test_draws_alone_go_on_as_in_eager() -> None:
+    x = torch.ones(3, 5)
+    net = Nimble(draws_of_all_kinds, QUICK).prepare(x)
+    before, own = torch.get_rng_state(), OWN.get_state()
+    expected = [draws_of_all_kinds(x) for _ in range(3)]
+    torch.set_rng_state(before)
+    OWN.set_state(own)
+    assert all(torch.equal(net(x), one) for one in expected)
+
+
+def test_a_seed_that_nothing_is_drawn_from_is_noted() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return x + 1
+
+    torch.manual_seed(1)
+    with pytest.warns(NimbleWarning, match="sets torch's random state"):
+        net = Nimble(model, QUICK).prepare(torch.ones(2))
+    assert torch.equal(net(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_an_operator_that_is_not_torchs_may_draw_out_of_sight() -> None:
+    library = torch.library.Library("nimble_draws", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor")
+    library.impl("noise", lambda x: x + torch.randn(x.shape), "CPU")
+    net = Nimble(lambda x: torch.rand_like(x) + torch.ops.nimble_draws.noise(x) * torch.rand_like(x), QUICK)
+    net.prepare(torch.ones(3))
+
+
+STEPS = st.lists(st.sampled_from(["default", "first", "second", "elsewhere"]), max_size=8)
+
+
+def followed(steps: list[str | Callable[[dict[str, torch.Generator]], object]]) -> bool:
+    """Whether steps pass as draws: of torch's generator, of two of the user's, of another thread; or what is called."""
+    own = {"first": torch.Generator(), "second": torch.Generator()}
+    with torch.random.fork_rng():
+        seed_otherwise(torch.device("cpu"), own.values())
+        states, known = RandomStates(list(own.values())), True
+        for step in steps:
+            if callable(step):
+                step(own)
+                continue
+            if step != "elsewhere":
+                known &= states.follow(own.get(step), state_of(own.get(step)))
+            torch.rand(2, generator=own.get(step))
+        return known and states.settled()
+
+
+@given(STEPS)
+def test_draws_in_any_order_are_followed(steps: list[Any]) -> None:
+    assert followed(steps)
+
+
+@given(STEPS, STEPS, st.sampled_from(["default", "first", "second"]))
+def test_a_seed_shows(before: list[Any], after: list[Any], which: str) -> None:
+    def seed(own: dict[str, torch.Generator]) -> None:
+        own.get(which, torch.default_generator).manual_seed(3)
+
+    assert not followed([*before, seed, *after])
+
+
+@given(STEPS, STEPS, STEPS, st.sampled_from(["default", "first", "second"]))
+def test_a_state_that_is_put_back_shows(before: list[Any], between: list[Any], after: list[Any], which: str) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(own: dict[str, torch.Generator]) -> None:
+        kept.append(own.get(which, torch.default_generator).get_state())
+
+    def put_back(own: dict[str, torch.Generator]) -> None:
+        own.get(which, torch.default_generator).set_state(kept.pop())
+
+    # A draw by another thread first would leave a state that no draw of the model has left behind.
+    draws = [which, *between]
+    after = [step for step in after if step != "elsewhere"]
+    assert not followed([*before, keep, *draws, put_back, *after])
+
+
+def test_other_threads_may_draw_meanwhile() -> None:
+    """A preparation beside replays that draw from the same generator."""
+    x, stop = torch.ones(3, 5), Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(3)
+
+    other = Thread(target=draw)
+    other.start()
+    try:
+        for _ in range(5):
+            Nimble(lambda x: nn.functional.dropout(x, 0.5) + torch.rand_like(x), QUICK).prepare(x)
+            Nimble(lambda x: x + 1, QUICK).prepare(x)
+    finally:
+        stop.set()
+        other.join()
+
+
+def test_where_other_threads_set_random_state_nothing_is_refused() -> None:
+    linear, x, stop = nn.Linear(8, 8), torch.ones(4, 8), Event()
+
+    def train() -> None:  # its backward puts back the state of the forward
+        while not stop.is_set():
+            dropped = checkpoint(lambda x: nn.functional.dropout(linear(x), 0.1), x, use_reentrant=False)
+            dropped.sum().backward()
+
+    other = Thread(target=train)
+    other.start()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                try:
+                    Nimble(nn.Sequential(*[nn.Dropout() for _ in range(8)]), QUICK).prepare(x)
+                except NotStaticError as error:  # a draw may seem to be none, where its state is put back meanwhile
+                    if REFUSED in str(error):
+                        raise
+    finally:
+        stop.set()
+        other.join()
+    assert all("other threads set" in str(one.message) for one in caught)
+
+
+def test_beside_threads_that_wait_it_is_refused_all_the_same() -> None:
+    stop = Event()
+    other = Thread(target=stop.wait)
+    other.start()
+    try:
+        for model in (seeds, repeats):
+            with pytest.raises(NotStaticError, match=REFUSED):
+                Nimble(model, QUICK).prepare(torch.ones(2))
+    finally:
+        stop.set()
+        other.join()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, 7, 99])
+@pytest.mark.parametrize("model", [seeds, forks, seeds_after_a_draw])
+def test_random_state_that_a_model_sets_on_a_gpu(model: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+    before = torch.cuda.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        with pytest.raises(CaptureError, match="random state"):
+            Nimble(model, QUICK).prepare(torch.zeros(2, 4, device="cuda"))
+        x = torch.zeros(2, 4, device="cuda")
+        net = Nimble(lambda x: nn.functional.dropout(x + 1, 0.5), QUICK).prepare(x)
+        torch.manual_seed(seed)
+        first = net(x).clone()
+        torch.manual_seed(seed)
+        assert torch.equal(net(x), first)
+    finally:
+        torch.cuda.set_rng_state(before)

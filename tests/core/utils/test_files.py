@@ -1,0 +1,250 @@
+"""Every file that is written for a user: whole or not at all, and what is at its path is respected."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import stat
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nimble_core.runtime.host.device import HostDevice
+from nimble_core.utils.errors import InputError
+from nimble_core.utils.files import write_file
+from nimble_viz.cli.command import main
+from nimble_viz.collect.annotate import annotate
+from nimble_viz.collect.compare import compare
+from nimble_viz.export import dot
+from nimble_viz.render.report import load
+from tests.support.nsys_exports import profile_of, write_export
+from tests.support.sample_reports import sample_report
+
+REPORT = sample_report(12)
+EXISTING = b"what was there before"
+
+Write = Callable[[Path], object]
+
+
+def svg(path: Path) -> None:
+    """A picture, by a ``dot`` that need not be there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dot.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=b"<svg/>"))
+        REPORT.export(path, "svg")
+
+
+def by_gate(flag: str) -> Write:
+    """What ``gate`` writes beside what it says, of the report that lies beside."""
+
+    def write(path: Path) -> None:
+        if main(["gate", str(path.with_name("saved.nimble")), flag, str(path)]) == 2:
+            raise OSError("the command said so")
+
+    return write
+
+
+def rows(path: Path) -> None:
+    """The rows of an annotation, of the profile that lies beside."""
+    annotate(path.with_name("profile.sqlite"), REPORT).to_csv(path)
+
+
+WRITERS: dict[str, Write] = {
+    "report": REPORT.save,
+    "plan": REPORT.plan.save,
+    "page": REPORT.to_html,
+    "view": REPORT.pane("dag").to_html,
+    "perfetto": lambda path: REPORT.export(path, "perfetto"),
+    "chrome": lambda path: REPORT.export(path, "chrome"),
+    "table": lambda path: REPORT.export(path, "csv"),
+    "tables": lambda path: REPORT.export(path.parent, "csv"),
+    "dot": lambda path: REPORT.export(path, "dot"),
+    "svg": svg,
+    "annotation": rows,
+    "markdown": by_gate("--markdown"),
+    "junit": by_gate("--junit"),
+}
+"""All are told to write ``calls.csv``, which is the name of a table."""
+
+
+@contextmanager
+def no_file_longer_than(nbytes: int) -> Iterator[None]:
+    """What a full disk does, and a quota: a write fails after some bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def mode(path: Path) -> int:
+    """Permissions of a file."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_written_whole_or_not_at_all(name: str, tmp_path: Path) -> None:
+    REPORT.save(tmp_path / "saved.nimble")
+    write_export(tmp_path / "profile.sqlite", profile_of(REPORT, REPORT.chosen, 2))
+    (tmp_path / "elsewhere").mkdir()
+    real, path = tmp_path / "elsewhere" / "real", tmp_path / "calls.csv"
+    real.write_bytes(EXISTING)
+    real.chmod(0o640)
+    path.symlink_to(Path("elsewhere/real"))
+    before = sorted(tmp_path.rglob("*"))
+    with no_file_longer_than(3), pytest.raises(OSError, match=r"too large|the command"):
+        WRITERS[name](path)
+    assert real.read_bytes() == EXISTING
+    assert sorted(tmp_path.rglob("*")) == before
+    WRITERS[name](path)
+    assert path.is_symlink()
+    assert mode(real) == 0o640
+    written = real.read_bytes()
+    assert written != EXISTING
+    path.unlink()
+    WRITERS[name](path)
+    assert path.read_bytes() == written
+
+
+def test_links_are_followed_to_where_there_is_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "latest").symlink_to("second")
+    (tmp_path / "second").symlink_to(tmp_path / "runs" / "7.nimble")
+    assert REPORT.save(tmp_path / "latest") == tmp_path / "latest"
+    assert load(tmp_path / "runs" / "7.nimble") == REPORT
+    assert os.readlink(tmp_path / "latest") == "second"
+    assert os.listdir(tmp_path / "runs") == ["7.nimble"]
+
+
+def test_a_new_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert mode(REPORT.save(tmp_path / "r.nimble")) == 0o640
+        assert mode(REPORT.plan.save(tmp_path / "p.json")) == 0o640
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("kept", [0o600, 0o666, 0o755])
+def test_a_file_keeps_its_mode_and_owner(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.touch()
+    path.chmod(kept)
+    if os.geteuid() == 0:
+        os.chown(path, 12, 34)
+    before = path.stat()
+    write_file(path, b"new")
+    after = path.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert path.read_bytes() == b"new"
+
+
+def test_a_file_that_may_not_be_written_is_not_replaced() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, user = Path(folder) / "r", os.geteuid()
+        os.chmod(folder, 0o777)
+        path.write_bytes(EXISTING)
+        path.chmod(0o444)
+        if user == 0:
+            os.seteuid(65534)  # root may write anything
+        try:
+            with pytest.raises(PermissionError, match=re.escape(f"'{path}'")):
+                write_file(path, b"new")
+        finally:
+            os.seteuid(user)
+        assert path.read_bytes() == EXISTING
+        assert os.listdir(folder) == ["r"]
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    REPORT.save(pipe)
+    reader.join(timeout=30)
+    assert read == [REPORT.save(tmp_path / "r.nimble").read_bytes()]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("write", [REPORT.save, REPORT.plan.save, REPORT.to_html])
+def test_a_device_is_written_to(write: Write, tmp_path: Path) -> None:
+    nothing, full = tmp_path / "null", tmp_path / "full"
+    try:
+        for node, minor in ((nothing, 3), (full, 7)):
+            os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+        nothing.write_bytes(b"")
+    except PermissionError:
+        pytest.skip("devices are for root to make")
+    write(nothing)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/full'"):
+        write(full)
+    assert stat.S_ISCHR(nothing.stat().st_mode)
+    assert stat.S_ISCHR(full.stat().st_mode)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
+    with open(tmp_path / "gone", "w+b") as file:
+        file.write(EXISTING * 2)
+        file.flush()
+        os.unlink(tmp_path / "gone")
+        write_file(f"/proc/self/fd/{file.fileno()}", EXISTING)
+        file.seek(0)
+        assert file.read() == EXISTING
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_as_long_as_can_be(tmp_path: Path) -> None:
+    path = tmp_path / ("r" * 248 + ".nimble")
+    assert load(REPORT.save(path)) == REPORT
+
+
+@pytest.mark.parametrize("write", [REPORT.save, REPORT.plan.save, REPORT.to_html])
+def test_errors_name_what_was_asked_for(write: Write, tmp_path: Path) -> None:
+    missing, loop, folder = tmp_path / "no" / "p", tmp_path / "loop", tmp_path / "folder"
+    loop.symlink_to(loop)
+    folder.mkdir()
+    found: dict[Path, OSError] = {}
+    for path in (missing, loop, folder, Path("/proc/p")):
+        with pytest.raises(OSError, match=re.escape(f": '{path}'")) as caught:
+            write(path)
+        found[path] = caught.value
+        assert ".nimble." not in str(caught.value)
+    assert f"there is no directory {missing.parent}" in str(found[missing])
+    assert found[loop].errno == errno.ELOOP
+    assert isinstance(found[folder], IsADirectoryError)
+    assert isinstance(found[missing], FileNotFoundError)
+
+
+@pytest.mark.parametrize("write", [REPORT.save, REPORT.plan.save, REPORT.to_html, REPORT.export])
+def test_an_empty_path_is_refused(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="path to write to is empty"):
+        write("")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "cpu"}, r"device is a str, not a Device\n(.|\n)*where its inputs are"),
+        ({"device": torch.device("cpu")}, "device is a device, not a Device"),
+        ({"device": 0}, "device is a int, not a Device"),
+        ({"device": HostDevice}, "device is a type, not a Device"),
+        ({"progress": 3}, r"progress is a int, not a Progress\n(.|\n)*which shows nothing"),
+        ({"progress": False}, "progress is a bool, not a Progress"),
+    ],
+)
+def test_what_is_no_device_and_no_progress_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compare(torch.nn.Linear(4, 4).eval(), torch.randn(2, 4), **given)

@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import copy
+import math
+import random
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nimble_core.tracing.pytree import flatten
+from nimble_core.tracing.recorder import record
+from nimble_core.tracing.signature import Signature
+from nimble_core.validation.equality import TOLERANCE, lowest_precision, relative_error, tolerance_for
+from nimble_core.validation.float64_reference import Reference, reference_outputs
+from tests.support.models import CASES, make
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATING = (*HALVES, torch.float32)
+
+
+def truth(model: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    found = reference_outputs(model, args, kwargs)
+    assert found.outputs is not None, found.reason
+    assert found.reason == ""
+    return found.outputs
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(FLOATING), st.lists(st.integers(1, 12), min_size=2, max_size=5), st.integers(0, 99))
+def test_it_is_what_the_model_cast_to_float64_computes(dtype: torch.dtype, widths: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.GELU())]
+    model, x = nn.Sequential(*layers).to(dtype), torch.randn(3, widths[0]).to(dtype)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(x.double())
+    assert relative_error(truth(model, x), [expected]) < 1e-14
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_model_is_left_as_it_was_and_its_reference_is_near_eager(name: str) -> None:
+    model, args, kwargs = make(name)
+    before = bits(model) if isinstance(model, nn.Module) else {}
+    attributes = {path: dict(vars(one)) for path, one in getattr(model, "named_modules", dict)()} if before else {}
+    given_before = [tensor.clone() for tensor in flatten((args, kwargs))[0]]
+    state, python = torch.get_rng_state(), random.getstate()
+    found = reference_outputs(model, args, kwargs)
+    assert torch.equal(state, torch.get_rng_state())
+    assert random.getstate() == python
+    assert all(map(same, given_before, flatten((args, kwargs))[0]))
+    if before:
+        after = bits(model)
+        assert after.keys() == before.keys()
+        assert all(same(before[key], after[key]) for key in before)
+        for path, one in model.named_modules():
+            assert all(vars(one)[key] is value for key, value in attributes[path].items())
+    if found.outputs is None:
+        assert found.reason
+        return
+    assert all(tensor.dtype not in FLOATING for tensor in found.outputs)
+    lowest = lowest_precision(record(model, Signature(args, kwargs), args=args, kwargs=kwargs).program)
+    with torch.no_grad():
+        eager = flatten(model(*args, **kwargs))[0]
+    assert [tensor.shape for tensor in eager] == [tensor.shape for tensor in found.outputs]
+    draws = not torch.equal(state, torch.get_rng_state())
+    if not draws:
+        assert relative_error(eager, found.outputs) <= tolerance_for(eager, lowest)
+
+
+def test_most_models_have_a_reference() -> None:
+    missing = [name for name in CASES if reference_outputs(*make(name)).outputs is None]
+    assert len(missing) <= len(CASES) // 5, missing
+
+
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = torch.rand(8)  # neither parameter nor buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).float().to(self.first.weight.dtype) * self.scale.to(x.dtype)
+        y = torch.softmax(y, -1, dtype=torch.float32).to(torch.bfloat16).to(x.dtype)
+        y = y + torch.zeros(8, dtype=torch.float16)
+        return self.second(y.type_as(x)).float()
+
+
+def test_casts_inside_the_model_stay_in_float64() -> None:
+    torch.manual_seed(0)
+    model, x = Casts(), torch.randn(4, 8)
+    first, second = copy.deepcopy(model.first).double(), copy.deepcopy(model.second).double()
+    with torch.no_grad():
+        expected = second(torch.softmax(first(x.double()) * model.scale.double(), -1))
+    assert relative_error(truth(model, x), [expected]) < 1e-14
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.body(x)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_inside_and_around_the_model_is_undone(outside: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Autocast(), torch.randn(2, 8)
+    with torch.no_grad():
+        expected = copy.deepcopy(model.body).double()(x.double())
+    closed = model.body if outside else model
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        for one in (closed, lambda x: closed(x)):  # a module, and a function that reaches one
+            assert relative_error(truth(one, x), [expected]) < 1e-14
+        # Nothing of the run is left in autocast's cache of weights.
+        assert closed(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(kind: type[nn.LSTM | nn.GRU], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = kind(6, 5, num_layers=2).to(dtype), torch.randn(7, 2, 6).to(dtype)
+    with torch.no_grad():
+        expected = flatten(copy.deepcopy(model).double()(x.double()))[0]
+    assert relative_error(truth(model, x), expected) < 1e-13
+
+
+def test_weights_computed_by_hooks() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(FutureWarning):
+        model = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    model(x)  # leaves a weight that is no leaf, which cannot be deep-copied
+    g, v, b = (tensor.detach().double() for tensor in (model.weight_g, model.weight_v, model.bias))
+    assert relative_error(truth(model, x), [x.double() @ (v * g / v.norm(dim=1, keepdim=True)).T + b]) < 1e-14
+
+
+def test_what_the_run_writes_can_be_read_in_it_and_nothing_outside_changes() -> None:
+    table, count, x = torch.ones(3, dtype=torch.float16), torch.zeros(2, dtype=torch.long), torch.rand(3).half()
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count[0] += 1
+        row = table[:2]
+        row += x[:2] / 3
+        x.mul_(2)
+        return table, x, count + 0, row * 1
+
+    outputs = truth(model, x)
+    changed = torch.ones(3, dtype=torch.float64)
+    changed[:2] += x[:2].double() / 3
+    assert relative_error(outputs, [changed, x.double() * 2, torch.tensor([1, 0]), changed[:2]]) < 1e-15
+    assert torch.equal(table, torch.ones(3).half())
+    assert not count.any()
+    assert relative_error(truth(model, x), outputs) == 0
+
+
+def test_a_method_of_a_module() -> None:
+    model = nn.Linear(3, 3).half()
+    x = torch.rand(2, 3).half()
+    assert relative_error(truth(model.forward, x), truth(model, x)) == 0
+
+
+def test_a_tensor_given_twice_is_one_tensor() -> None:
+    x = torch.rand(3)
+    assert relative_error(truth(lambda a, b: a.add_(1) * b, x, x), [(x.double() + 1) ** 2]) < 1e-15
+
+
+def test_nested_inputs_and_complex_numbers() -> None:
+    x, z = torch.rand(3).bfloat16(), torch.rand(3, dtype=torch.complex64)
+    first, second = truth(
+        lambda batch, scale: {"a": batch["x"] * scale, "b": batch["z"].abs()}, {"x": x, "z": z}, scale=3
+    )
+    assert first.dtype is second.dtype is torch.float64
+    assert relative_error([first, second], [x.double() * 3, z.to(torch.complex128).abs()]) < 1e-15
+
+
+@torch.library.custom_op("nimble_tests::single_only", mutates_args=())
+def single_only(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.float32:
+        raise TypeError(f"float32 only, given {x.dtype}")
+    return x * 2
+
+
+def no_reference(found: Reference, reason: str) -> bool:
+    return found.outputs is None and reason in found.reason
+
+
+def test_an_operator_without_float64_gives_the_reason() -> None:
+    assert no_reference(reference_outputs(single_only, (torch.ones(2),), {}), "float32 only")
+
+
+def test_a_module_that_cannot_be_copied_gives_the_reason() -> None:
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    assert no_reference(reference_outputs(model, (torch.ones(2),), {}), "TypeError")
+
+
+def test_too_large_is_not_tried() -> None:
+    model, x = nn.Linear(100, 100, bias=False), torch.ones(100)
+    assert no_reference(reference_outputs(model, (x,), {}, limit_bytes=80_799), "float64")
+    assert reference_outputs(model, (x,), {}, limit_bytes=80_800).outputs is not None
+    # What a function reaches is only known once it does.
+    assert no_reference(reference_outputs(lambda x: model(x), (x,), {}, limit_bytes=80_799), "float64")
+    assert reference_outputs(lambda x: model(x), (x,), {}, limit_bytes=80_800).outputs is not None
+
+
+def test_compiled_regions_run_eagerly_and_stay_compiled() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    inner = nn.Linear(4, 4)
+    model, x = torch.compile(inner, backend=backend), torch.rand(2, 4)
+    expected = copy.deepcopy(inner).double()(x.double())
+    assert relative_error(truth(lambda x: model(x), x), [expected]) < 1e-14
+    assert not compiled
+    with torch.no_grad():
+        model(x)
+        assert relative_error(truth(lambda x: model(x), x), [expected]) < 1e-14
+        model(x)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_it_is_nearer_than_any_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(256, 64).to(dtype), torch.randn(4, 256).to(dtype)
+    with torch.no_grad():
+        error = relative_error([model(x)], truth(model, x))
+    assert 0 < error < TOLERANCE[str(dtype).removeprefix("torch.")]
+    assert math.isfinite(error)
+
+
+class Trained(nn.Module):
+    """Loss, output and gradients of everything that requires one, computed inside."""
+
+    def __init__(self, body: nn.Module, loss: Any = nn.functional.cross_entropy, autocast: bool = False) -> None:
+        super().__init__()
+        self.body, self.loss, self.autocast = body, loss, autocast
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wanted = [one for one in (*self.body.parameters(), x) if one.requires_grad]
+        with torch.enable_grad():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                output = self.body(x)
+                loss = self.loss(output, target)
+            return loss, output, *torch.autograd.grad(loss, wanted)
+
+
+def trainable() -> nn.Module:
+    """With views, writes in place (of results, of views of them), BatchNorm statistics and a frozen parameter."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(64, 5)
+            self.conv.bias.requires_grad_(False)
+            self.scale = torch.rand(4, 4)  # neither parameter nor buffer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.relu_(self.norm(self.conv(x)))
+            y = y * self.scale.to(y.dtype)
+            y[:, :2].mul_(3)
+            y.view(-1)[::2] += 1
+            return self.head(y.flatten(1).to(self.head.weight.dtype))
+
+    torch.manual_seed(0)
+    return Body()
+
+
+@pytest.mark.parametrize("loss", ["function", "module"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_gradients_computed_inside_are_those_in_float64(dtype: torch.dtype, autocast: bool, loss: str) -> None:
+    body = trainable().to(dtype)
+    weighted = nn.CrossEntropyLoss(torch.rand(5).to(dtype), label_smoothing=0.1)
+    step = Trained(body, weighted if loss == "module" else nn.functional.cross_entropy, autocast)
+    x, target = torch.randn(3, 2, 6, 6).to(dtype).requires_grad_(), torch.tensor([0, 4, 2])
+    expected_body = copy.deepcopy(body).double()
+    expected_body.scale = body.scale.double()
+    wide = torch.nn.Identity() if loss == "function" else copy.deepcopy(weighted).double()
+    expected = Trained(expected_body, wide if loss == "module" else step.loss)(
+        x.detach().double().requires_grad_(), target
+    )
+    before, state = bits(body), torch.get_rng_state()
+    outputs = truth(step, x, target)
+    assert len(outputs) == 2 + 5 + 1  # five of six parameters, and the input
+    assert all(one.dtype is torch.float64 and not one.requires_grad for one in outputs)
+    assert outputs[0].shape == ()
+    assert all(relative_error([a], [b.detach()]) < 1e-12 for a, b in zip(outputs, expected, strict=True))
+    assert all(same(before[name], one) for name, one in bits(body).items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert x.grad is None
+    assert all(one.grad is None and one.dtype is dtype for one in body.parameters())
+
+
+def test_gradients_of_weights_that_only_the_loss_reaches() -> None:
+    torch.manual_seed(0)
+    body, teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+    step = Trained(body, lambda output, target: (teacher(target) - output).square().mean())
+    x, target = torch.randn(3, 4), torch.randn(3, 4)
+    gap = teacher.double()(target.double()) - body.double()(x.double())
+    expected = torch.autograd.grad(gap.square().mean(), list(body.parameters()))
+    body.float(), teacher.float()
+    assert (
+        relative_error(truth(step, x, target)[2:], expected) < 1e-7
+    )  # weights went through float64 and back unchanged
+
+
+def test_a_step_with_its_optimizer_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    body = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(body.parameters())
+
+    class Whole(Trained):
+        def __init__(self) -> None:
+            super().__init__(body)
+            self.optimizer = optimizer
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            loss, output, *gradients = super().forward(x, target)
+            for parameter, gradient in zip(self.body.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self.optimizer.step()
+            return loss, output, *gradients, *(one.detach() for one in self.body.parameters())
+
+    step, x, target = Whole(), torch.randn(2, 4), torch.tensor([0, 2])
+    step(x, target)
+    kept = copy.deepcopy((body.state_dict(), optimizer.state_dict()["state"], [one.grad for one in body.parameters()]))
+    outputs = truth(step, x, target)
+    now = (body.state_dict(), optimizer.state_dict()["state"], [one.grad for one in body.parameters()])
+    assert all(map(same, flatten(kept)[0], flatten(now)[0]))
+    with torch.no_grad():
+        eager = flatten(step(x, target))[0]
+    assert relative_error(eager, outputs) < 1e-5
+    assert relative_error(outputs[-2:], [one.double() for one in kept[0].values()]) > 1e-4
+
+
+def test_gradients_through_checkpoints_and_custom_functions() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * x * gradients[0]
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
+            return self.second(Square.apply(hidden))
+
+    torch.manual_seed(0)
+    body, x, target = Body(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    expected = Trained(copy.deepcopy(body).double())(x.double(), target)
+    assert relative_error(truth(Trained(body), x, target), [one.detach() for one in expected]) < 1e-14
+
+
+def test_activations_kept_for_the_backward_do_not_count_against_the_limit() -> None:
+    body = nn.Sequential(*[part for _ in range(10) for part in (nn.Linear(8, 8, bias=False), nn.Tanh())])
+    x, target = torch.randn(64, 8), torch.randint(0, 8, (64,))
+    needed = sum(8 * one.numel() for one in (*body.parameters(), x, target))
+    assert reference_outputs(Trained(body), (x, target), {}, limit_bytes=needed + 100).outputs is not None
+    assert no_reference(reference_outputs(Trained(body), (x, target), {}, limit_bytes=needed - 1), "limit")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_random_numbers_have_no_reference(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(training)
+    state = torch.get_rng_state()
+    found = reference_outputs(model, (torch.ones(2, 4),), {})
+    assert torch.equal(state, torch.get_rng_state())
+    if training:
+        assert no_reference(found, "draws random numbers")
+    else:
+        assert found.outputs is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_in_float64_have_their_weights_in_one_piece(kind: type[nn.LSTM | nn.GRU]) -> None:
+    model, x = kind(8, 8, num_layers=2, bidirectional=True).eval().cuda(), torch.randn(3, 2, 8, device="cuda")
+    warned = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        found = truth(model, x)
+    finally:
+        torch.set_warn_always(warned)
+    with torch.no_grad():
+        expected, _ = flatten(model(x), what="output")
+    assert relative_error(expected, found) < 10 * TOLERANCE["tf32"]  # which cuDNN computes them in

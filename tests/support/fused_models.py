@@ -1,0 +1,123 @@
+"""Small models that rewrites find something in: convolutions with their norms, siblings, chains of pointwise work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import nimble_core.compiler.pipeline as fusing
+
+__all__ = ["MODELS", "Attention", "Residual", "Tower", "compiler_broken", "made", "mistaken"]
+
+
+class Residual(nn.Module):
+    """A convolution with norm and ReLU, and another one that a shortcut is added to."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.other = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        return F.relu(self.other(self.second(x)) + x)
+
+
+class Tower(nn.Module):
+    """A residual block, pooled and classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Residual()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Query, key and value from one input."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    """No module at all."""
+    return torch.tanh(x * 2 + 1).sigmoid() * x
+
+
+MODELS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[], torch.Tensor]]]] = {
+    "tower": lambda: (Tower(), lambda: torch.randn(2, 3, 8, 8)),
+    "residual": lambda: (Residual(), lambda: torch.randn(2, 3, 8, 8)),
+    "attention": lambda: (Attention(), lambda: torch.randn(2, 5, 16)),
+    "perceptron": lambda: (
+        nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12), nn.LayerNorm(12)),
+        lambda: torch.randn(4, 12),
+    ),
+    "function": lambda: (function, lambda: torch.randn(6, 7)),
+}
+"""Name → a model with random weights and statistics, in evaluation mode, and what draws an input."""
+
+
+def made(name: str) -> tuple[Callable[..., Any], Callable[[], torch.Tensor]]:
+    """The model called ``name``, the same each time, with statistics that matter."""
+    torch.manual_seed(3)
+    model, draw = MODELS[name]()
+    if isinstance(model, nn.Module):
+        with torch.no_grad():
+            for norm in model.modules():
+                if isinstance(norm, nn.BatchNorm2d):
+                    norm.running_mean.uniform_(-0.5, 0.5)
+                    norm.running_var.uniform_(0.5, 2)
+                    norm.weight.uniform_(0.5, 1.5)
+                    norm.bias.uniform_(-0.5, 0.5)
+        model.eval()
+    return model, draw
+
+
+def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewrite that takes every ReLU for another function."""
+    real = fusing.affine_norms
+
+    def wrong(module: Any) -> int:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.relu.default:
+                node.target = torch.ops.aten.leaky_relu.default
+        return real(module)
+
+    monkeypatch.setattr(fusing, "affine_norms", wrong)
+
+
+@contextmanager
+def compiler_broken() -> Iterator[None]:
+    """Inside, no kernel compiles, but for those that this process has compiled before."""
+    import torch._inductor.cpp_builder as builder
+    import torch._inductor.runtime.triton_heuristics as heuristics
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("PassManager::run failed\nand more about it")
+
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heuristics.CachingAutotuner, "precompile", fail)
+        patch.setattr(builder.CppBuilder, "build", fail)
+        yield

@@ -1,0 +1,205 @@
+"""What would help next: parts that add up, gains that no change can exceed, and a basis for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import fsum, inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nimble_core.ir.measurement import summarize
+from nimble_viz.analysis.advice import advice, advice_data, best_run
+from nimble_viz.analysis.summary import summary
+from nimble_viz.render.report import Report
+from nimble_viz.render.text import plain_text
+from nimble_viz.report.data import HostSync
+from tests.support.sample_reports import RENDERED, fused_report, plan_report, profile_report, sample_report
+
+SMALL = [case for case in RENDERED if "ten thousand" not in case]
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_parts_add_up_and_gains_are_possible(case: str) -> None:
+    report = RENDERED[case]()
+    found = advice(report)
+    for split in (found.eager, found.replay):
+        if split is not None:
+            assert fsum(row.ns for row in split.rows) == pytest.approx(split.total_ns)
+            assert fsum(row.share for row in split.rows) == pytest.approx(1.0 if split.rows else 0.0)
+    for change in found.changes:
+        assert 0 < change.gain_ns <= change.of_ns
+        assert change.basis in ("measured", "simulated", "bound")
+        assert change.basis in change.gain
+        assert report.measurement(change.run) or report.sampling
+    gains = [change.gain_ns for change in found.changes if not change.per_sample]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_the_eager_split_is_the_profiled_iteration() -> None:
+    for report in (sample_report(60), sample_report(60, device="cpu"), profile_report()):
+        found = advice(report).eager
+        assert found is not None
+        assert report.overhead is not None
+        assert found.total_ns == pytest.approx(report.overhead.profiled_ns, rel=0.01)
+
+
+def test_the_replay_is_taken_apart_along_its_longest_chain() -> None:
+    report = fused_report(60)
+    found = advice(report).replay
+    assert found is not None
+    parts = {row.name: row.ns for row in found.rows}
+    assert parts["contention"] > 0.3 * parts["calls"]
+    assert found.run == report.chosen
+    first = advice(report).first
+    assert first is not None
+    assert first.what == "put fewer or other calls side by side"
+    assert first.gain.startswith("at most ")
+
+
+def test_the_chain_that_ran_and_the_critical_path_are_told_apart() -> None:
+    report = sample_report(60)
+    found = advice(report).replay
+    assert found is not None
+    notes = [advice(replace(report, critical_path=path)).replay.note for path in ((), report.critical_path)]
+    assert "along the chain that ran longest in the watched replay" in notes[0]
+    assert "; the critical path, 0 calls, is the longest by isolated times" in notes[0]
+    assert {row.name for row in found.rows}.isdisjoint({"critical path"})
+    assert "calls, by isolated times" in dict(summary(report)["facts"])["Critical path"]
+
+
+def with_copies(report: Report) -> Report:
+    calls = tuple(
+        replace(call, operator="aten.copy_.default") if call.index in report.critical_path[:2] else call
+        for call in report.program.calls
+    )
+    return replace(report, program=replace(report.program, calls=calls))
+
+
+def test_copies_are_a_part_of_their_own() -> None:
+    plain = sample_report(60, width=1)
+    copying = with_copies(plain)
+    before, after = advice(plain).replay, advice(copying).replay
+    assert before is not None
+    assert after is not None
+    moved = sum(copying.costs.ns[call] for call in copying.critical_path[:2])
+    names = {row.name: row.ns for row in after.rows}
+    assert names["copies"] == pytest.approx(moved)
+    assert after.total_ns == pytest.approx(before.total_ns)
+    assert "copies" not in {row.name for row in before.rows}
+
+
+def faster(report: Report, name: str, factor: float) -> Report:
+    """``report`` in which the run ``name`` takes ``factor`` of what the chosen replay takes."""
+    taken = report.measurement(report.chosen)
+    assert taken is not None
+    samples = [ns * factor for ns in taken.samples_ns]
+    others = tuple(one for one in report.measurements if one.name != name)
+    return replace(report, measurements=(*others, summarize(name, samples, 3)))
+
+
+def test_a_run_that_was_faster_is_a_measured_gain() -> None:
+    report = faster(sample_report(60), "eager", 0.25)
+    first = advice(report).first
+    assert first is not None
+    assert (first.what, first.basis) == ("stay with eager", "measured")
+    assert first.share == pytest.approx(0.75)
+    assert first.gain.startswith(("1", "2", "3", "4", "5", "6", "7", "8", "9"))
+
+
+def test_a_run_with_wrong_outputs_is_not_advised() -> None:
+    report = faster(fused_report(60), "cuda-graph", 0.25)
+    right = [one for one in advice(report).changes if one.basis == "measured"]
+    wrong = replace(
+        report,
+        peers=tuple(
+            replace(peer, check=replace(peer.check, relative_error=inf, passed=False)) if peer.check else peer
+            for peer in report.peers
+        ),
+    )
+    assert [one for one in advice(wrong).changes if one.basis == "measured"] == []
+    assert all("instead" in one.what for one in right)
+
+
+def test_more_streams_are_a_simulated_gain() -> None:
+    report = sample_report(60, complete=False)
+    assert report.chosen == "nimble"
+    one_stream = replace(report, chosen="single", measurements=report.measurements[:2])
+    found = next(one for one in advice(one_stream).changes if one.basis == "simulated")
+    assert "streams" in found.what
+    assert found.gain.startswith("about ")
+
+
+def test_a_larger_batch_is_for_samples_and_never_first() -> None:
+    found = advice(sample_report(60))
+    batch = found.changes[-1]
+    assert batch.per_sample
+    assert "for each sample" in batch.gain
+    assert found.first is not batch
+
+
+def test_code_without_a_replay_is_told_of_its_input_and_its_waits() -> None:
+    found = {change.what.partition(" (")[0]: change for change in advice(profile_report()).changes}
+    assert "load data ahead" in found
+    report = sample_report(60)
+    assert report.overhead is not None
+    waits = (HostSync("aten::item", 3, 0.2 * report.overhead.profiled_ns, "train.py:7"),)
+    bare = replace(
+        report,
+        schedules=(),
+        chosen="",
+        checks=(),
+        candidates=(),
+        timelines=(),
+        measurements=report.measurements[:1],
+        overhead=replace(report.overhead, host_syncs=waits, device_idle_share=0.5),
+    )
+    changes = advice(bare).changes
+    assert any("aten::item at train.py:7" in change.what for change in changes)
+    assert all(change.basis == "bound" and change.run == "eager" for change in changes)
+
+
+def test_the_host_is_told_of_no_graph_and_of_no_buffers_it_does_not_have() -> None:
+    wanted = "write inputs in place and read outputs where they are"
+    for device in ("cuda", "cpu"):
+        found = advice(with_time_outside(sample_report(60, device=device)))
+        assert (wanted in [one.what for one in found.changes]) == (device == "cuda")
+        assert found.replay is not None
+        assert not any("graph" in row.meaning for row in found.replay.rows)
+
+
+def with_time_outside(report: Report) -> Report:
+    """Every run takes three times as long, watched as before."""
+    slower = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in report.measurements)
+    return replace(report, measurements=slower)
+
+
+def test_a_plan_has_no_advice() -> None:
+    assert advice_data(plan_report()) is None
+    assert "What would help next" not in plain_text(plan_report(), 80)
+
+
+def test_the_text_names_all_changes_in_one_form() -> None:
+    report = sample_report(60)
+    data = advice_data(report)
+    assert data is not None
+    text = " ".join(plain_text(report, 120).split())
+    assert "What would help next" in text
+    assert len(data["changes"]) > 1
+    assert all(f"- {one['what']}: {one['gain']}; {one['why']}" in text for one in data["changes"])
+    assert summary(report)["advice"] == data
+
+
+def test_old_reports_have_advice_without_rates() -> None:
+    report = replace(sample_report(60), work=None)
+    assert not any("kernels for" in change.what for change in advice(report).changes)
+    assert best_run(report) == report.chosen
+
+
+@given(st.integers(0, 30), st.integers(1, 4), st.booleans(), st.booleans())
+@settings(max_examples=40)
+def test_any_report_has_advice(calls: int, width: int, on_gpu: bool, complete: bool) -> None:
+    report = sample_report(calls, width=width, device="cuda" if on_gpu else "cpu", complete=complete)
+    for change in advice(report).changes:
+        assert 0 < change.gain_ns <= change.of_ns

@@ -1,0 +1,467 @@
+"""Differences of reports: nothing where nothing changed, the opposite when swapped, and what was put in is found."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from nimble_core.ir.call_graph import graph_from_edges
+from nimble_core.ir.costs import Costs
+from nimble_core.ir.measurement import Measurement, summarize
+from nimble_core.ir.program import Call, Origin
+from nimble_core.ir.schedule import Schedule
+from nimble_core.scheduling.options import Options
+from nimble_viz import compare
+from nimble_viz.analysis.diff import (
+    SPEED_BAND,
+    Change,
+    CostChange,
+    SpeedChange,
+    across,
+    environment_changes,
+    match_calls,
+    within,
+)
+from nimble_viz.render.report import Report
+from nimble_viz.render.verdict_text import headline
+from nimble_viz.render.verdicts import Difference, diff
+from nimble_viz.report.data import HostSync
+from tests.support.sample_reports import RENDERED, fused_report, plan_report, sample_report, training_report
+
+
+def call(operator: str = "aten.relu.default", module: str = "", line: int = 1, index: int = 0) -> Call:
+    """A call that touches nothing."""
+    return Call(index, operator, (), (), origins=(Origin(operator, module, "net.py", line),))
+
+
+def numbered(calls: list[Call]) -> tuple[Call, ...]:
+    return tuple(replace(one, index=k) for k, one in enumerate(calls))
+
+
+def report_of(calls: list[Call], *, streams: list[int] | None = None, costs: list[float] | None = None) -> Report:
+    """A report of these calls without edges, each on its stream, with a spread of 1 ns."""
+    base, size = sample_report(0), len(calls)
+    lanes = tuple(streams or [0] * size)
+    plan = Schedule("nimble", lanes, tuple(range(size)), ())
+    return replace(
+        base,
+        program=replace(base.program, calls=numbered(calls)),
+        graph=graph_from_edges(size, []),
+        costs=Costs(tuple(costs or [1000.0] * size), "given", (1.0,) * size),
+        schedules=(plan,),
+        chosen="nimble",
+        timelines=(),
+        overhead=None,
+    )
+
+
+def without(report: Report, gone: int) -> Report:
+    """``report`` without one call, for what ``diff`` reads."""
+
+    def kept(values: Any) -> Any:
+        return tuple(value for k, value in enumerate(values) if k != gone)
+
+    plans = tuple(replace(plan, stream=kept(plan.stream)) for plan in report.schedules)
+    costs = replace(report.costs, ns=kept(report.costs.ns), spread_ns=kept(report.costs.spread_ns))
+    calls = numbered(list(kept(report.program.calls)))
+    return replace(report, program=replace(report.program, calls=calls), schedules=plans, costs=costs)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> Report:
+    """Few kinds of calls, often repeated, on up to three streams."""
+    kinds = st.builds(call, st.sampled_from(["a.mm.default", "a.relu.default"]), st.sampled_from("xy"),
+                      st.integers(1, 2))  # fmt: skip
+    calls = draw(st.lists(kinds, max_size=10))
+    lanes = [draw(st.integers(0, 2)) for _ in calls]
+    order = sorted(set(lanes))
+    costs = [draw(st.sampled_from([900.0, 1000.0, 2000.0])) for _ in calls]
+    return replace(
+        report_of(calls, streams=[order.index(lane) for lane in lanes], costs=costs),
+        measurements=tuple(draw(st.permutations([taken("eager", 100.0), taken("nimble", draw(times))]))),
+        batch=draw(st.integers(1, 2)),
+    )
+
+
+times = st.sampled_from([50.0, 51.0, 100.0])
+
+
+def taken(name: str, ns: float, spread: float = 0.02, samples: int = 20) -> Measurement:
+    return summarize(name, [ns * (1 + spread * (k % 5 - 2) / 2) for k in range(samples)])
+
+
+def mirrored(found: Difference) -> dict[str, Any]:
+    """What ``found`` says, from new to old, without the order of its rows."""
+    return {
+        "matched": found.matched,
+        "added": found.removed,
+        "removed": found.added,
+        "moved": {(one.new, one.old) for one in found.moved},
+        "recosted": {(one.new, one.old, one.new_ns, one.old_ns) for one in found.recosted},
+        **{key: {(one.name, one.new, one.old) for one in some} for key, some in found.changes.items()},
+        "speeds": {(one.name, one.new_ns, one.old_ns, OPPOSITE[one.verdict]) for one in found.speeds},
+    }
+
+
+def straight(found: Difference) -> dict[str, Any]:
+    return {
+        "matched": found.matched,
+        "added": found.added,
+        "removed": found.removed,
+        "moved": {(one.old, one.new) for one in found.moved},
+        "recosted": {(one.old, one.new, one.old_ns, one.new_ns) for one in found.recosted},
+        **{key: {(one.name, one.old, one.new) for one in some} for key, some in found.changes.items()},
+        "speeds": {(one.name, one.old_ns, one.new_ns, one.verdict) for one in found.speeds},
+    }
+
+
+OPPOSITE = {
+    "faster": "slower",
+    "slower": "faster",
+    "undecided": "undecided",
+    "added": "removed",
+    "removed": "added",
+}
+
+
+@pytest.mark.parametrize("case", RENDERED)
+def test_a_report_does_not_differ_from_itself(case: str) -> None:
+    report = RENDERED[case]()
+    found = report.diff(report)
+    assert found.empty
+    assert found.matched == len(report.program.calls)
+    assert "nothing else changed" in headline(found)
+
+
+@given(reports(), reports())
+def test_swapped_it_says_the_opposite(old: Report, new: Report) -> None:
+    assert straight(diff(new, old)) == mirrored(diff(old, new))
+
+
+@given(reports())
+def test_nothing_is_found_where_nothing_is(report: Report) -> None:
+    assert diff(report, report).empty
+
+
+@given(reports(), st.data())
+def test_every_call_is_matched_once_or_named(old: Report, data: st.DataObject) -> None:
+    new = data.draw(reports())
+    olds, news = old.program.calls, new.program.calls
+    pairs = match_calls(olds, news)
+    assert len({u for u, _ in pairs}) == len({v for _, v in pairs}) == len(pairs)
+    assert all(olds[u].operator == news[v].operator for u, v in pairs)
+    found = diff(old, new)
+    assert len(found.added) + found.matched == len(news)
+    assert len(found.removed) + found.matched == len(olds)
+
+
+@given(reports(), st.data())
+def test_an_added_call_is_found_wherever_it_is_put(new: Report, data: st.DataObject) -> None:
+    size = len(new.program.calls)
+    place = data.draw(st.integers(0, size))
+    calls = list(new.program.calls)
+    calls.insert(place, call("a.new.default", data.draw(st.sampled_from("xyz")), 7))
+    found = diff(new, report_of(calls))
+    assert [one.index for one in found.added] == [place]
+    assert found.removed == ()
+    assert found.matched == size
+
+
+@given(reports(), st.data())
+def test_a_repeated_call_is_found_by_its_kind(new: Report, data: st.DataObject) -> None:
+    calls = list(new.program.calls)
+    more = data.draw(st.sampled_from(calls)) if calls else call()
+    calls.insert(data.draw(st.integers(0, len(calls))), more)
+    (found,) = diff(new, report_of(calls)).added
+    assert found.origins == more.origins
+
+
+@pytest.mark.parametrize("gone", [0, 7, 30, 59])
+def test_a_removed_call_of_a_large_report(gone: int) -> None:
+    report = sample_report(60)
+    found = diff(report, without(report, gone))
+    assert [one.index for one in found.removed] == [gone]
+    assert not any((found.added, found.moved, found.recosted))
+
+
+def test_lines_that_moved_do_not_matter() -> None:
+    report = sample_report(60)
+    shifted = [replace(one, origins=(replace(one.origins[0], line=one.origins[0].line + 3),))
+               for one in report.program.calls]  # fmt: skip
+    assert diff(report, replace(report, program=replace(report.program, calls=tuple(shifted)))).empty
+
+
+def test_modules_that_an_insertion_renumbers_are_still_the_same() -> None:
+    kinds = ["aten.addmm.default", "aten.gelu.default", "aten.addmm.default"]
+    old = [call(kind, str(k)) for k, kind in enumerate(kinds)]
+    kinds.insert(1, "aten.native_layer_norm.default")
+    new = [call(kind, str(k)) for k, kind in enumerate(kinds)]
+    found = diff(report_of(old), report_of(new))
+    assert [one.label for one in found.added] == ["native_layer_norm"]
+    assert found.removed == ()
+
+
+def test_calls_that_only_changed_places_are_the_same() -> None:
+    one, two = call(module="left"), call(module="right")
+    found = diff(report_of([one, two]), report_of([two, one]))
+    assert (found.added, found.removed, found.matched) == ((), (), 2)
+
+
+def test_compiled_kernels_are_matched_without_their_number() -> None:
+    def kernel(name: str) -> Call:
+        return replace(call("aten.relu.default", "m"), operator=name)
+
+    old = [kernel(f"triton_poi_fused_relu_{k}") for k in range(3)]
+    new = [kernel("triton_per_fused_mean_0"), *(kernel(f"triton_poi_fused_relu_{k + 1}") for k in range(3))]
+    found = diff(report_of(old), report_of(new))
+    assert [one.operator for one in found.added] == ["triton_per_fused_mean_0"]
+    assert found.matched == 3
+
+
+def test_loops_too_long_to_align_are_paired_by_occurrence() -> None:
+    same = [call(module="cell")] * 4000
+    old, new = [call(module="a"), *same, call(module="b")], [call(module="c"), *same, *same[:7], call(module="d")]
+    found = diff(report_of(old), report_of(new))
+    assert len(found.added) == 7 + 2
+    assert len(found.removed) == 2
+
+
+def test_streams_are_compared_without_their_numbers() -> None:
+    calls = [call(module=str(k)) for k in range(6)]
+    old = report_of(calls, streams=[0, 0, 0, 1, 1, 1])
+    assert diff(old, report_of(calls, streams=[1, 1, 1, 0, 0, 0])).moved == ()
+    (moved,) = diff(old, report_of(calls, streams=[1, 1, 0, 0, 0, 0])).moved
+    assert (moved.new.index, moved.old_stream, moved.new_stream) == (2, 0, 1)
+    (fresh,) = diff(old, report_of(calls, streams=[0, 0, 2, 1, 1, 1])).moved
+    assert (fresh.new.index, fresh.old_stream, fresh.new_stream) == (2, 0, None)
+
+
+def test_streams_that_share_equally_many_calls_mirror() -> None:
+    calls = [call(module=str(k)) for k in range(3)]
+    old, new = report_of(calls, streams=[0, 0, 1]), report_of(calls, streams=[1, 0, 1])
+    assert [one.new.index for one in diff(old, new).moved] == [one.new.index for one in diff(new, old).moved] == [0]
+
+
+@pytest.mark.parametrize(
+    ("new_ns", "spread", "changed"), [(1099, 1, False), (1111, 1, True), (1111, 60, False), (880, 1, True)]
+)
+def test_costs_change_beyond_their_spread(new_ns: float, spread: float, changed: bool) -> None:
+    old, new = report_of([call()], costs=[1000.0]), report_of([call()], costs=[new_ns])
+    old, new = (replace(one, costs=replace(one.costs, spread_ns=(spread,))) for one in (old, new))
+    first, second = old.program.calls[0], new.program.calls[0]
+    wanted = (CostChange(first, second, 1000.0, new_ns, spread, spread),) if changed else ()
+    assert diff(old, new).recosted == wanted
+
+
+def test_costs_that_were_not_measured_are_not_compared() -> None:
+    (note,) = diff(sample_report(60), replace(plan_report(), program=sample_report(60).program)).notes
+    assert "not measured" in note
+
+
+@pytest.mark.parametrize(
+    ("old_ns", "new_ns", "spread", "samples", "verdict"),
+    [
+        (100, 50, 0.02, 20, "faster"),
+        (50, 100, 0.02, 20, "slower"),
+        (100, 100 / SPEED_BAND, 0.02, 20, "undecided"),
+        (100, 80, 0.5, 20, "undecided"),
+        (100, 50, 0.0, 4, "undecided"),
+        (0, 50, 0.0, 20, "slower"),
+    ],
+)
+def test_runs_are_faster_only_if_all_says_so(
+    old_ns: float, new_ns: float, spread: float, samples: int, verdict: str
+) -> None:
+    old, new = taken("nimble", old_ns, spread, samples), taken("nimble", new_ns, spread, samples)
+    assert SpeedChange("nimble", old_ns, new_ns, across(old, new), None, None).verdict == verdict
+
+
+@given(st.lists(st.floats(1, 1e9), min_size=5), st.lists(st.floats(1, 1e9), min_size=5))
+def test_speeds_across_processes_mirror(old: list[float], new: list[float]) -> None:
+    there, back = across(summarize("a", old), summarize("b", new)), across(summarize("b", new), summarize("a", old))
+    assert (there.low, there.value, there.high) == pytest.approx((1 / back.high, 1 / back.value, 1 / back.low))
+    assert there.low <= there.value <= there.high
+
+
+def test_speeds_within_a_report_are_of_neighbouring_samples() -> None:
+    drifting = [100.0 * (1 + k) for k in range(10)]
+    report = replace(
+        sample_report(),
+        measurements=(summarize("eager", drifting), summarize("nimble", [ns / 2 for ns in drifting])),
+    )
+    found = within(report, "nimble")
+    assert found is not None
+    assert (found.low, found.value, found.high, found.stable) == (2.0, 2.0, 2.0, False)
+    few = replace(report, measurements=tuple(summarize(one.name, one.samples_ns[:4]) for one in report.measurements))
+    unknown = within(few, "nimble")
+    assert unknown is not None
+    assert (unknown.low, unknown.high) == (0.0, math.inf)
+    assert within(report, "nobody") is None
+
+
+def test_the_chosen_runs_are_compared_whatever_their_names() -> None:
+    report = sample_report()
+    found = diff(replace(report, chosen="single"), report)
+    assert found.chosen is not None
+    assert found.chosen.name == "single -> nimble"
+    assert found.chosen.verdict == "faster"
+    assert Change("chosen", "single", "nimble") in found.facts
+
+
+def test_runs_of_one_report_only() -> None:
+    report = sample_report()
+    less = replace(report, measurements=report.measurements[:2])
+    assert {one.name: one.verdict for one in diff(less, report).speeds} == {
+        "eager": "undecided",
+        "single": "undecided",
+        "nimble": "added",
+    }
+    assert not diff(less, report).empty
+
+
+def test_facts_counts_memory_checks_and_environment() -> None:
+    old = sample_report()
+    assert old.overhead is not None
+    plan = replace(old.schedules[1], counts=replace(old.schedules[1].counts, planned=7))
+    new = replace(
+        old,
+        model="OtherNet",
+        schedules=(old.schedules[0], plan),
+        memory=replace(old.memory, engines=(("single", 5), *old.memory.engines[1:])),
+        checks=(replace(old.checks[0], passed=False, reason="differs"), *old.checks[1:]),
+        overhead=replace(old.overhead, host_syncs=(*old.overhead.host_syncs, HostSync("aten::item", 3, 1.0, "a.py:1"))),
+        environment=replace(old.environment, torch="9.9", settings=(), date="later", load=7.0),
+    )
+    found = diff(old, new)
+    assert found.facts == (Change("model", "SampleNet", "OtherNet"),)
+    assert found.plans == (Change("nimble: waits, planned", old.schedules[1].counts.planned, 7),)
+    assert found.memory == (Change("single: held", 96_468_992, 5),)
+    assert found.checks == (Change("single", "equal", "differs"),)
+    assert found.host_syncs == (Change("aten::item at a.py:1", None, 3),)
+    assert found.environment == (Change("torch", "2.11.0+cu130", "9.9"), Change("cudnn.allow_tf32", "True", None))
+    assert found.environment == environment_changes(old.environment, new.environment)
+    assert (found.added, found.moved, found.recosted) == ((), (), ())
+
+
+def test_kernels_of_other_makers_are_compared_by_eager_calls() -> None:
+    old, new = sample_report(60), fused_report(60)
+    found = diff(old, new)
+    assert (found.added, found.removed, found.matched) == ((), (), 60)
+    assert "different makers" in found.notes[0]
+    assert Change("kernels", "eager's own", "inductor") in found.facts
+    assert not any((found.recosted, found.moved))
+
+
+@pytest.mark.parametrize("width", [60, 100])
+@pytest.mark.parametrize("case", [name for name in RENDERED if name != "ten thousand"])
+def test_text_fits_and_is_harmless(case: str, width: int) -> None:
+    for found in (diff(sample_report(24), RENDERED[case]()), diff(RENDERED[case](), sample_report(24))):
+        text = found.to_text(width)
+        assert max(cell_len(line) for line in text.splitlines()) <= width
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+        assert json.loads(found.to_json())["empty"] is found.empty
+
+
+def test_text_says_what_changed() -> None:
+    old = sample_report(60)
+    slow = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in old.measurements)
+    text = diff(old, replace(without(old, 7), measurements=slow)).to_text(120)
+    assert "The chosen run (nimble) is 3.00x slower [" in text
+    assert "1 call removed" in text
+    assert re.search(r"Calls removed \(1\)\n  - .*, call 7\n", text)
+    assert "slower" in text
+    assert "Environment" not in text
+
+
+def test_memory_that_was_not_measured_is_said_to_be() -> None:
+    old = sample_report(20)
+    memory = replace(old.memory, eager_peak=0, engines=(("single", 0), *old.memory.engines[1:]), planned=())
+    found = diff(old, replace(old, memory=memory))
+    text = found.to_text(120)
+    assert re.search(r"eager's peak +50\.0 MiB -> not measured\n", text)
+    assert re.search(r"single: held +92\.0 MiB -> not measured\n", text)
+    assert re.search(r"single: arena +\S+ \S+ -> none\n", text)
+    assert Change("eager's peak", 52_428_800, None) in found.memory
+    nothing = replace(old, memory=replace(memory, engines=memory.engines[1:]))
+    assert diff(nothing, replace(old, memory=memory)).memory == ()
+
+
+def test_long_lists_are_cut() -> None:
+    text = diff(report_of([]), report_of([call(module=str(k)) for k in range(25)])).to_text()
+    assert "Calls added (25)" in text
+    assert "and 15 more" in text
+
+
+@pytest.fixture(scope="session")
+def real() -> tuple[Report, Report]:
+    """A model measured on the host, and the same with a layer norm put in, which renumbers what follows it."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), torch.nn.Tanh()]
+    options = Options(policy="nimble", tune="off")
+    old, new = (
+        compare(torch.nn.Sequential(*some).eval(), torch.randn(2, 16), options=options)
+        for some in (layers, [*layers[:1], torch.nn.LayerNorm(16), *layers[1:]])
+    )
+    return old, new
+
+
+def test_a_layer_put_into_a_real_model(real: tuple[Report, Report]) -> None:
+    old, new = real
+    found = old.diff(new)
+    assert [one.label for one in found.added] == ["native_layer_norm"]
+    assert (found.removed, found.matched, found.environment) == ((), len(old.program.calls), ())
+    assert Change("calls", 4, 5) in found.facts
+    assert [one.label for one in new.diff(old).removed] == ["native_layer_norm"]
+    assert "native_layer_norm in 1 (" in found.to_text(100)
+    assert found._repr_mimebundle_()["text/plain"] == found.to_text(100)
+
+
+def test_rich_shows_colours() -> None:
+    old = sample_report(12)
+    slow = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in old.measurements)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
+    console.print(diff(old, replace(old, measurements=slow)))
+    assert "\x1b[1;31m" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_json_holds_no_infinity() -> None:
+    few = replace(sample_report(12), measurements=(taken("eager", 10.0, samples=3), taken("nimble", 5.0, samples=3)))
+    data = json.loads(diff(few, few).to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert data["chosen"]["ratio"] == {"value": 1.0, "low": 0.0, "high": None}
+    assert data["nimble_diff"] == 1
+
+
+def test_training_reports() -> None:
+    report = training_report()
+    assert diff(report, without(report, 30)).removed[0].phase == "backward"
+
+
+def test_ten_thousand_calls_with_many_changes_take_seconds() -> None:
+    calls = [call(f"a.op{k % 7}.default", f"layer.{k}") for k in range(10_000)]
+    new = [replace(one, operator="a.other.default") if k % 50 == 0 else one for k, one in enumerate(calls)]
+    found = diff(report_of(calls), report_of(new))
+    assert len(found.added) == len(found.removed) == 200
+
+
+def test_training_and_inference_are_not_the_same_work() -> None:
+    found = diff(sample_report(), training_report())
+    assert found.unlike == "one is of training steps, the other of inference"
+    assert (found.chosen, found.speeds) == (None, ())
+    shown = " ".join(found.to_text(120).split())
+    assert "No times are compared (one is of training steps, the other of inference)" in shown
+    assert "slower" not in shown
+    assert "faster" not in shown
+    for same in (sample_report(), training_report()):
+        assert not diff(same, same).unlike
+        assert diff(same, same).speeds

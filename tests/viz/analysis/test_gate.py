@@ -1,0 +1,362 @@
+"""The gate: exact bounds, intervals that decide or do not, baselines, files for CI, exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from nimble_core.ir.measurement import summarize
+from nimble_core.ir.schedule import SyncCounts
+from nimble_core.scheduling.options import Options
+from nimble_core.utils.errors import InputError
+from nimble_viz import compare, load
+from nimble_viz.analysis.gate import EXIT_CODES, Outcome, Rules, Verdict
+from nimble_viz.cli.command import main
+from nimble_viz.render.report import Report
+from nimble_viz.render.verdicts import gate
+from nimble_viz.report.data import HostSync, PeerResult
+from tests.support.sample_reports import HOSTILE, RENDERED, fused_report, profile_report, sample_report
+
+ORDER: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
+
+
+def timed(report: Report, **runs: tuple[float, ...]) -> Report:
+    """``report`` with these samples."""
+    return replace(report, measurements=tuple(summarize(name, samples) for name, samples in runs.items()))
+
+
+def verdict(report: Report, rule: str, rules: Rules | None = None, baseline: Report | None = None) -> Verdict:
+    (found,) = (one for one in gate(report, rules, baseline=baseline).verdicts if one.rule == rule)
+    return found
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real report, taken on the host, in a file."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16)).eval()
+    report = compare(model, torch.randn(2, 16), options=Options(policy="nimble", tune="off"))
+    return report.save(tmp_path_factory.mktemp("gate") / "real.nimble")
+
+
+@pytest.mark.parametrize(
+    ("eager", "ours", "outcome"),
+    [
+        ((200.0,) * 9, (100.0,) * 9, "pass"),
+        ((100.0,) * 9, (100.0,) * 9, "pass"),
+        ((99.0,) * 9, (100.0,) * 9, "fail"),
+        ((96.0, 104.0) * 8, (100.0,) * 16, "inconclusive"),
+        ((200.0,) * 4, (100.0,) * 4, "inconclusive"),
+        ((50.0, 400.0) * 8, (100.0,) * 16, "inconclusive"),
+        ((400.0, 900.0) * 8, (100.0,) * 16, "pass"),
+        ((), (), "inconclusive"),
+    ],
+)
+def test_the_least_speed(eager: tuple[float, ...], ours: tuple[float, ...], outcome: Outcome) -> None:
+    report = timed(sample_report(), eager=eager, nimble=ours) if eager else replace(sample_report(), measurements=())
+    assert verdict(report, "min_speedup", Rules(min_speedup=1.0)).outcome == outcome
+
+
+def test_the_least_speed_over_another_run() -> None:
+    report = timed(sample_report(), eager=(900.0,) * 9, single=(100.0,) * 9, nimble=(90.0,) * 9)
+    found = verdict(report, "min_speedup", Rules(min_speedup=1.5, over="single"))
+    assert (found.outcome, found.limit) == ("fail", 1.5)
+    assert found.value == pytest.approx(100 / 90)
+    assert "nimble replay over one-stream replay: 1.11x" in found.text
+    assert verdict(report, "min_speedup", Rules(min_speedup=1, over="nobody")).text == "nobody was not measured"
+    peers = replace(fused_report(), peers=(PeerResult("compile", 31.0),))
+    told = verdict(peers, "min_speedup", Rules(min_speedup=0.1, over="compile")).text
+    assert "over compile, whose outputs were not shown to be eager's: " in told
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=1, max_size=12),
+    st.floats(0, 100),
+    st.floats(0, 100),
+)
+def test_a_higher_bar_is_never_easier(samples: list[tuple[float, float]], one: float, other: float) -> None:
+    eager, ours = zip(*samples, strict=True)
+    report = timed(sample_report(12), eager=eager, nimble=ours)
+    low, high = sorted((one, other))
+    easy, hard = (verdict(report, "min_speedup", Rules(min_speedup=bar)).outcome for bar in (low, high))
+    assert ORDER.index(easy) <= ORDER.index(hard)
+
+
+@given(st.data(), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_more_room_is_never_harder(data: st.DataObject, one: float, other: float) -> None:
+    rounds = st.lists(st.floats(50, 200), min_size=6, max_size=9)
+    old, new = (
+        timed(sample_report(12), eager=tuple(data.draw(rounds)), nimble=tuple(data.draw(rounds))) for _ in range(2)
+    )
+    tight, wide = (verdict(new, "max_slowdown", Rules(max_slowdown=most), old).outcome for most in sorted((one, other)))
+    assert ORDER.index(wide) <= ORDER.index(tight)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_counts_are_exact(more: int) -> None:
+    report = sample_report(60)
+    assert report.overhead is not None
+    waits = report.schedules[1].counts.emitted
+    assert waits
+    rules = Rules(max_syncs=waits + more, max_host_syncs=3 + more, max_calls=60 + more, max_bytes=171_966_464 + more)
+    found = gate(report, rules)
+    outcomes = {one.rule: one.outcome for one in found.verdicts if one.rule.startswith("max_")}
+    assert outcomes == dict.fromkeys(
+        ("max_syncs", "max_host_syncs", "max_calls", "max_bytes"), "pass" if more >= 0 else "fail"
+    )
+    assert found.exit_code == (0 if more >= 0 else 1)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_host_syncs_and_blocking_copies_of_code_as_it_is(most: int) -> None:
+    report = profile_report()
+    assert report.overhead is not None
+    assert [sync.kind for sync in report.overhead.host_syncs] == ["aten::item", "Memcpy HtoD (Pageable -> Device)"]
+    found = gate(report, Rules(max_host_syncs=most))
+    assert [one.rule for one in found.verdicts] == ["complete", "max_host_syncs"]  # nothing runs in eager's place
+    assert (found.exit_code, found.verdicts[1].value) == (0 if most >= 2 else 1, 2)
+    said = "host synchronisations and blocking copies of one iteration: 2"
+    where = "" if most >= 2 else ": aten::item, 1; Memcpy HtoD (Pageable -> Device), 1"
+    assert found.verdicts[1].text == f"{said}, allowed {most}{where}"
+
+
+def test_places_of_host_syncs_are_named_the_most_frequent_first() -> None:
+    report = sample_report()
+    assert report.overhead is not None
+    syncs = tuple(HostSync("aten::item", count, 1.0, f"train.py:{count}") for count in (1, 4, 2, 3))
+    report = replace(report, overhead=replace(report.overhead, host_syncs=syncs))
+    text = verdict(report, "max_host_syncs", Rules(max_host_syncs=9)).text
+    assert text.endswith(
+        "10, allowed 9: aten::item at train.py:4, 4; aten::item at train.py:3, 3; aten::item at train.py:2, 2; …"
+    )
+
+
+def test_a_profile_against_an_earlier_one() -> None:
+    old = replace(profile_report(), measurements=sample_report().measurements[:1])
+    assert {one.outcome for one in gate(old, baseline=old).verdicts} == {"pass"}
+    slow = slower(old, eager=2.0)
+    assert verdict(slow, "max_slowdown", baseline=old).outcome == "fail"
+    assert verdict(profile_report(), "max_slowdown", baseline=old).outcome == "inconclusive"
+    assert old.overhead is not None
+    fewer = replace(old, overhead=replace(old.overhead, host_syncs=old.overhead.host_syncs[:1]))
+    assert verdict(old, "baseline_host_syncs", baseline=fewer).outcome == "fail"
+
+
+def test_what_was_not_read_is_planned() -> None:
+    report = sample_report(60)
+    plan = replace(report.schedules[1], counts=SyncCounts(9, 8, 7, None))
+    planned = replace(report, schedules=(report.schedules[0], plan))
+    assert verdict(planned, "max_syncs", Rules(max_syncs=7)).outcome == "pass"
+    assert verdict(planned, "max_syncs", Rules(max_syncs=6)).outcome == "fail"
+
+
+def test_what_is_not_known_decides_nothing() -> None:
+    report = sample_report(60, device="cpu", overhead=False)
+    found = gate(report, Rules(max_bytes=1, max_host_syncs=1))
+    assert [one.outcome for one in found.verdicts[-2:]] == ["inconclusive"] * 2
+    assert found.exit_code == 3
+
+
+def test_outputs_and_completeness_are_always_asked_for() -> None:
+    report = sample_report()
+    good = gate(report)
+    assert [(one.rule, one.outcome) for one in good.verdicts] == [("complete", "pass"), ("equal_outputs", "pass")]
+    wrong = replace(report.checks[0], passed=False, reason="differs from eager")
+    assert gate(replace(report, checks=(wrong, report.checks[1]))).outcome == "fail"
+    void = replace(report.checks[1], passed=False, reason="void: outputs do not move")
+    assert gate(replace(report, checks=(report.checks[0], void))).outcome == "inconclusive"
+    assert gate(replace(report, checks=())).outcome == "inconclusive"
+    assert verdict(replace(report, complete=False), "complete").outcome == "inconclusive"
+
+
+def slower(report: Report, **factors: float) -> Report:
+    """``report`` with the samples of some runs multiplied."""
+    runs = {one.name: tuple(ns * factors.get(one.name, 1) for ns in one.samples_ns) for one in report.measurements}
+    return timed(report, **runs)
+
+
+@pytest.mark.parametrize(
+    ("factors", "outcome"),
+    [
+        ({}, "pass"),
+        ({"nimble": 0.5}, "pass"),
+        ({"nimble": 1.3}, "fail"),
+        ({"nimble": 1.05}, "inconclusive"),
+        ({"nimble": 1.3, "eager": 1.3}, "inconclusive"),
+        ({"nimble": 1.6, "eager": 1.3}, "fail"),
+    ],
+)
+def test_slower_than_the_baseline(factors: dict[str, float], outcome: Outcome) -> None:
+    report = sample_report()
+    found = verdict(slower(report, **factors), "max_slowdown", baseline=report)
+    assert found.outcome == outcome
+    assert ("this may be the machine" in found.text) == ("eager" in factors and outcome == "inconclusive")
+
+
+def test_eager_is_called_slower_only_where_its_samples_show_it() -> None:
+    eager, slow, fast = (60.0, 100.0, 160.0) * 5, (130.0,) * 15, (100.0,) * 15
+    base = timed(sample_report(), eager=eager, nimble=fast)
+    same = verdict(timed(base, eager=eager, nimble=slow), "max_slowdown", baseline=base)
+    assert same.outcome == "inconclusive"
+    assert same.text.endswith("; eager may be slower too, so that this may be the machine")
+    late = verdict(timed(base, eager=tuple(3 * ns for ns in eager), nimble=slow), "max_slowdown", baseline=base)
+    assert late.outcome == "inconclusive"
+    assert late.text.endswith("; eager is slower too, so that this may be the machine")
+
+
+def test_without_eager_a_slowdown_stands() -> None:
+    report = timed(sample_report(), nimble=(100.0,) * 9)
+    assert verdict(slower(report, nimble=2.0), "max_slowdown", baseline=report).outcome == "fail"
+
+
+def test_no_count_may_exceed_the_baselines() -> None:
+    old = sample_report(60)
+    assert {one.outcome for one in gate(old, baseline=old).verdicts} == {"pass"}
+    assert old.overhead is not None
+    waits = replace(old.schedules[1], counts=replace(old.schedules[1].counts, emitted=99))
+    new = replace(
+        old,
+        program=replace(old.program, calls=(*old.program.calls, replace(old.program.calls[0], index=60))),
+        schedules=(old.schedules[0], waits),
+        overhead=replace(old.overhead, host_syncs=(*old.overhead.host_syncs, HostSync("aten::item", 1, 1.0, ""))),
+    )
+    failed = [one.rule for one in gate(new, baseline=old).verdicts if one.outcome == "fail"]
+    assert failed == ["baseline_calls", "baseline_syncs", "baseline_host_syncs"]
+    assert gate(old, baseline=new).outcome == "pass"
+
+
+def test_waits_of_another_plan_are_not_compared() -> None:
+    old = sample_report(60)
+    new = replace(old, schedules=(old.schedules[0],), chosen="single")
+    assert verdict(new, "baseline_syncs", baseline=old).outcome == "inconclusive"
+    assert verdict(fused_report(60), "baseline_calls", baseline=old).text == "eager calls: 60, in the baseline 60"
+
+
+def test_another_environment_is_refused() -> None:
+    report = sample_report()
+    moved = replace(report, environment=replace(report.environment, torch="2.12", date="later", load=9.0))
+    with pytest.raises(InputError, match=r"another environment(\n|.)*torch 2.12, now 2.11.0"):
+        gate(report, baseline=moved)
+    found = gate(report, baseline=moved, any_environment=True)
+    assert found.outcome == "pass"
+    assert "another environment" in found.notes[0]
+    later = replace(moved, environment=replace(moved.environment, torch=report.environment.torch))
+    assert gate(report, baseline=later).notes == ()
+
+
+@pytest.mark.parametrize("change", [{"model": "Other"}, {"dtype": "float64"}, {"batch": 7}])
+def test_another_subject_is_refused(change: dict[str, object]) -> None:
+    report = sample_report()
+    with pytest.raises(InputError, match="the baseline is about"):
+        gate(report, baseline=replace(report, **change), any_environment=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bound", [-1.0, math.nan, math.inf])
+def test_bounds_are_numbers(bound: float) -> None:
+    with pytest.raises(InputError, match="min_speedup"):
+        Rules(min_speedup=bound)
+
+
+@pytest.mark.parametrize("case", [name for name in RENDERED if "thousand" not in name])
+def test_every_report_can_be_judged_and_shown(case: str) -> None:
+    report = RENDERED[case]()
+    rules = Rules(min_speedup=1.0, max_syncs=3, max_host_syncs=3, max_calls=3, max_bytes=3)
+    found = gate(report, rules, baseline=report)
+    text = found.to_text(60)
+    assert max(cell_len(line) for line in text.splitlines()) <= 60
+    data = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert (data["outcome"], data["exit_code"]) == (found.outcome, EXIT_CODES[found.outcome])
+    assert len(data["verdicts"]) == len(found.verdicts)
+    suite = ElementTree.fromstring(found.to_junit())[0]
+    assert len(suite.findall("testcase")) == int(suite.attrib["tests"]) == len(found.verdicts)
+    assert len(suite.findall("testcase/failure")) == int(suite.attrib["failures"])
+    assert len(suite.findall("testcase/skipped")) == int(suite.attrib["skipped"])
+    rows = [line for line in found.to_markdown().splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + len(found.verdicts)
+
+
+def test_names_cannot_leave_their_place() -> None:
+    report = replace(sample_report(), model=f"{HOSTILE}\x00\x1b[2J|\ufffe\n# x")
+    found = gate(report)
+    page = found.to_markdown()
+    assert "<script" not in page.replace("\\<", "")
+    assert "\n#  x" not in page
+    assert "\x1b" not in page + found.to_text() + found.to_junit()
+    ElementTree.fromstring(found.to_junit())
+
+
+def run(*args: object) -> int:
+    return main([str(arg) for arg in args])
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = timed(sample_report(), eager=(96.0, 104.0) * 8, nimble=(100.0,) * 16)
+    path = report.save(tmp_path / "r.nimble")
+    assert run("gate", path) == 0
+    assert run("gate", path, "--min-speedup", 2) == 1
+    assert run("gate", path, "--min-speedup", 1) == 3
+    assert run("gate", path, "--min-speedup", 1, "--max-calls", 0) == 1
+    assert run("gate", path, "--min-speedup", -1) == 2
+    assert run("gate", tmp_path / "none.nimble") == 2
+    (tmp_path / "bad.nimble").write_bytes(b"no")
+    assert run("gate", tmp_path / "bad.nimble") == 2
+    other = replace(report, environment=replace(report.environment, driver="1")).save(tmp_path / "o.nimble")
+    assert run("gate", path, "--baseline", other) == 2
+    assert "driver 1, now 580.65" in capsys.readouterr().err
+    assert run("gate", path, "--baseline", other, "--any-environment") == 0
+    with pytest.raises(SystemExit) as stopped:
+        run("gate", path, "--min-speedup", "much")
+    assert stopped.value.code == 2
+
+
+def test_files_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sample_report().save(tmp_path / "r.nimble")
+    page, junit = tmp_path / "summary.md", tmp_path / "junit.xml"
+    assert run("gate", path, "--max-calls", 1, "--json", "--markdown", page, "--junit", junit) == 1
+    assert json.loads(capsys.readouterr().out)["outcome"] == "fail"
+    assert "| max\\_calls | ❌ fail | calls: 60, allowed 1 |" in page.read_text(encoding="utf-8")
+    failure = ElementTree.fromstring(junit.read_text(encoding="utf-8")).find(".//failure")
+    assert failure is not None
+    assert failure.attrib["message"] == "fail: calls: 60, allowed 1"
+    assert run("gate", path, "--junit", tmp_path / "no" / "junit.xml") == 2
+
+
+def test_every_rule_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("gate", "-h")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{field.name.replace('_', '-')}" in shown for field in fields(Rules))
+    assert "Exit codes: 0 every rule passed" in shown
+
+
+def test_diff_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = sample_report(24).save(tmp_path / "old.nimble")
+    new = sample_report(28).save(tmp_path / "new.nimble")
+    assert run("diff", old, new) == 0
+    assert "Calls added (4)" in capsys.readouterr().out
+    assert run("diff", old, new, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["added"]) == 4
+    assert run("diff", old, tmp_path / "none.nimble") == 2
+    (tmp_path / "bad.nimble").write_bytes(b"no")
+    assert run("diff", old, tmp_path / "bad.nimble") == 2
+
+
+def test_a_real_report(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = load(measured)
+    assert report.diff(report).empty
+    calls = len(report.program.calls)
+    assert run("gate", measured, "--max-calls", calls, "--max-syncs", 0, "--max-host-syncs", 0, "--min-speedup", 0) == 0
+    assert run("gate", measured, "--max-calls", calls - 1) == 1
+    assert run("gate", measured, "--min-speedup", 1e6) == 1
+    late = slower(report, **{report.chosen: 1e6}).save(measured.with_name("late.nimble"))
+    assert run("gate", late, "--baseline", measured) == 1
+    assert "max_slowdown" in capsys.readouterr().out

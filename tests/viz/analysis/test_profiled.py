@@ -1,0 +1,168 @@
+"""What a profile of code as it is shows: the bound, phases, sums, causes of an idle device; and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nimble_core.ir.measurement import summarize
+from nimble_viz.analysis.labels import context
+from nimble_viz.analysis.overhead import PARTS, grouped, idle_causes, module_tree, overhead
+from nimble_viz.analysis.phases import PHASES, phases, span_phases
+from nimble_viz.analysis.profiled import profiled, profiled_verdict
+from nimble_viz.analysis.summary import summary, verdict
+from nimble_viz.render.report import Report
+from nimble_viz.render.text import plain_text
+from nimble_viz.report.data import Bound
+from tests.support.sample_reports import (
+    eager_optimizer_report,
+    fused_report,
+    profile_report,
+    sample_report,
+    training_report,
+)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return profile_report()
+
+
+def with_bound(report: Report, *ns: float, unprofiled: float = 0.0, loader: float = -1.0) -> Report:
+    assert report.sampling is not None
+    taken = replace(report.sampling, bound=Bound(*ns), loader_ns=loader, timed=9)
+    measured = (summarize("eager", [unprofiled] * 9),) if unprofiled else ()
+    return replace(report, sampling=taken, measurements=measured)
+
+
+def test_the_verdict_is_the_largest_share(report: Report) -> None:
+    assert verdict(report) == profiled_verdict(report)
+    assert "host-bound: 51.8% (518 µs) the host's own, 22.0% (220 µs) input, 26.2%" in verdict(report)
+    assert "input-bound: 60.0%" in verdict(with_bound(report, 60, 30, 10))
+    assert "device-bound: 50.0%" in verdict(with_bound(report, 30, 50, 20))
+    host = replace(report, environment=replace(report.environment, device="cpu"))
+    assert "compute-bound: 50.0%" in verdict(with_bound(host, 30, 50, 20))
+    assert "made to wait" not in verdict(host)
+
+
+def test_shares_are_those_without_the_profiler_where_it_was_timed(report: Report) -> None:
+    # Of 220 µs of input 200 were the loader's, under the profiler; without it the loader took 300.
+    timed = with_bound(report, 220_000, 262_000, 518_000, unprofiled=700_000, loader=300_000)
+    found = profiled(timed)
+    assert found is not None
+    assert {row["name"]: row["ns"] for row in found["rows"]} == {"input": 320_000, "device": 262_000, "host": 118_000}
+    assert (found["bound"], found["basis"]) == ("input", "of an iteration without the profiler")
+    assert "takes 700 µs (median of 9 iterations, without the profiler); input-bound: 45.7%" in verdict(timed)
+    short = profiled(with_bound(report, 220_000, 262_000, 518_000, unprofiled=100_000, loader=90_000))
+    assert short is not None
+    assert [row["ns"] for row in short["rows"]] == [100_000, 0, 0]
+
+
+def test_without_a_gpu_the_rest_is_split_as_under_the_profiler(report: Report) -> None:
+    host = replace(report, environment=replace(report.environment, device="cpu"))
+    found = profiled(with_bound(host, 200_000, 600_000, 200_000, unprofiled=500_000, loader=100_000))
+    assert found is not None
+    assert [row["ns"] for row in found["rows"]] == [100_000, 300_000, 100_000]
+
+
+def test_only_profiles_have_one() -> None:
+    assert profiled(sample_report(5)) is None
+    assert profiled_verdict(sample_report(5)) == ""
+    assert summary(sample_report(5))["profiled"] is None
+
+
+def test_it_says_what_is_absent_and_why(report: Report) -> None:
+    tables = summary(report)
+    assert (tables["plans"], tables["checks"], tables["limit"], tables["planned"]) == ([], [], None, False)
+    assert [name for name, _ in tables["facts"]] == ["Calls of an iteration"]
+    assert len(tables["profiled"]["absent"]) == 3
+    assert context(report) == "profile of code as it is, NVIDIA H200"
+
+
+def test_phases_know_which_calls_copy_input(report: Report) -> None:
+    found = phases(report)
+    assert found is not None
+    assert [(row["phase"], row["calls"]) for row in found["rows"]] == [
+        ("loader", 0),
+        ("copy", 1),
+        ("forward", 2),
+        ("backward", 1),
+        ("optimizer", 1),
+    ]
+    line = report.timelines[0]
+    shown = {span.name: PHASES[at] for span, at in zip(line.spans, span_phases(report, line), strict=True) if at >= 0}
+    assert (shown["data loader"], shown["aten::to"], shown["Memcpy HtoD (Pageable -> Device)"]) == (
+        "loader",
+        "copy",
+        "copy",
+    )
+    assert (shown["gemm_backward"], shown["aten::item"]) == ("backward", "forward")
+
+
+@pytest.mark.parametrize("made", [sample_report, training_report, profile_report])
+def test_every_grouping_adds_up_to_the_same(made) -> None:
+    report = made()
+    assert report.overhead is not None
+    for by in ("operator", "module", "phase"):
+        rows = grouped(report, by)
+        assert sum(row["calls"] for row in rows) == len(report.overhead.calls)
+        for part in PARTS:
+            whole = sum(getattr(row, f"{part}_ns") for row in report.overhead.calls)
+            assert sum(row[part] for row in rows) == pytest.approx(whole)
+        assert all(row["hidden"] == pytest.approx(row["overhead"] - row["exposed"]) for row in rows)
+        assert [row["overhead"] for row in rows] == sorted((row["overhead"] for row in rows), reverse=True)
+
+
+def test_nothing_profiled_has_no_groups() -> None:
+    assert grouped(sample_report(5, overhead=False), "operator") == []
+
+
+def test_causes_of_an_idle_device_add_up(report: Report) -> None:
+    assert report.overhead is not None
+    assert idle_causes(report.overhead) == [
+        ("Idle: host late, nothing queued", "709 µs, 70.9%"),
+        ("Idle: launch latency", "29.0 µs, 2.9%"),
+        ("Idle: dependency, queued behind others", "0 ns, 0.0%"),
+    ]
+    assert idle_causes(replace(report.overhead, idle=None)) == []
+    facts = dict(overhead(report)["facts"])
+    assert (facts["Waits for the device"], facts["Waits for the data loader"]) == ("70.0 µs", "200 µs")
+    assert facts["Belongs to no call"] == "300 µs, 30.0%"
+    assert facts["Same run unprofiled"] == "not timed"
+
+
+def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row() -> None:
+    report = eager_optimizer_report()
+    name = "optimizer (eager runs other operators: 0 of 2 calls found)"
+    (row,) = (one for one in grouped(report, "operator") if one["whole"])
+    assert (row["name"], row["calls"]) == (name, 2)
+    assert row["overhead"] == report.overhead.calls[-1].overhead_ns
+    modules = {one["name"]: one for one in grouped(report, "module")}
+    assert modules["(the optimizer)"]["overhead"] == row["overhead"]
+    assert "c1" not in modules
+    trees = {root.path: root for root in module_tree(report)}
+    assert trees["(the optimizer)"].eager == list(report.overhead.shared)
+    assert overhead(report)["shared"] == {"name": name, "calls": list(report.overhead.shared)}
+    assert name in plain_text(report, 140)
+
+
+def test_a_phase_inside_fused_calls_of_others_is_told_so() -> None:
+    report = fused_report()
+    assert report.eager is not None
+    calls = tuple(replace(one, phase="forward" if one.index < 3 else "backward") for one in report.program.calls)
+    lost = max(calls, key=lambda one: len(one.eager))
+    kinds = {index: one.phase for one in calls for index in one.eager}
+    eager = tuple(
+        replace(one, phase="loss" if one.index in lost.eager[:1] else kinds.get(one.index, "forward"))
+        for one in report.eager.calls
+    )
+    report = replace(report, program=replace(report.program, calls=calls), eager=replace(report.eager, calls=eager))
+    found = phases(report)
+    assert found is not None
+    rows = {row["phase"]: row for row in found["rows"]}
+    assert (rows["loss"]["calls"], rows["loss"]["inside"]) == (0, f"inside 1 call of {lost.phase}")
+    assert (rows["loss"]["cost"], rows["loss"]["path"], rows["loss"]["share"]) == ("", "", "")
+    assert {row["inside"] for name, row in rows.items() if name != "loss"} == {""}
+    assert f"loss: inside 1 call of {lost.phase}, fused with theirs" in plain_text(report, 140)
+    assert all(row["inside"] == "" for row in phases(training_report())["rows"])

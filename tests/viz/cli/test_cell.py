@@ -1,0 +1,135 @@
+"""A cell's body: what is shown, where its lines are, and which module calls are seen in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nimble_core.utils.errors import InputError
+from nimble_viz.cli.cell import Calls, compile_body
+
+interactiveshell = pytest.importorskip("IPython.core.interactiveshell", reason="needs IPython: make test installs it")
+
+
+@pytest.fixture
+def shell() -> Iterator[object]:
+    from traitlets.config import Config
+
+    shell = interactiveshell.InteractiveShell(config=Config(HistoryManager={"enabled": False}))
+    yield shell
+    shell.reset(new_session=False)
+
+
+@pytest.mark.parametrize(
+    ("interactivity", "cell", "shown"),
+    [
+        ("last_expr", "1\n2", [2]),
+        ("last_expr", "1\n2;", []),
+        ("last_expr", "1\nx = 2", []),
+        ("last_expr_or_assign", "1\nx = 2", [2]),
+        ("last_expr_or_assign", "x = 1\nx += 2", [3]),
+        ("last_expr_or_assign", "x, y = 1, 2", []),
+        ("all", "1\nx = 2\n3", [1, 3]),
+        ("last", "1\n2", [2]),
+        ("none", "1\n2", []),
+        ("last_expr", "# nothing", []),
+    ],
+)
+def test_what_is_shown_is_what_the_shell_shows(shell, interactivity, cell, shown) -> None:
+    shell.ast_node_interactivity = interactivity
+    assert compile_body(shell, cell).run(shell.user_ns, shell.user_ns, Calls()) == shown
+
+
+def test_magics_and_assignments_work_in_a_body(shell) -> None:
+    body = compile_body(shell, "y = %pwd\nz = [i for i in range(3) if i != len(y)]")
+    body.run(shell.user_global_ns, shell.user_ns, Calls())
+    assert isinstance(shell.user_ns["y"], str)
+    assert shell.user_ns["z"] == [0, 1, 2]
+
+
+def test_lines_are_counted_from_the_magic(shell) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        compile_body(shell, "x = 1\nx / 0").run(shell.user_ns, shell.user_ns, Calls())
+    assert raised.traceback[-1].lineno == 2  # from 0: the third line of the cell, whose first is the magic
+
+
+@pytest.mark.parametrize("line", [1, 2, 5])
+def test_what_is_called_at_a_line_is_called_from_there(shell, line) -> None:
+    body = compile_body(shell, "x = 1\ny = 2\nz = 3\nw = 4")
+    seen = body.call_at(line, lambda: sys._getframe(1))
+    assert (seen.f_code.co_filename, seen.f_lineno) == (body.file, line)
+
+
+@pytest.mark.parametrize("cell", ["x = 1\ny = = 2", "x = 1\nreturn x", "x = 1\n  y = 2"])
+def test_a_syntax_error_says_where_before_anything_runs(shell, cell) -> None:
+    with pytest.raises(InputError, match="line 3") as raised:
+        compile_body(shell, cell)
+    assert "nothing of the cell was run" in str(raised.value)
+    assert "x" not in shell.user_ns
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        if scale < 0:
+            raise ValueError("negative")
+        return self.inner(x) * scale
+
+
+def watched(shell, cell: str, **names: object) -> Calls:
+    shell.user_ns.update(names)
+    calls = Calls()
+    compile_body(shell, cell).run(shell.user_ns, shell.user_ns, calls)
+    return calls
+
+
+def test_one_call_with_its_inputs_and_line(shell) -> None:
+    model, x = Outer(), torch.ones(2, 4)
+    calls = watched(shell, "a = 1\ny = model(x, scale=2.0).sum()", model=model, x=x)
+    call = calls.first
+    assert call.module is model
+    assert call.args[0] is x
+    assert dict(call.kwargs) == {"scale": 2.0}
+    assert call.text == "Outer, line 3"
+    assert 0 < call.seconds <= calls.seconds
+    assert not calls.more
+
+
+@pytest.mark.parametrize("cell", ["head(model(x))", "[model(x) for _ in range(2)]", "for _ in range(2):\n    model(x)"])
+def test_more_calls_than_one(shell, cell) -> None:
+    assert watched(shell, cell, model=Outer(), head=torch.nn.ReLU(), x=torch.ones(2, 4)).more
+
+
+def test_a_forward_that_raises_is_no_call(shell) -> None:
+    cell = "try:\n    model(x, scale=-1.0)\nexcept ValueError:\n    y = model(x)"
+    calls = watched(shell, cell, model=Outer(), x=torch.ones(2, 4))
+    assert calls.first.line == 5
+    assert not calls.more
+
+
+def test_what_runs_after_the_cell_runs_as_it_was_written(shell) -> None:
+    cell = (
+        "def f(x):\n    return model(x)\ng = lambda x: model(x)\nh = (model(x) for _ in range(1))\n"
+        "class A:\n    def own(self):\n        return super().__repr__()\nnames = sorted(locals())"
+    )
+    before = set(shell.user_ns)
+    calls = watched(shell, cell, model=Outer(), x=torch.ones(2, 4))
+    assert calls.first is None
+    assert set(shell.user_ns) - before == {"model", "x", "f", "g", "h", "A", "names"}
+    assert "model" in shell.user_ns["names"]
+    assert shell.user_ns["f"](shell.user_ns["x"]).shape == (2, 4)
+    assert shell.user_ns["g"](shell.user_ns["x"]).shape == next(shell.user_ns["h"]).shape
+    assert "A object" in shell.user_ns["A"]().own()
+
+
+def test_nothing_stays_behind_an_error(shell) -> None:
+    before = set(shell.user_ns)
+    with pytest.raises(ZeroDivisionError):
+        watched(shell, "1 / 0")
+    assert set(shell.user_ns) == before

@@ -1,0 +1,225 @@
+"""``doctor`` says what works and never crashes, whatever is missing or broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nimble_viz.cli.command import main
+from nimble_viz.cli.doctor import _CHECKS, Diagnosis, Finding, examine
+from nimble_viz.render.text import plain
+from tests.support.hidden import hiding
+
+ROOT = Path(__file__).parents[3]
+ALWAYS = ("torch", "networkx", "plotly", "ipywidgets", "graphviz", "nvtx", "rich", "msgspec")
+SOMETIMES = ("numpy", "pandas", "perfetto", "triton", "cuda", "cupti", "pynvml", "nsys_writer", "IPython", "ipykernel")
+STATES = {"works", "fallback", "off", "broken"}
+RUN = "import sys\nfrom nimble_viz.cli.command import main\nsys.exit(main(sys.argv[1:]))\n"
+
+
+def doctor(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a new interpreter, after the code ``before``."""
+    return subprocess.run(
+        [sys.executable, "-c", before + RUN, "doctor", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def states(*arguments: str, **more: Any) -> tuple[int, dict[str, str]]:
+    """Exit code, and the state of each feature."""
+    done = doctor("--json", *arguments, **more)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "profiler_start" not in done.stderr, done.stderr
+    found = json.loads(done.stdout)
+    assert found["exit_code"] == done.returncode
+    assert [one["feature"] for one in found["findings"]] == [feature for _, feature, *_ in _CHECKS]
+    for one in found["findings"]:
+        assert one["state"] in STATES
+        assert one["why"]
+        assert one["fix"] or one["state"] != "broken"
+    return done.returncode, {one["feature"]: one["state"] for one in found["findings"]}
+
+
+@pytest.fixture(scope="module")
+def here() -> Diagnosis:
+    return examine()
+
+
+def test_this_machine(here: Diagnosis) -> None:
+    found = {one.feature: one for one in here.findings}
+    assert here.exit_code == 0
+    assert here.verdict.startswith("Ready: ")
+    for feature in ("Python", "torch", "replay", "report files", "terminal", "replay timeline", "HTML page"):
+        assert found[feature].state == "works", found[feature]
+    assert "equal to eager" in found["replay"].why
+
+
+def test_it_leaves_the_process_as_it_was() -> None:
+    import torch
+
+    before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)
+    examine()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.is_grad_enabled(), torch.get_num_threads(), dict(os.environ)) == before[1:]
+
+
+@pytest.mark.gpu
+def test_a_gpu(here: Diagnosis) -> None:
+    found = {one.feature: one for one in here.findings}
+    assert found["GPU and driver"].state == "works"
+    assert "as a CUDA graph" in found["replay"].why
+    assert found["captured graph"].state == "works"
+    assert found["planned memory"].state == "works", found["planned memory"]
+    assert "CUPTI saw" in found["replay timeline"].why or found["replay timeline"].state == "fallback"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "NV_COMPUTE_PROFILER_PERFWORKS_DIR"])
+def test_a_tool_that_watches_the_gpu(variable: str) -> None:
+    code, found = states(**{variable: "1"})
+    assert code == 0
+    assert found["replay timeline"] == found["eager profile"] == "fallback"
+
+
+def test_what_is_optional_may_be_missing() -> None:
+    code, found = states(before=hiding([name for name in (*ALWAYS, *SOMETIMES) if name not in ("torch", "msgspec")]))
+    assert code == 1
+    assert found["terminal"] == "broken"
+    assert {found[name] for name in ("NVTX ranges", "graphviz dot", "widgets", "statistics", "networkx")} == {"off"}
+    assert {found[name] for name in ("Perfetto", "data frames")} == {"fallback"}
+    assert found["replay"] in ("works", "broken")  # without numpy, torch itself may not be whole
+
+
+def test_nothing_at_all_is_installed() -> None:
+    code, found = states(before=hiding([*ALWAYS, *SOMETIMES]))
+    assert code == 1
+    assert {name for name, state in found.items() if state == "broken"} == {
+        "torch",
+        "replay",
+        "report files",
+        "terminal",
+    }
+    assert {found["Python"], found["HTML page"], found["kept plans"]} == {"works"}
+    done = doctor(before=hiding([*ALWAYS, *SOMETIMES]))
+    assert done.returncode == 1
+    assert done.stdout.startswith("Broken: torch, replay, report files, terminal; ")
+    assert "the package torch is not installed" in done.stdout
+
+
+@pytest.mark.parametrize("missing", [*ALWAYS, *SOMETIMES])
+def test_one_package_is_missing(missing: str) -> None:
+    # Without torch beside it: most checks then take milliseconds.
+    code, found = states(before=hiding([missing, "torch"]))
+    assert code == 1
+    assert found["torch"] == "broken"
+
+
+RAISING = """
+import sys
+class Breaking:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r}:
+            raise {error}
+sys.meta_path.insert(0, Breaking())
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["OSError('libfoo.so: cannot open')", "RuntimeError('CUDA driver\\ntoo old')", "SystemExit(3)", "KeyError()"],
+)
+def test_packages_that_break_on_import(error: str) -> None:
+    names = ("torch", "nvtx", "graphviz", "ipykernel", "pandas", "plotly.graph_objects", "msgspec")
+    code, found = states(before=RAISING.format(names=names, error=error))
+    assert code == 1
+    assert {found["torch"], found["report files"]} == {"broken"}
+    assert {found["NVTX ranges"], found["graphviz dot"], found["statistics"]} == {"off"}
+
+
+def test_an_environment_that_takes_things_away(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    away = {"PATH": "", "NIMBLE_NVTX": "0", "HOME": "", "NIMBLE_CACHE_DIR": str(tmp_path / "file" / "plans")}
+    code, found = states(**away)
+    assert code == 0
+    assert found["NVTX ranges"] == found["kept plans"] == "off"
+    assert found["graphviz dot"] == "fallback"
+
+
+def test_a_program_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dot = tmp_path / "dot"
+    dot.write_text("#!/bin/sh\nexit 1\n")
+    dot.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {one.feature: one for one in examine().findings}["graphviz dot"]
+    assert (found.state, found.why) == ("fallback", f"{dot} drew nothing")
+
+
+def test_text_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Diagnosis) -> None:
+    monkeypatch.setattr("nimble_viz.cli.doctor.examine", lambda: here)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for one in told["findings"]:
+        assert one["feature"] in shown
+    assert told["verdict"] == here.verdict
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("make", [plain, lambda found, width: found.to_text()])
+def test_every_finding_is_shown(width: int, make: Any) -> None:
+    findings = tuple(
+        Finding("Running", f"feature {state}", state, "why " * 30, "what to do [bold] " * 9)  # type: ignore[arg-type]
+        for state in ("works", "fallback", "off", "broken")
+    )
+    found = Diagnosis(findings)
+    assert (found.exit_code, Diagnosis(findings[:3]).exit_code) == (1, 0)
+    text = make(found, width)
+    for one in findings:
+        assert one.feature in text
+        assert one.state in text
+    assert text.count("[bold]") == 36
+    assert make is not plain or max(map(len, text.splitlines())) <= width
+
+
+def test_states_are_told_without_colour(here: Diagnosis) -> None:
+    console = Console(force_terminal=True, color_system="truecolor", width=100, _environ={})
+    with console.capture() as taken:
+        console.print(here)
+    assert "\x1b[32m" in taken.get()  # green, and:
+    assert "✓ works" in taken.get()
+
+
+def test_a_check_that_nobody_thought_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(on: object) -> Any:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(
+        "nimble_viz.cli.doctor._CHECKS", (("Running", "a", False, wrong), ("Running", "b", True, wrong))
+    )
+    assert [(one.state, one.why) for one in examine().findings] == [
+        ("off", "ZeroDivisionError: nobody thought of this"),
+        ("broken", "ZeroDivisionError: nobody thought of this"),
+    ]
+
+
+def test_another_profiler_is_left_alone() -> None:
+    import torch
+
+    with torch.profiler.profile() as theirs:
+        found = {one.feature: one for one in examine().findings}["eager profile"]
+        torch.ones(2).exp()
+    assert found.state == "fallback"
+    assert "another profiler is running" in found.why
+    assert any(event.name == "aten::exp" for event in theirs.events())

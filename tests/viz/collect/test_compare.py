@@ -1,0 +1,641 @@
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nimble_core.ir.observation import Observation
+from nimble_core.runtime.fake import FakeDevice
+from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.policies import nimble
+from nimble_core.tracing import provenance as origins
+from nimble_core.utils.errors import CaptureError, DeviceError, InputError, NimbleWarning, NotStaticError
+from nimble_viz.collect.compare import compare
+from nimble_viz.collect.progress import Progress
+from nimble_viz.render.report import Report
+from tests.support.models import CASES, Busy, Deep, Norms, Wide, make
+
+FAST = Options(budget_s=0.05)
+NIMBLE = Options(policy="nimble", budget_s=0.05)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def on_fake(model: Any, *args: Any, device: FakeDevice | None = None, **more: Any) -> Report:
+    more = {"options": FAST, **more}
+    return compare(model, *args, device=device or FakeDevice(), progress=Progress(), **more)
+
+
+class Spy(Progress):
+    """Remembers the steps; raises when the one called ``at`` begins, or at round ``round_``."""
+
+    def __init__(self, at: str = "", error: BaseException | None = None, round_: int = 0) -> None:
+        super().__init__()
+        self.at, self.error, self.round = at, error, round_
+        self.names: list[str] = []
+        self.finished = False
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Any]:
+        self.names.append(name)
+        with super().step(name) as step:
+            if name == self.at and not self.round:
+                raise self.error or KeyboardInterrupt
+            yield step
+
+    def advance(self, done: int, total: int) -> None:
+        if done == self.round:
+            raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_on_the_host() -> None:
+    model, x = Wide(branches=6, features=32), torch.randn(3, 32)
+    spy = Spy()
+    report = compare(model, x, progress=spy, options=FAST)
+    assert (report.model, report.dtype, report.batch, report.complete) == ("Wide", "float32", 3, True)
+    assert [taken.name for taken in report.measurements][:2] == ["eager", "single"]
+    names = {plan.policy for plan in report.schedules}
+    assert "single" in names
+    assert {taken.name for taken in report.measurements} == names | {"eager"}
+    assert {check.name for check in report.checks} == names
+    assert all(check.passed for check in report.checks), report.checks
+    assert report.chosen in names
+    for name in names:
+        ratio = report.ratio(name)
+        assert ratio is not None
+        assert ratio.value == report.measurement("eager").median_ns / report.measurement(name).median_ns
+        assert ratio.low <= ratio.high
+    assert len({len(taken.samples_ns) for taken in report.measurements}) == 1
+    for plan in report.schedules:
+        assert plan.counts.full >= plan.counts.meg >= plan.counts.planned >= 0
+        assert len(plan.stream) == len(report.program.calls)
+    assert report.schedule("single").streams == 1
+    steps = [step.name for step in report.preparation]
+    assert steps[:6] == ["warm-up", "record", "record again", "hazards", "capture single", "measure calls"]
+    assert all(step.seconds >= 0 for step in report.preparation)
+    assert "measure" not in steps
+    assert {"measure", "check equality", "watch replays", "profile eager", "eager memory"} <= set(spy.names)
+    assert spy.finished
+    assert report.environment is not None
+    assert report.timeline("single") is not None
+    assert report.timeline("eager") is not None
+    assert report.overhead is not None
+    assert len(report.costs.ns) == report.graph.size == len(report.program.calls)
+    assert sum(report.costs.ns[call] for call in report.critical_path) == pytest.approx(report.critical_path_ns)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_can_be_compared_and_stays_as_it_was(name: str) -> None:
+    model, args, kwargs = make(name)
+    tensors = [*(model.state_dict().values() if isinstance(model, nn.Module) else ())]
+    kept = [tensor.clone() for tensor in tensors]
+    state = torch.get_rng_state()
+    report = on_fake(model, *args, kwargs=kwargs)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.complete
+    for check in report.checks:
+        assert check.passed or "void" in check.reason, check
+    assert (name in VOID) == any("void" in check.reason for check in report.checks), report.checks
+
+
+VOID: set[str] = set()
+"""Cases whose outputs do not depend on their inputs enough."""
+
+
+def test_exact_times_on_a_fake_device() -> None:
+    device = FakeDevice(1000.0, overhead_ns_per_call=500.0)
+    model, x = Wide(branches=4), torch.randn(2, 16)
+    report = on_fake(device.eager(model), x, device=device, options=NIMBLE)
+    calls = len(report.program.calls)
+    assert calls == 10  # four linears, four ReLUs, stack, sum
+    assert set(report.measurement("eager").samples_ns) == {calls * 1500.0}
+    assert set(report.measurement("single").samples_ns) == {calls * 1000.0}
+    assert set(report.measurement("nimble").samples_ns) == {4000.0}
+    assert report.ratio("nimble").value == 3.75
+    assert report.ratio("nimble", "single").value == 2.5
+    assert report.ratio("nimble").stable
+    assert report.chosen == "nimble"
+    assert report.critical_path_ns == 4000.0
+    assert report.schedule("nimble").streams == 4
+    counts = report.schedule("nimble").counts
+    assert (counts.full, counts.meg, counts.planned) == (3, 3, 3)
+    assert report.schedule("single").counts.planned == 0
+
+
+class Disturbed(FakeDevice):
+    """Says of its first observations that calls took a thousand times as long."""
+
+    def __init__(self, observations: int) -> None:
+        super().__init__()
+        self.left = observations
+
+    def observe(self, *args: Any) -> Observation:
+        seen = super().observe(*args)
+        self.left -= 1
+        if self.left < 0:
+            return seen
+        slow = replace(seen.timeline, profiled_ns=1e3 * seen.timeline.profiled_ns)
+        return Observation(slow, replace(seen.costs, ns=tuple(1e3 * ns for ns in seen.costs.ns)))
+
+
+def test_costs_that_a_replay_refutes_are_measured_again() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    right = on_fake(model, x)
+    again = on_fake(model, x, device=Disturbed(1))
+    assert (again.costs.ns, again.critical_path_ns) == (right.costs.ns, right.critical_path_ns)
+    assert [line.profiled_ns for line in again.timelines] == [line.profiled_ns for line in right.timelines]
+    assert again.warnings == right.warnings
+
+
+def test_costs_that_a_replay_refutes_twice_are_unknown() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    report = on_fake(model, x, device=Disturbed(99))
+    assert (report.costs.source, report.critical_path_ns) == ("uniform", 0.0)
+    (warning,) = (one for one in report.warnings if "what each call costs is unknown" in one)
+    assert "the machine was not quiet" in warning
+    assert "Distance to the limit" in on_fake(model, x).to_text()
+    assert "Distance to the limit" not in report.to_text()
+
+
+def test_a_model_without_code_of_its_own_comes_from_the_line_that_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origins, "_passed", origins._passed[:2])
+    report = on_fake(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4))
+    files = {one.file for call in report.program.calls for one in call.origins}
+    assert {file.rpartition("/")[2] for file in files} == {"test_compare.py"}
+
+
+def test_a_narrow_model_needs_one_stream() -> None:
+    report = on_fake(Deep(), torch.randn(2, 8))
+    assert [plan.policy for plan in report.schedules] == ["single"]
+    assert report.chosen == "single"
+    named = on_fake(Deep(), torch.randn(2, 8), options=NIMBLE)
+    assert named.schedule("nimble").streams == 1
+    assert named.schedule("nimble").counts.planned == 0
+
+
+def test_a_policy_of_the_users_own() -> None:
+    def own(graph: Any, costs: Any) -> Any:
+        from dataclasses import replace
+
+        return replace(nimble(graph, costs), policy="own")
+
+    report = compare(
+        Wide(), torch.randn(2, 16), options=Options(policy=own, budget_s=0.05), device=FakeDevice(), progress=Progress()
+    )
+    assert [plan.policy for plan in report.schedules] == ["single", "own"]
+    single = compare(
+        Wide(), torch.randn(2, 16), options=Options(policy="single"), device=FakeDevice(), progress=Progress()
+    )
+    assert [plan.policy for plan in single.schedules] == ["single"]
+
+
+# -- peers ---------------------------------------------------------------------------------------------------------
+
+
+class Beside:
+    """A peer that is the model itself, changed as a test wants it."""
+
+    def __init__(self, name: str = "own", prepare: Any = None, run: Any = None) -> None:
+        self.name, self.started, self.run, self.closed = name, prepare, run, 0
+
+    def prepare(self, model: Any, args: Any, kwargs: Any) -> Any:
+        assert torch.is_inference_mode_enabled()
+        if self.started:
+            self.started()
+        self.model = model
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.model(*args, **kwargs)
+        return self.run(out) if self.run else out
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_peers_are_measured_beside_in_the_same_rounds() -> None:
+    device = FakeDevice(1000.0)
+
+    def slow(out: Any) -> Any:
+        device.advance(50.0)
+        return out
+
+    own = Beside(run=slow)
+    spy = Spy()
+    report = compare(
+        Wide(), torch.randn(2, 16), against=[own, "torchscript"], options=NIMBLE, device=device, progress=spy
+    )
+    assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "own", "torchscript"]
+    assert set(report.measurement("own").samples_ns) == {50.0}
+    assert len({len(taken.samples_ns) for taken in report.measurements}) == 1
+    assert report.chosen == "nimble"  # a peer is faster, but no plan of ours
+    assert [result.name for result in report.peers] == ["own", "torchscript"]
+    for result in report.peers:
+        assert result.check.passed
+        assert result.prepare_s > 0
+        assert result.note == ""
+    assert {check.name for check in report.checks} == {"single", "nimble"}
+    assert spy.names.index("peer own") < spy.names.index("peer torchscript") < spy.names.index("measure")
+    assert not any(step.name.startswith("peer") for step in report.preparation)
+    assert own.closed == 1
+    assert report.ratio("nimble", "own").value == 50.0 / report.measurement("nimble").median_ns
+
+
+def test_built_in_peers_on_the_host() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
+    x = torch.randn(2, 3, 6, 6)
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    names = ["torchscript", "compile", "compile+freezing", "eager-tuned", "cuda-graph"]
+    report = compare(model, x, against=names, options=FAST, progress=Progress())
+    assert [result.name for result in report.peers] == names
+    assert [taken.name for taken in report.measurements][-4:] == names[:-1]
+    for result in report.peers[:-1]:
+        assert result.check.passed, result
+        assert report.ratio(report.chosen, result.name) is not None
+    refused = report.peers[-1]
+    assert (refused.check, refused.prepare_s) == (None, 0.0)
+    assert "on CUDA only" in refused.note
+    assert any("cuda-graph" in warning and "on CUDA only" in warning for warning in report.warnings)
+    assert report.complete
+    assert report.chosen in {plan.policy for plan in report.schedules}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_peer_for_a_model_that_writes_its_state() -> None:
+    model, x = Norms().train(), torch.randn(4, 3, 6, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = on_fake(model, x, against=["torchscript", "compile", "eager-tuned"])
+    assert all(result.check.passed for result in report.peers), report.peers
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_peer_that_cannot_be_closed_is_said_to() -> None:
+    class Open(Beside):
+        def close(self) -> None:
+            boom()
+
+    report = on_fake(Wide(), torch.randn(2, 16), against=[Open("open"), Open("wrong", run=lambda out: out * 2)])
+    right, wrong = report.peers
+    assert right.check.passed
+    assert right.note == "its close() failed: RuntimeError: boom and where"
+    assert report.measurement("open") is not None
+    assert wrong.note.startswith("left out: outputs differ")
+    assert wrong.note.endswith("its close() failed: RuntimeError: boom and where")
+
+
+def boom() -> None:
+    raise RuntimeError("boom\nand where\nand a trace")
+
+
+def test_a_peer_that_fails_is_left_out() -> None:
+    calls: list[int] = []
+
+    def late(out: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 20:
+            boom()
+        return out
+
+    own = [Beside("never", prepare=boom), Beside("first", run=lambda out: boom()), Beside("late", run=late)]
+    report = on_fake(Wide(), torch.randn(2, 16), against=[*own, Beside("good")])
+    assert [result.name for result in report.peers] == ["never", "first", "late", "good"]
+    for result in report.peers[:-1]:
+        assert result.note == "left out: RuntimeError: boom and where"
+        assert any(result.name in warning and "boom" in warning for warning in report.warnings)
+        assert report.measurement(result.name) is None
+    assert report.measurement("good") is not None
+    assert report.complete
+    assert [one.closed for one in own] == [0, 1, 1]
+
+
+def test_a_compiler_that_is_missing_leaves_a_peer_out() -> None:
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        report = on_fake(lambda x: torch.sin(x) * 3 + x.cos(), torch.randn(8), against=["compile"])
+    assert "no-such-compiler" in report.peers[0].note
+    assert report.measurement("compile") is None
+    assert report.complete
+
+
+def test_a_peer_with_wrong_outputs_is_left_out() -> None:
+    wrong, fewer = Beside("wrong", run=lambda out: out + 1), Beside("fewer", run=lambda out: [])
+    report = on_fake(Wide(), torch.randn(2, 16), against=[wrong, fewer])
+    for result in report.peers:
+        assert result.check.differs
+        assert "left out: outputs differ" in result.note
+        assert report.measurement(result.name) is None
+    assert (wrong.closed, fewer.closed) == (1, 1)
+    assert sum("differ" in warning for warning in report.warnings) == 2
+    assert all(check.passed for check in report.checks)
+
+
+def test_a_peer_whose_outputs_are_of_another_kind_is_left_out() -> None:
+    peers = [
+        Beside("double", run=lambda out: out.double()),
+        Beside("tuple", run=lambda out: (out,)),
+        Beside("same"),
+    ]
+    report = on_fake(Wide(), torch.randn(2, 16), against=peers)
+    double, nested, _ = report.peers
+    assert double.note == "left out: output is float64 where eager's is float32"
+    assert nested.note == "left out: output is tuple where eager's is a tensor"
+    assert [one.check.passed for one in report.peers] == [False, False, True]
+    assert double.check.differs
+    assert [report.measurement(one.name) is None for one in report.peers] == [True, True, False]
+    assert [one.closed for one in peers] == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_frozen_script_module_which_has_no_mode() -> None:
+    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(4, 4).eval()))
+    report = compare(frozen, torch.randn(2, 4), options=FAST, progress=Progress())
+    assert report.complete
+    assert all(check.passed for check in report.checks)
+
+
+def test_a_peer_that_overwrites_its_outputs_is_right() -> None:
+    kept: list[torch.Tensor] = []
+
+    def overwritten(out: torch.Tensor) -> torch.Tensor:
+        kept[1:] = []
+        kept.append(out.clone())
+        kept[0].copy_(out)
+        return kept[0]
+
+    report = on_fake(Wide(), torch.randn(2, 16), against=[Beside(run=overwritten)])
+    assert report.peers[0].check.passed
+
+
+def test_what_cannot_be_checked_is_measured_and_said() -> None:
+    report = on_fake(lambda x: (x * 0).sum() + torch.ones(3), torch.randn(4), against=[Beside()])
+    assert report.peers[0].check.void
+    assert "void" in report.peers[0].note
+    assert report.measurement("own") is not None
+
+
+def test_a_name_that_is_taken() -> None:
+    report = on_fake(Wide(), torch.randn(2, 16), against=[Beside("single"), Beside("eager")])
+    assert all("another run has this name" in result.note for result in report.peers)
+    assert [taken.name for taken in report.measurements][:2] == ["eager", "single"]
+    assert len({taken.name for taken in report.measurements}) == len(report.measurements)
+
+
+def test_an_interruption_while_a_peer_is_prepared() -> None:
+    first, second = Beside("first"), Beside("second")
+    spy = Spy("peer second")
+    with pytest.raises(KeyboardInterrupt):
+        compare(Wide(), torch.randn(2, 16), against=[first, second], options=NIMBLE, progress=spy, device=FakeDevice())
+    assert (first.closed, second.closed) == (1, 0)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        on_fake(Wide(), torch.randn(2, 16), against=[Beside("second", prepare=interrupt)])
+
+
+def test_an_unknown_peer() -> None:
+    with pytest.raises(InputError, match="no peer called 'inductor'") as caught:
+        compare(Wide(), torch.randn(2, 16), against=("inductor",))
+    assert "torchscript" in caught.value.fix
+    with pytest.raises(InputError, match="two peers are called"):
+        compare(Wide(), torch.randn(2, 16), against=[Beside(), Beside()])
+
+
+@pytest.mark.gpu
+def test_built_in_peers_on_a_gpu() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+    model, x = model.eval().cuda(), torch.randn(2, 3, 8, 8, device="cuda")
+    names = ["torchscript", "compile:reduce-overhead", "compile:reduce-overhead+freezing", "cuda-graph", "eager-tuned"]
+    report = compare(model, x, against=names, options=FAST, progress=Progress())
+    assert [result.name for result in report.peers] == names
+    assert all(result.check.passed for result in report.peers), report.peers
+    assert [taken.name for taken in report.measurements][-5:] == names
+    assert report.peers[1].note == ""  # its CUDA graphs are in use
+    assert torch.backends.cudnn.benchmark is False
+
+
+# -- the model stays as it was -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, "fake"])
+def test_the_model_is_left_as_it_was(device: str | None) -> None:
+    model, x = Busy().train(), torch.randn(4, 3)
+    tensors = [*model.state_dict().values(), model.tensor, x]
+    identities = [id(tensor) for tensor in model.buffers()]
+    kept = [tensor.clone() for tensor in tensors]
+    state, drawn = torch.get_rng_state(), random.getstate()
+    chosen = FakeDevice() if device else None
+    report = compare(model, x, options=FAST, progress=Progress(), device=chosen)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+    assert [id(tensor) for tensor in model.buffers()] == identities
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == drawn
+    assert (model.history, model.table, model.number, model.gone) == ([1], {"a": 1}, 1, "here")
+    assert not hasattr(model, "fresh")
+    assert any("history" in warning for warning in report.warnings)
+
+
+def test_batch_norm_in_training_mode() -> None:
+    model, x = Norms().train(), torch.randn(4, 3, 6, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = compare(model, x, options=FAST, progress=Progress())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert all(check.passed for check in report.checks)
+    assert any("in training mode" in warning for warning in report.warnings)
+    assert not any("in training mode" in warning for warning in on_fake(Deep(), torch.randn(1, 8)).warnings)
+
+
+def test_a_model_that_cannot_run_in_inference_mode_is_measured_without_it() -> None:
+    model, args, kwargs = make("gradient_inside")
+    report = on_fake(model, *args, kwargs=kwargs)
+    assert any("inference_mode fails" in warning for warning in report.warnings)
+    assert not any("inference_mode" in warning for warning in on_fake(Deep(), torch.randn(1, 8)).warnings)
+
+
+# -- checks that cannot be void ------------------------------------------------------------------------------------
+
+
+def test_an_output_that_does_not_depend_on_the_input() -> None:
+    report = on_fake(lambda x: (x * 0).sum() + torch.ones(3), torch.randn(4))
+    assert not any(check.passed for check in report.checks)
+    assert any("void" in warning for warning in report.warnings)
+
+
+def test_outputs_that_are_not_numbers() -> None:
+    report = on_fake(lambda x: x * float("nan"), torch.randn(4))
+    assert not any(check.passed for check in report.checks)
+    assert any("not finite" in warning for warning in report.warnings)
+    assert report.complete
+
+
+def test_a_replay_that_is_wrong_is_found() -> None:
+    class Wrong(FakeDevice):
+        def capture(self, *args: Any) -> Any:
+            made = super().capture(*args)
+            run = made.run
+            made.run = lambda inputs, static=False: [out + 1 for out in run(inputs)]  # type: ignore[method-assign]
+            return made
+
+    report = on_fake(Wide(), torch.randn(2, 16), device=Wrong())
+    assert not any(check.passed for check in report.checks)
+    assert any("differ from eager" in warning for warning in report.warnings)
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------
+
+STEPS = [
+    "warm-up", "record", "record again", "hazards", "capture single", "measure calls", "schedule", "capture nimble",
+    "measure", "check equality", "watch replays", "profile eager", "eager memory",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["fake", "cpu"])
+@pytest.mark.parametrize("at", STEPS)
+def test_an_interruption_keeps_what_there_is(at: str, device: str) -> None:
+    model, x = Norms().train(), torch.randn(2, 3, 4, 4)
+    model = nn.ModuleDict({"a": model}).a
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    spy = Spy(at)
+    chosen = FakeDevice() if device == "fake" else None
+
+    def run() -> Report:
+        return compare(model, x, options=Options(policy="nimble", budget_s=0.05), progress=spy, device=chosen)
+
+    def measured() -> Report | None:
+        try:
+            return run()
+        except KeyboardInterrupt:
+            return None
+
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", NimbleWarning)
+        report = measured()
+    told = [str(one.message) for one in given if issubclass(one.category, NimbleWarning)]
+    reached = at in spy.names
+    if not reached:
+        assert at in ("profile eager", "capture nimble")
+    if reached and STEPS.index(at) <= STEPS.index("measure"):
+        assert report is None
+        assert not any("interrupted" in one for one in told)
+    else:
+        assert report is not None
+        assert report.complete == (not reached)
+        assert bool(report.measurements)
+        assert [step.name for step in report.preparation][:3] == ["warm-up", "record", "record again"]
+        assert sum("interrupted" in one for one in told) == reached
+        assert any("whether outputs equal" in one for one in told) == (reached and not report.checks)
+        assert report.chosen in {"", *(plan.policy for plan in report.schedules)}
+        assert len(report.critical_path) >= 1
+    assert spy.finished
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_interruption_of_the_timing_keeps_the_rounds() -> None:
+    spy = Spy("measure", round_=3)
+    with pytest.warns(
+        NimbleWarning, match="interrupted: the report rests on 3 rounds of timing and does not know"
+    ) as told:
+        report = compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=FakeDevice())
+    assert told[0].filename == __file__
+    assert not report.complete
+    assert {len(taken.samples_ns) for taken in report.measurements} == {3}
+    assert "check equality" not in spy.names
+
+
+@pytest.mark.parametrize("at", STEPS[:2] + STEPS[4:6] + STEPS[8:10])
+def test_an_error_passes_through_and_frees_the_engines(at: str) -> None:
+    closed: list[str] = []
+
+    class Watched(FakeDevice):
+        def capture(self, *args: Any) -> Any:
+            made = super().capture(*args)
+            real = made.close
+            made.close = lambda: (closed.append(made.schedule.policy), real())  # type: ignore[method-assign]
+            return made
+
+    spy = Spy(at, RuntimeError("boom"))
+    with pytest.raises(RuntimeError, match="boom"):
+        compare(Wide(), torch.randn(2, 16), options=NIMBLE, progress=spy, device=Watched())
+    assert spy.finished
+    expected = {0: [], 1: [], 4: [], 5: ["single"]}.get(STEPS.index(at), ["nimble", "single"])
+    assert sorted(set(closed)) == expected
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input() -> None:
+    x = torch.randn(2, 16)
+    with pytest.raises(InputError, match=r"given type Wide itself"):
+        compare(Wide, x)
+    with pytest.raises(InputError, match="given int"):
+        compare(3, x)
+    with pytest.raises(InputError, match="no tensor"):
+        compare(Wide())
+    with pytest.raises(InputError, match="mixed devices"):
+        compare(Wide(), x, x.to("meta"))
+    with pytest.raises(InputError, match="only cuda and cpu"):
+        compare(torch.sin, x.to("meta"))
+    with pytest.raises(InputError, match="no policy"):
+        compare(Wide(), x, options=Options(policy="nonsense"), progress=Progress())
+    with pytest.raises(RuntimeError):  # the model's own complaint
+        compare(Wide(), torch.randn(2, 5), progress=Progress())
+
+
+def test_models_that_are_not_static() -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    def draws(x: torch.Tensor) -> torch.Tensor:
+        return x + random.random()
+
+    x = torch.randn(3)
+    with pytest.raises(CaptureError, match="_local_scalar_dense") as caught:
+        on_fake(reads, x)
+    assert "test_compare.py" in caught.value.where
+    with pytest.raises(NotStaticError, match="other="):
+        on_fake(draws, x)
+
+
+def test_a_limit_on_memory() -> None:
+    with pytest.raises(DeviceError, match="memory_limit"):
+        compare(Wide(), torch.randn(2, 16), options=Options(memory_limit=0), progress=Progress())
+
+
+def test_a_model_that_cannot_be_split_says_so() -> None:
+    pytest.importorskip("numpy")
+    from nimble_viz.render.text import plain_text
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.numpy()[0] = 1.0
+        return y + 1
+
+    report = compare(forward, torch.randn(8, 8), options=FAST)
+    (said,) = [one for one in report.warnings if "as it is" in one]
+    assert "changed outside of torch" in said
+    assert "test_compare.py" in said
+    assert "launch" not in said
+    assert "the model is called as it is: " in " ".join(plain_text(report).split())
+    assert all(check.passed for check in report.checks)

@@ -1,0 +1,147 @@
+"""Timelines written after the fact: what a writer of NVTX receives of a report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nimble_core.profiling.nvtx import COLOURS, call_bytes, call_name, colour
+from nimble_core.utils.errors import InputError
+from nimble_viz.analysis.labels import label_run
+from nimble_viz.export.nsys import write_nsys
+from nimble_viz.render.report import Report
+from tests.support.nvtx_tool import built, events
+from tests.support.sample_reports import fused_report, sample_report, training_report
+
+numpy = pytest.importorskip("numpy", reason="needs numpy, which nvtx needs for payloads")
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``written(report)``: the ranges that a backend received."""
+    monkeypatch.setenv("NSYS_WRITER_BACKEND", str(built()))
+
+    def write(report: Report) -> list[dict[str, Any]]:
+        log = tmp_path / "log.jsonl"
+        log.unlink(missing_ok=True)
+        monkeypatch.setenv("NVTX_TOOL_LOG", str(log))
+        assert report.export(tmp_path / "out.nsys-rep") == tmp_path / "out.nsys-rep"
+        heard = events(log)
+        assert heard[0] == heard[0] | {"event": "session", "name": str(tmp_path / "out")}
+        assert heard[-1]["event"] == "session end"
+        return [one for one in heard if one["event"] == "range"]
+
+    return write
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("make", [sample_report, fused_report, training_report])
+def test_every_span_is_a_range(written: Any, make: Callable[[int], Report]) -> None:
+    report = make(40)
+    found = written(report)
+    assert {one["domain"] for one in found} == {"nimble"}
+    for line in report.timelines:
+        calls = report.eager_calls if line.run == "eager" else report.program.calls
+        first = min(0.0, *(span.start_ns for span in line.spans))
+        device = [number for number, lane in enumerate(line.lanes) if lane.kind != "host"]
+        wanted = []
+        for span in line.spans:
+            call = calls[span.call] if span.call is not None else None
+            wanted.append(
+                {
+                    "scope": f"{label_run(report, line.run)} ({line.source})/{line.lanes[span.lane].name}",
+                    "start": round(span.start_ns - first),
+                    "end": round(span.end_ns - first),
+                    "message": call_name(call) if call else span.name,
+                    "category": call.phase if call else "host",
+                    "color": colour(device.index(span.lane) if span.lane in device else None),
+                    "call": call.index if call else -1,
+                    "nbytes": call_bytes(call) if call else 0,
+                }
+            )
+        scope = f"{label_run(report, line.run)} ({line.source})/"
+        given = [{name: one[name] for name in wanted[0]} for one in found if one["scope"].startswith(scope)]
+        assert sorted(given, key=repr) == sorted(wanted, key=repr)
+    assert len(found) == sum(len(line.spans) for line in report.timelines)
+
+
+@pytest.mark.compiler
+def test_streams_have_colours_and_phases_are_categories(written: Any) -> None:
+    report = training_report(40)
+    found = written(report)
+    assert {one["category"] for one in found} >= {"forward", "backward"}
+    assert len({one["color"] for one in found} & set(COLOURS)) > 1
+
+
+@pytest.mark.compiler
+def test_a_lane_without_spans(written: Any) -> None:
+    report = sample_report(12)
+    bare = replace(report.timelines[0], spans=())
+    assert len(written(replace(report, timelines=(bare, report.timelines[1])))) == len(report.timelines[1].spans)
+
+
+WRITER = """
+from enum import Enum
+from nvtx import writer
+
+class TimeBase(Enum):
+    RELATIVE = 0
+    UTC = 1
+
+class Session(writer.Session):
+    def __new__(cls, *given, **named):
+        return super().__new__(cls)
+    def __init__(self, name, *, report_merge="", time_base=TimeBase.UTC):
+        asked.append((name, report_merge, time_base.name))
+        super().__init__(name, backend=writer.load_backend(BACKEND))
+
+asked = []
+"""
+
+
+@pytest.mark.compiler
+def test_the_package_of_nsight_systems_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in with the signature that is documented: the package comes with Nsight Systems alone.
+    (tmp_path / "nsys_writer.py").write_text(WRITER.replace("BACKEND", repr(str(built()))))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nsys_writer", raising=False)
+    monkeypatch.setenv("NVTX_TOOL_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("NSYS_WRITER_BACKEND", "")
+    report, out = sample_report(5), tmp_path / "out.nsys-rep"
+    write_nsys(report, out)
+    write_nsys(report, out, merge=tmp_path / "profile.nsys-rep")
+    asked = sys.modules["nsys_writer"].asked
+    named = str(tmp_path / "out")
+    assert asked == [(named, "", "RELATIVE"), (named, str(tmp_path / "profile.nsys-rep"), "RELATIVE")]
+    spans = sum(len(line.spans) for line in report.timelines)
+    assert [one["event"] for one in events(tmp_path / "log")].count("range") == 2 * spans
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "merge", "said"),
+    [
+        ("out.qdrep", "", None, "is no report of Nsight Systems"),
+        ("out.nsys-rep", "", None, "there is no writer"),
+        ("out.nsys-rep", "/nowhere/libNvtxwBackend.so", None, "cannot be loaded"),
+        ("out.nsys-rep", "", "profile.nsys-rep", "needs the package nsys_writer"),
+        ("out.nsys-rep", "", "out.nsys-rep", "read and written at once"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: str, merge: str | None, said: str
+) -> None:
+    monkeypatch.setenv("NSYS_WRITER_BACKEND", backend)
+    monkeypatch.setitem(sys.modules, "nsys_writer", None)
+    with pytest.raises(InputError, match=said):
+        write_nsys(sample_report(3), tmp_path / name, merge=tmp_path / merge if merge else None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_timelines(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no timelines"):
+        sample_report(3, timelines=False).export(tmp_path / "out.nsys-rep")

@@ -1,0 +1,154 @@
+"""Tables: the frame and the CSV say the same, with the types and the rows of the report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimble_core.utils.errors import InputError
+from nimble_viz.export.tables import KINDS, Column, Table, make_table, to_csv, write_tables
+from nimble_viz.render.report import Report
+from tests.support.sample_reports import CASES, HOSTILE, fused_report, sample_report, training_report
+
+REPORTS = {**CASES, "fused": fused_report, "training": training_report}
+SMALL = [name for name in REPORTS if name not in ("ten thousand", "fused thousand")]
+
+
+def read_csv(table: Table) -> list[tuple[Any, ...]]:
+    """The rows that ``to_csv`` wrote, with the columns' types."""
+    header, *rows = csv.reader(io.StringIO(to_csv(table), newline=""))
+    assert header == [column.name for column in table.columns]
+
+    def cell(text: str, column: Column) -> Any:
+        if column.type is str:
+            return text
+        if not text:
+            return None
+        return text == "True" if column.type is bool else column.type(text)
+
+    return [tuple(cell(text, column) for text, column in zip(row, table.columns, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SMALL)
+def test_cells_have_the_types_of_their_columns_and_csv_gives_them_back(name: str, kind: str) -> None:
+    table = make_table(REPORTS[name](), kind)
+    assert table.kind == kind
+    for column in table.columns:
+        assert {type(cell) for cell in column.cells if cell is not None} <= {column.type}, column.name
+        assert column.type is not str or None not in column.cells
+    assert read_csv(table) == table.rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fused", "training", "hostile", "empty"])
+def test_the_frame_equals_the_csv(name: str, kind: str) -> None:
+    pytest.importorskip("pandas", reason="needs pandas (extra export)")
+    report = REPORTS[name]() if name in REPORTS else sample_report(0)
+    frame, table = report.to_dataframe(kind), make_table(report, kind)
+    assert list(frame.columns) == [column.name for column in table.columns]
+    assert frame.to_csv(index=False, lineterminator="\r\n") == to_csv(table)
+    for column in table.columns:
+        if column.type in (int, bool) and None not in column.cells:
+            assert frame[column.name].dtype == column.type
+
+
+def test_calls_hold_cost_place_and_provenance() -> None:
+    report = fused_report(60)
+    table = make_table(report, "calls")
+    rows = [dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.rows]
+    assert [row["call"] for row in rows] == list(range(len(report.program.calls)))
+    plan = report.schedule(report.chosen)
+    assert plan is not None
+    assert [row["stream"] for row in rows] == list(plan.stream)
+    assert [row["cost_ns"] for row in rows] == list(report.costs.ns)
+    assert [row["eager_calls"] for row in rows] == [" ".join(map(str, call.eager)) for call in report.program.calls]
+    assert [row["call"] for row in rows if row["critical"]] == sorted(report.critical_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("calls", lambda r: len(r.program.calls)),
+        ("kernels", lambda r: len(r.costs.kernels)),
+        ("spans", lambda r: sum(len(line.spans) for line in r.timelines)),
+        ("syncs", lambda r: sum(len(plan.syncs) for plan in r.schedules)),
+        ("host_syncs", lambda r: len(r.overhead.host_syncs)),
+        ("schedules", lambda r: len(r.schedules)),
+        ("candidates", lambda r: len(r.candidates)),
+        ("measurements", lambda r: len(r.measurements)),
+        ("samples", lambda r: sum(len(taken.samples_ns) for taken in r.measurements)),
+        ("peers", lambda r: len(r.peers)),
+        ("overhead", lambda r: len(r.overhead.calls)),
+        ("phases", lambda r: len(r.overhead.phases)),
+    ],
+)
+def test_every_row_is_there(kind: str, count: Any) -> None:
+    for report in (sample_report(60), fused_report(), training_report()):
+        assert len(make_table(report, kind).rows) == count(report)
+
+
+def test_overhead_counts_in_eager_calls() -> None:
+    report = fused_report(60)
+    operators = dict(zip(*(column.cells for column in make_table(report, "overhead").columns[:2]), strict=True))
+    assert operators == {call.index: call.operator for call in report.eager_calls}
+
+
+def test_an_unmeasured_plan_has_missing_values() -> None:
+    report = sample_report(20)
+    unknown = replace(report, costs=replace(report.costs, spread_ns=(), demand=()), chosen="")
+    columns = {column.name: column for column in make_table(unknown, "calls").columns}
+    for name in ("cost_spread_ns", "demand", "stream"):
+        assert set(columns[name].cells) == {None}
+    pandas = pytest.importorskip("pandas", reason="needs pandas (extra export)")
+    frame = unknown.to_dataframe("calls")
+    assert frame["stream"].dtype == pandas.Int64Dtype()
+    assert frame["stream"].isna().all()
+    assert frame["demand"].dtype == float
+
+
+@given(st.lists(st.tuples(st.text(), st.floats(allow_nan=False), st.integers() | st.none())))
+def test_any_cell_survives_csv(rows: list[tuple[str, float, int | None]]) -> None:
+    cells = list(zip(*rows, strict=True)) or [(), (), ()]
+    types: list[Any] = [str, float, int]
+    table = Table("calls", tuple(Column(k.__name__, k, tuple(c)) for k, c in zip(types, cells, strict=True)))
+    assert read_csv(table) == rows
+
+
+def test_a_folder_of_tables(tmp_path: Path) -> None:
+    report = sample_report(20, model=HOSTILE, hostile=HOSTILE + "\udcff")
+    folder = write_tables(report, tmp_path / "made" / "here")
+    assert {path.name for path in folder.iterdir()} == {f"{kind}.csv" for kind in KINDS}
+    with (folder / "calls.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["operator"].endswith(HOSTILE + "\\udcff")
+
+
+def test_unknown_kinds_are_refused() -> None:
+    with pytest.raises(InputError, match="one of calls, kernels"):
+        make_table(sample_report(4), "nothing")
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(InputError, match=r"nimble-viz\[export\]"):
+        sample_report(4).to_dataframe("calls")
+
+
+def test_the_type_check_can_fail() -> None:
+    table = Table("calls", (Column("ns", float, (math.pi, 2.0)),))
+    assert read_csv(table) != [(3.14,), (2.0,)]
+
+
+def test_empty_reports_have_typed_columns() -> None:
+    report: Report = sample_report(0)
+    assert all(column.cells == () for column in make_table(report, "calls").columns)

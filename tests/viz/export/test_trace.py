@@ -1,0 +1,220 @@
+"""The Trace: every span once, rows without overlaps, arrows between slices that exist."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimble_core.ir.timeline import Lane, Span, Timeline
+from nimble_core.utils.units import format_ns
+from nimble_viz.export.trace import Slice, Trace, edges_in_time, make_trace
+from nimble_viz.render.report import Report
+from tests.support.sample_reports import CASES, fused_report, sample_report, training_report
+
+BASE = sample_report(8)
+REPORTS = {**CASES, "fused": fused_report, "training": training_report}
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Any spans on up to three lanes: overlapping, empty, with fractions of nanoseconds, before the start."""
+    lanes = draw(st.lists(st.sampled_from(["host", "gpu", "stream", "worker"]), min_size=1, max_size=3))
+    times = st.integers(-20, 60).map(lambda quarter: quarter / 4)
+    spans = []
+    for _ in range(draw(st.integers(0, 14))):
+        start, end = sorted((draw(times), draw(times)))
+        lane = draw(st.integers(0, len(lanes) - 1))
+        spans.append(Span(lane, start, end, draw(st.none() | st.integers(0, 7)), draw(st.sampled_from(["a", "b"]))))
+    spans.sort(key=lambda span: span.start_ns)
+    run = draw(st.sampled_from(["eager", "nimble"]))
+    kinds = tuple(Lane("the same name", kind) for kind in lanes)
+    return Timeline(run, "measured", "drawn", kinds, tuple(spans))
+
+
+def lanes_of(trace: Trace, process: int) -> list[Slice]:
+    """The slices of a process that stand for spans."""
+    return [
+        one
+        for one in trace.slices
+        if trace.tracks[one.track].process == process and trace.tracks[one.track].lane is not None
+    ]
+
+
+def check(report: Report) -> Trace:
+    """All that a Trace promises, of the trace of ``report``."""
+    trace = make_trace(report)
+    ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
+    assert [process.run for process in trace.processes] == [line.run for line in ordered]
+    for process, line in enumerate(ordered):
+        shift = -min(0.0, min((span.start_ns for span in line.spans), default=0.0))
+        assert Counter(
+            (trace.tracks[one.track].lane, one.start_ns, one.end_ns, one.name, dict(one.arguments).get("call"))
+            for one in lanes_of(trace, process)
+        ) == Counter(
+            (span.lane, round(span.start_ns + shift), round(span.end_ns + shift), span.name, span.call)
+            for span in line.spans
+        )
+        names = [track.name for track in trace.tracks if track.process == process]
+        assert len(set(names)) == len(names)
+    assert all(0 <= one.start_ns <= one.end_ns for one in trace.slices)
+    assert [one.track for one in trace.slices] == sorted(one.track for one in trace.slices)
+    by_track: dict[int, list[Slice]] = defaultdict(list)
+    for one in trace.slices:
+        by_track[one.track].append(one)
+    for track, members in by_track.items():
+        place = trace.tracks[track]
+        kind = ordered[place.process].lanes[place.lane].kind if place.lane is not None else "row"
+        around: list[Slice] = []
+        for one in members:
+            while around and around[-1].end_ns <= one.start_ns:
+                around.pop()
+            outer = around[-1] if around else None
+            assert outer is None or (kind == "host" and outer.start_ns <= one.start_ns and one.end_ns <= outer.end_ns)
+            around.append(one)
+    for flow in trace.flows:
+        source, target = trace.slices[flow.source], trace.slices[flow.target]
+        assert trace.tracks[source.track].process == trace.tracks[target.track].process
+        assert source.start_ns < target.start_ns
+    return trace
+
+
+@given(timelines())
+def test_any_timeline_keeps_every_span_without_overlap(line: Timeline) -> None:
+    check(replace(BASE, timelines=(line,)))
+
+
+@given(timelines())
+def test_edges_make_a_stack_on_each_track(line: Timeline) -> None:
+    trace = make_trace(replace(BASE, timelines=(line,)))
+    open_: dict[int, list[int]] = defaultdict(list)
+    now = 0
+    seen: Counter[tuple[int, bool]] = Counter()
+    for time_ns, index, begins in edges_in_time(trace):
+        assert time_ns >= now
+        now = time_ns
+        one = trace.slices[index]
+        assert time_ns == (one.start_ns if begins else one.end_ns)
+        if begins:
+            open_[one.track].append(index)
+        else:
+            assert open_[one.track].pop() == index
+        seen[index, begins] += 1
+    assert not any(open_.values())
+    assert seen == Counter({(index, begins): 1 for index in range(len(trace.slices)) for begins in (True, False)})
+
+
+@pytest.mark.parametrize("name", list(REPORTS))
+def test_sample_reports(name: str) -> None:
+    check(REPORTS[name]())
+
+
+def test_the_check_can_fail() -> None:
+    overlapping = Timeline(
+        "nimble", "measured", "drawn", (Lane("stream 0", "stream"),), (Span(0, 0, 9, 0, "a"), Span(0, 4, 12, 1, "b"))
+    )
+    trace = check(replace(BASE, timelines=(overlapping,)))
+    assert [track.name for track in trace.tracks] == ["run", "stream 0", "stream 0 (2)"]
+
+
+def test_host_threads_nest() -> None:
+    spans = (Span(0, 0, 9, None, "outer"), Span(0, 4, 6, 1, "inner"), Span(0, 8, 12, 2, "across"))
+    trace = check(replace(BASE, timelines=(Timeline("eager", "measured", "drawn", (Lane("host", "host"),), spans),)))
+    rows = defaultdict(list)
+    for one in lanes_of(trace, 0):
+        rows[trace.tracks[one.track].name].append(one.name)
+    assert rows == {"host": ["outer", "inner"], "host (2)": ["across"]}
+
+
+def test_waits_of_the_schedule_are_flows() -> None:
+    report = sample_report(60)
+    trace = check(report)
+    plan = report.schedule("nimble")
+    assert plan is not None
+    call = [dict(one.arguments).get("call") for one in trace.slices]
+    waits = [(call[flow.source], call[flow.target]) for flow in trace.flows if flow.kind == "wait"]
+    assert sorted(waits) == sorted(plan.syncs)
+    launches = [flow for flow in trace.flows if flow.kind == "launch"]
+    assert len(launches) == 60
+    assert all(call[flow.source] == call[flow.target] for flow in launches)
+
+
+def test_a_wait_leaves_the_last_kernel_and_reaches_the_first() -> None:
+    report = sample_report(8)
+    plan = report.schedule("nimble")
+    assert plan is not None
+    producer, consumer = plan.syncs[0]
+    lanes = (Lane("stream 0", "stream"), Lane("stream 1", "stream"))
+    spans = tuple(
+        Span(lane, start, start + 5, call, name)
+        for lane, start, call, name in (
+            (0, 0, producer, "early"),
+            (0, 6, producer, "late"),
+            (1, 20, consumer, "first"),
+            (1, 30, consumer, "second"),
+        )
+    )
+    trace = check(replace(report, timelines=(Timeline("nimble", "measured", "drawn", lanes, spans),)))
+    (flow,) = trace.flows
+    assert (trace.slices[flow.source].name, trace.slices[flow.target].name) == ("late", "first")
+
+
+def test_arguments_name_the_call() -> None:
+    report = fused_report(60)
+    trace = check(report)
+    known = {dict(one.arguments)["call"]: dict(one.arguments) for one in lanes_of(trace, len(trace.processes) - 1)}
+    call = next(call for call in report.program.calls if len(call.eager) > 1)
+    assert known[call.index] == {
+        "call": call.index,
+        "label": "gelu+layer_norm",
+        "operator": call.operator,
+        "module": call.module,
+        "source": f"{call.origins[0].file}:{call.origins[0].line}",
+        "phase": "forward",
+        "bytes_read": sum(ref.nbytes for ref in call.reads),
+        "bytes_written": sum(ref.nbytes for ref in call.writes),
+        "eager_calls": call.eager,
+    }
+    eager = {dict(one.arguments)["call"] for one in lanes_of(trace, 0)}
+    assert eager == set(range(60)), "the eager run counts in eager calls"
+
+
+def test_a_run_says_how_it_was_measured() -> None:
+    report = sample_report(12)
+    for process, line in zip(make_trace(report).processes, report.timelines, strict=True):
+        told = dict(process.arguments)
+        assert told["clock"] == line.clock
+        assert told["profiled_ns"] == round(line.profiled_ns)
+        assert told["unprofiled_ns"] == round(line.unprofiled_ns)
+        assert told["profiled_over_unprofiled"] == round(line.profiled_ns / line.unprofiled_ns, 3)
+        assert told["reliable"] is True
+        assert f"{line.source}, {line.clock}" in process.labels
+        assert f"profiled {format_ns(line.profiled_ns)}" in process.labels
+        assert f"unprofiled {format_ns(line.unprofiled_ns)}" in process.labels
+        assert told["distorted"] is ("DISTORTED by the profiler" in process.labels) is (line.run == "eager")
+
+
+def test_an_unreliable_run_says_so() -> None:
+    report = sample_report(12)
+    doubted = replace(report.timelines[1], reliable=False, unprofiled_ns=0.0, note="3 kernels missing")
+    (process,) = make_trace(replace(report, timelines=(doubted,))).processes
+    assert process.labels[-2:] == ("UNRELIABLE", "3 kernels missing")
+    assert dict(process.arguments)["reliable"] is False
+    assert "profiled_over_unprofiled" not in dict(process.arguments)
+
+
+def test_phases_of_a_step_have_a_row() -> None:
+    report = training_report(60)
+    trace = check(report)
+    row = next(index for index, track in enumerate(trace.tracks) if track.name == "phases")
+    assert report.overhead is not None
+    assert [one.name for one in trace.slices if one.track == row] == [one.phase for one in report.overhead.phases]
+    assert {one.category for one in lanes_of(trace, 1)} == {"forward", "loss", "backward", "optimizer"}
+
+
+def test_without_timelines_there_is_nothing() -> None:
+    trace = make_trace(sample_report(12, timelines=False))
+    assert (trace.processes, trace.tracks, trace.slices, trace.flows) == ((), (), (), ())

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import gzip
+import html
+import json
+import re
+from base64 import b64decode
+from html.parser import HTMLParser
+from importlib import resources
+
+import pytest
+
+from nimble_viz.analysis.summary import verdict
+from nimble_viz.render.html import embed_json, fragment, page, plain_summary
+from tests.support.sample_reports import CASES, HOSTILE, RENDERED, fused_report, sample_report
+
+
+class _Tags(HTMLParser):
+    """Collects start tags with their attributes, as a browser would see them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def _data(text: str):
+    return json.loads(re.search(r'<script type="application/json" id="nimble-data">(.*?)</script>', text, re.S)[1])
+
+
+def _unpacked(frame: str) -> str:
+    return gzip.decompress(b64decode(re.search(r'atob\("([^"]+)"\)', frame)[1])).decode()
+
+
+@pytest.mark.parametrize("name", list(RENDERED))
+def test_page_is_self_contained(name):
+    report = RENDERED[name]()
+    text = page(report)
+    tags = _Tags(text).tags
+    assert [tag for tag, _ in tags].count("script") == 3
+    assert not [tag for tag, _ in tags if tag in {"img", "object", "embed", "iframe"}]
+    assert not [attrs["src"] for _, attrs in tags if "src" in attrs]
+    assert [attrs["href"] for _, attrs in tags if "href" in attrs] == ["data:,"]
+    assert "default-src 'none'" in text
+    assert _data(text)["summary"]["verdict"] == verdict(report)
+    assert len(text.encode()) < 6_000_000
+
+
+def test_viewer_is_at_most_300_kb():
+    files = resources.files("nimble_viz.render.viewer")
+    sizes = [len((files / name).read_bytes()) for name in ("viewer.js", "viewer.css", "template.html")]
+    assert sum(sizes) <= 300 * 1024
+
+
+def test_fragment_is_a_sandboxed_frame_with_readable_text():
+    report = sample_report(1_000)
+    text = fragment(report)
+    frame = next(attrs for tag, attrs in _Tags(text).tags if tag == "iframe")
+    assert frame["sandbox"] == "allow-scripts"
+    assert _unpacked(frame["srcdoc"]) == page(report)
+    outside = text.split("</iframe>")[1]
+    assert html.escape(verdict(report)) in outside
+    assert "<details open>" in outside
+    assert "<pre>" in outside
+
+
+@pytest.mark.parametrize("calls", [1_000, 10_000])
+def test_a_notebook_grows_by_at_most_a_megabyte(calls):
+    report = sample_report(calls, width=8)
+    bundle = report._repr_mimebundle_()
+    assert len(json.dumps(bundle).encode()) <= 1_000_000
+    assert bundle["text/html"] == fragment(report)
+
+
+def test_the_script_beside_the_frame_is_the_same_for_every_report():
+    scripts = {fragment(report).rpartition("<script>")[2] for report in (sample_report(3), CASES["hostile"]())}
+    assert len(scripts) == 1
+    tags = [tag for tag, _ in _Tags(fragment(CASES["hostile"]())).tags]
+    assert tags == ["iframe", "details", "summary", "pre", "script"]
+
+
+def test_hostile_names_stay_text():
+    report = CASES["hostile"]()
+    for text in (page(report), fragment(report), _unpacked(_Tags(fragment(report)).tags[0][1]["srcdoc"])):
+        assert "<img src=x" not in text
+        assert "<script>window.hacked" not in text
+    assert _data(page(report))["summary"]["model"] == HOSTILE
+
+
+@pytest.mark.parametrize("value", ["</script>", "<!--", "<script", "\u2028\u2029"])
+def test_embedded_json_cannot_end_its_element(value):
+    text = embed_json({value: value})
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert "\u2029" not in text
+    assert json.loads(text) == {value: value}
+
+
+def test_plain_summary_shows_the_four_counts():
+    text = plain_summary(sample_report(60))
+    assert verdict(sample_report(60)) in text
+    for word in ("full ", "MEG ", "planned ", "emitted ", "Critical path"):
+        assert word in text
+    assert "tried opara: " in text
+    assert "outputs differ from eager's" in text
+    assert "streams are worth it" in text
+    assert "emitted not read" in plain_summary(sample_report(60, device="cpu"))
+
+
+def test_plain_summary_shows_peers_and_the_distance_to_the_limit():
+    text = plain_summary(fused_report())
+    assert "peer tensorrt: no time, not installed: no module named 'tensorrt'" in text
+    assert "tie: ours is as fast, prepared in 24.0 s" in text
+    assert "of the limit" in text
+    assert "peer " not in plain_summary(sample_report(60))

@@ -1,0 +1,452 @@
+"""The magics, the report and the dashboard in a real JupyterLab, a real Notebook 7, and what nbconvert makes of them.
+
+One server, one browser and one kernel serve the whole file: tests run cells of notebooks in it, as a user would.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.lab import Notebook, Server, chromium, jupyter_server, opened
+
+pytestmark = pytest.mark.browser
+
+SETUP = """
+%load_ext nimble_viz
+import time, torch
+torch.set_num_threads(1)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+        self.head = torch.nn.Linear(128, 8)
+
+    def forward(self, x):
+        return self.head(torch.cat([torch.relu(branch(x)) for branch in self.branches], 1))
+
+def slow(x):
+    time.sleep(0.2)
+    return torch.relu(x)
+
+model, x = Net().eval(), torch.randn(16, 32)
+""".strip()
+COMPARE = "%nimble model x -o report --policy nimble --tune off"
+CELLS = {
+    "setup": SETUP,
+    "compare": COMPARE,
+    "verdict": "from nimble_viz.analysis.summary import verdict\nprint(verdict(report))",
+    "board": "board = report.dashboard()\nboard",
+    "profile": "%%nimble --no-capture\nfor _ in range(3):\n    y = model(x)",
+    "stop": "%nimble slow x -o partial --policy nimble --tune off",
+    "stop cell": "%%nimble\nprint('under way', flush=True)\nwhile True:\n    y = model(x)",
+    "after": """
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+print(len(_global_forward_hooks), len(_global_forward_pre_hooks), _get_current_dispatch_mode_stack(), y.shape)
+print(partial.complete, partial.model)
+""".strip(),
+    "again": "%nimble model x --policy nimble --tune off;\nprint('still works')",
+    "extension": """
+find = get_ipython().find_magic
+%reload_ext nimble_viz
+reloaded = find('nimble', 'line'), find('nimble', 'cell')
+%unload_ext nimble_viz
+unloaded = find('nimble', 'line'), find('nimble', 'cell')
+%load_ext nimble_viz
+print([one is not None for one in reloaded], unloaded, find('nimble') is not None)
+""".strip(),
+}
+NAMES = list(CELLS)
+NOTEBOOK_7 = (
+    r"^warning: Menu entry for command '[\w:-]+' is duplicated\. \(\S+/static/notebook/notebook_core\.",
+    r"^warning: \[yjs#509\] Not same Y\.Doc \(\S+/static/notebook/",
+    r"^uncaught: Command 'filebrowser:open-path' not registered\. \(\S+/static/notebook/notebook_core\.",
+    r"^uncaught: Cannot read properties of undefined \(reading 'schema'\) \(\S+/static/notebook/notebook_core\.",
+)
+"""What Notebook 7.6 says of itself, of a notebook that holds ``1 + 1`` too. JupyterLab says nothing."""
+_CDN = r"https://cdnjs\.cloudflare\.com/ajax/libs/(require\.js|mathjax)/"
+NBCONVERT = (rf"^request: {_CDN}", rf"^error: Failed to load resource: net::ERR_INTERNET_DISCONNECTED \({_CDN}")
+"""What the template of nbconvert asks the network for, for formulas and widgets, and does not get."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with jupyter_server(tmp_path_factory.mktemp("jupyter")) as started:
+        started.write("lab.ipynb", list(CELLS.values()))
+        yield started
+
+
+@pytest.fixture(scope="module")
+def lab(browser: Any, server: Server) -> Iterator[Notebook]:
+    with opened(browser, server, "lab.ipynb") as notebook:
+        assert "Error" not in notebook.run(0).inner_text()
+        yield notebook
+
+
+@pytest.fixture(scope="module")
+def compared(lab: Notebook) -> Any:
+    return lab.run(NAMES.index("compare"))
+
+
+@pytest.fixture(scope="module")
+def board(lab: Notebook, compared: Any) -> Any:
+    shown = lab.run(NAMES.index("board")).locator(".nimble-dashboard")
+    shown.locator(".js-plotly-plot").nth(2).wait_for(state="attached", timeout=60_000)
+    return shown
+
+
+@pytest.fixture(scope="module")
+def saved(lab: Notebook, board: Any, server: Server) -> dict[str, Any]:
+    """The notebook file, with the report and the dashboard in it."""
+    return lab.saved(server.folder / "lab.ipynb")
+
+
+# -- the report without widgets ------------------------------------------------------------------------------------
+
+
+def click_a_node_see_its_bar(area: Any) -> None:
+    """In the frame of a report below ``area``: node to bar and row, and bar to node."""
+    frame = area.frame_locator("iframe").first
+    frame.locator("#nv-tab-dag").click()
+    shown = frame.locator("body")
+    inside = shown.element_handle().owner_frame()
+    point = inside.evaluate("nimbleViewer.dagPoint(4)")
+    shown.click(position=point)
+    assert inside.evaluate("nimbleViewer.selected()") == 4
+    frame.locator("#nv-tab-overhead").click()
+    assert frame.locator("#nv-pane-overhead .nv-on").first.get_attribute("data-call") == "4"
+    frame.locator("#nv-pane-overhead button[data-call='2']").first.click()
+    assert inside.evaluate("nimbleViewer.selected()") == 2
+    assert "addmm" in frame.locator("aside").inner_text()
+
+
+def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -> None:
+    """Whatever was measured: on a busy machine one stream may be as fast as several, and be chosen."""
+    shown = compared.frame_locator("iframe").locator(".nv-verdict").inner_text()
+    assert not compared.locator("pre:visible", has_text="Sum of isolated calls").count()
+    click_a_node_see_its_bar(compared)
+    assert "eager" in shown
+    assert shown == lab.run(NAMES.index("verdict")).inner_text().strip()
+    assert lab.troubles == []
+
+
+def test_what_is_left_of_the_progress_takes_no_room(compared: Any, saved: dict[str, Any]) -> None:
+    left = saved["cells"][NAMES.index("compare")]["outputs"]
+    assert ["".join(one["data"]["text/plain"]) for one in left if one["output_type"] == "display_data"] == [""]
+    heights = [one.bounding_box()["height"] for one in compared.locator(".jp-OutputArea-child").all()]
+    assert [height > 0 for height in heights] == [one["output_type"] == "execute_result" for one in left]
+
+
+def test_a_cell_is_profiled(lab: Notebook) -> None:
+    shown = lab.run(NAMES.index("profile"))
+    assert "Not captured" not in shown.inner_text()
+    assert shown.frame_locator("iframe").locator(".nv-verdict").inner_text()
+    assert lab.troubles == []
+
+
+# -- the dashboard -------------------------------------------------------------------------------------------------
+
+
+_MARKED = """([node, name, call]) => {
+  const marks = [...(node.data.at(-1).x ?? [])], words = `<b>${call} `;
+  if (name === "Timeline") return marks.length > 0;
+  const places = node.data.filter((one) => one.customdata).flatMap((one) => [...one.x].filter(
+    (_, at) => name === "DAG" ? one.customdata[at] === call : one.hovertext[at].startsWith(words)));
+  return marks.length === 1 && places.length > 0 && places.every((place) => place === marks[0]);
+}"""
+_MARKS = """([node, name, count]) => {
+  const marks = [...(node.data.at(-1).x ?? [])], wanted = name === "Memory" ? 3 * count : count;
+  return name === "Timeline" ? marks.length > 0 : marks.length === wanted;
+}"""
+
+
+class Board:
+    """The dashboard as a user sees it."""
+
+    def __init__(self, shown: Any) -> None:
+        self.shown = shown
+        self.page = shown.page
+
+    def front(self, name: str) -> None:
+        """Bring a pane to the front."""
+        self.shown.locator(".lm-TabBar-tab", has_text=name).first.click()
+
+    def tab(self, name: str) -> Any:
+        """Bring a pane to the front; its figure."""
+        self.front(name)
+        figure = self.shown.locator(".js-plotly-plot:visible")
+        figure.first.wait_for(timeout=20_000)
+        return figure.first
+
+    def click(self, figure: Any, mark: str, at: int, across: float = 0.5) -> str:
+        """Click a mark of a plotly figure, so far across it, below a layer that takes the mouse; what was said when it
+        lay there.
+        """
+        drawn = figure.locator(mark).nth(at)
+        drawn.scroll_into_view_if_needed()
+        self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
+        box, before = drawn.bounding_box(), None
+        while box != before:  # a figure that has just come into view takes its pane's size
+            self.page.wait_for_timeout(250)
+            box, before = drawn.bounding_box(), box
+        place = box["x"] + box["width"] * across, box["y"] + box["height"] / 2
+        self.page.mouse.move(*place)
+        said: str = figure.locator(".hoverlayer .hovertext").first.text_content()
+        self.page.mouse.click(*place)
+        return said
+
+    @property
+    def rows(self) -> Any:
+        """The list of calls."""
+        return self.shown.get_by_title("Calls of the report")
+
+    def wait_for_call(self, call: int) -> None:
+        """The list and the text beside it say that this call is selected."""
+        self.shown.get_by_role("row", name=re.compile(rf"^Call {call} of 10")).wait_for()
+        assert self.rows.evaluate("node => node.selectedIndex") == call
+
+    def wait_for_mark(self, name: str, call: int) -> None:
+        """In this pane the last trace, which shows the selection, lies where this call is drawn, and nowhere else."""
+        figure = self.tab(name).element_handle()
+        self.page.wait_for_function(_MARKED, arg=[figure, name, call], timeout=20_000)
+
+    def wait_for_marks(self, name: str, count: int) -> None:
+        """In this pane the trace that shows the selection marks so many calls, or in a timeline some."""
+        figure = self.tab(name).element_handle()
+        self.page.wait_for_function(_MARKS, arg=[figure, name, count], timeout=20_000)
+
+    def clear(self) -> None:
+        button = self.shown.get_by_role("button", name="Clear selection")
+        if button.is_enabled():
+            button.click()
+        self.shown.get_by_text("Nothing is selected").wait_for()
+
+
+@pytest.fixture
+def shown(board: Any) -> Iterator[Board]:
+    one = Board(board)
+    one.clear()
+    yield one
+    one.clear()
+
+
+def test_a_clicked_node_marks_its_bar_and_its_row(lab: Notebook, shown: Board) -> None:
+    shown.click(shown.tab("DAG"), ".scatterlayer .points path", 3)
+    shown.wait_for_call(3)
+    for name in ("DAG", "Overhead", "Timeline"):
+        shown.wait_for_mark(name, 3)
+    assert lab.troubles == []
+
+
+def test_a_clicked_bar_marks_its_node_and_its_row(lab: Notebook, shown: Board) -> None:
+    call = int(re.match(r"\d+", shown.click(shown.tab("Overhead"), ".barlayer .point path", 3))[0])
+    shown.wait_for_call(call)
+    for name in ("Overhead", "DAG"):
+        shown.wait_for_mark(name, call)
+    assert lab.troubles == []
+
+
+def test_a_picked_row_marks_node_and_bar(lab: Notebook, shown: Board) -> None:
+    shown.rows.select_option(index=4)
+    shown.wait_for_call(4)
+    for name in ("DAG", "Overhead"):
+        shown.wait_for_mark(name, 4)
+    assert lab.troubles == []
+
+
+def test_a_line_of_code_selects_its_calls_and_is_marked_by_them(lab: Notebook, shown: Board) -> None:
+    shown.front("Source")
+    lines = shown.shown.locator(".nimble-code .nimble-row[data-key]")
+    assert "relu(branch(x)) for branch" in lines.inner_text()
+    assert re.search(r"In\[\d+\]:\d+", shown.shown.locator(".nimble-rows:visible").first.inner_text())
+    lines.click()
+    shown.shown.get_by_role("heading", name="10 calls").wait_for()
+    for name in ("DAG", "Overhead", "Timeline", "Memory"):
+        shown.wait_for_marks(name, 10)
+    shown.clear()
+    shown.front("Source")
+    assert lines.get_attribute("aria-pressed") == "false"
+    shown.rows.select_option(index=2)
+    shown.wait_for_call(2)
+    shown.shown.locator(".nimble-code .nimble-row.nimble-on").wait_for()
+    assert lab.troubles == []
+
+
+def test_the_hottest_lines_are_sorted_by_a_head(lab: Notebook, shown: Board) -> None:
+    shown.front("Source")
+    pressed = shown.shown.locator(".nimble-head button[aria-pressed=true]")
+    before = pressed.inner_text()
+    other = shown.shown.locator(".nimble-head button[aria-pressed=false]").last
+    name = other.inner_text()
+    other.click()
+    pressed.get_by_text(f"{name} ↓").wait_for()
+    assert before == "Host ↓" != f"{name} ↓"
+    assert lab.troubles == []
+
+
+def test_a_clicked_step_of_memory_marks_its_node_and_what_holds_the_peak(lab: Notebook, shown: Board) -> None:
+    call = int(re.match(r"\d+", shown.click(shown.tab("Memory"), ".nsewdrag", 0, across=0.45))[0])
+    shown.wait_for_call(call)
+    for name in ("DAG", "Memory"):
+        shown.wait_for_marks(name, 1)
+    held = shown.shown.locator(".nimble-rows:visible .nimble-row").first
+    held.click()
+    shown.shown.locator(".nimble-row.nimble-on:visible").wait_for()
+    shown.wait_for_call(int(held.get_attribute("data-key").split()[1]))
+    assert lab.troubles == []
+
+
+def test_the_colour_of_the_graph_is_chosen_and_written_on_its_nodes(lab: Notebook, shown: Board) -> None:
+    figure = shown.tab("DAG")
+    texts = "node => node.data.find((one) => one.customdata).text.join(' ')"
+    assert "0" in figure.evaluate(texts).split()
+    shown.shown.get_by_label("Colour").select_option(index=1)
+    shown.shown.get_by_text("Exposed overhead: ").wait_for()
+    shown.page.wait_for_function(f"node => /[\\d?]/.test(({texts})(node))", arg=figure.element_handle())
+    shown.shown.get_by_label("Colour").select_option(index=0)
+    shown.shown.get_by_text("Stream: ").wait_for()
+    assert lab.troubles == []
+
+
+def test_plotly_is_sent_once(saved: dict[str, Any], lab: Notebook) -> None:
+    assert 1_500_000 < lab.sent < 4_500_000
+
+
+# -- themes, trust, size -------------------------------------------------------------------------------------------
+
+
+def test_both_follow_the_theme_of_jupyterlab(lab: Notebook, compared: Any, board: Any) -> None:
+    inside = compared.frame_locator("iframe").locator("html")
+    text = "node => node.layout.font.color"
+    figure = Board(board).tab("DAG")
+    light = figure.evaluate(text)
+    assert inside.get_attribute("data-theme") == "light"
+    lab.theme("JupyterLab Dark")
+    compared.frame_locator("iframe").locator("html[data-theme=dark]").wait_for()
+    lab.page.wait_for_function(
+        "([node, light]) => node.layout.font.color !== light", arg=[figure.element_handle(), light]
+    )
+    lab.theme("JupyterLab Light")
+    compared.frame_locator("iframe").locator("html[data-theme=light]").wait_for()
+    lab.page.wait_for_function(
+        "([node, light]) => node.layout.font.color === light", arg=[figure.element_handle(), light]
+    )
+    assert lab.troubles == []
+
+
+def test_a_report_adds_at_most_a_megabyte(saved: dict[str, Any]) -> None:
+    for name in ("compare", "board"):
+        outputs = saved["cells"][NAMES.index(name)]["outputs"]
+        assert any("text/html" in one.get("data", ()) for one in outputs)
+        assert len(json.dumps(outputs).encode()) <= 1_000_000
+    assert "widgets" not in saved["metadata"]
+
+
+def test_an_untrusted_notebook_shows_text(browser: Any, server: Server, saved: dict[str, Any]) -> None:
+    other = json.loads(json.dumps(saved))
+    other["cells"][0]["source"] = "# made by somebody else"
+    (server.folder / "untrusted.ipynb").write_text(json.dumps(other))
+    with opened(browser, server, "untrusted.ipynb") as notebook:
+        for name in ("compare", "board"):
+            cell = notebook.cell(NAMES.index(name))
+            cell.scroll_into_view_if_needed()
+            words = cell.locator("pre:visible", has_text="Sum of isolated calls")
+            words.wait_for()
+            assert "nimble replay" in words.inner_text()
+            assert cell.locator("script").count() == 0
+        assert notebook.troubles == []
+
+
+def test_a_saved_dashboard_without_its_kernel_shows_the_page(
+    browser: Any, server: Server, saved: dict[str, Any]
+) -> None:
+    (server.folder / "still.ipynb").write_text(json.dumps(saved))  # signed as it was saved, and so trusted
+    with opened(browser, server, "still.ipynb") as notebook:
+        cell = notebook.cell(NAMES.index("board"))
+        cell.scroll_into_view_if_needed()
+        cell.get_by_text("Saved view of a dashboard").wait_for()
+        assert "Error displaying widget" not in cell.inner_text()
+        cell.frame_locator("iframe").locator("#nv-tab-dag").click()
+        assert notebook.complaints("widget model not found") == []
+
+
+def test_the_page_is_not_seen_beside_the_dashboard(board: Any, lab: Notebook) -> None:
+    assert lab.cell(NAMES.index("board")).locator(".nimble-still").is_hidden()
+
+
+# -- interrupts ----------------------------------------------------------------------------------------------------
+
+
+def test_interrupts_leave_everything_usable(lab: Notebook) -> None:
+    cell = lab.start(NAMES.index("stop"))
+    cell.locator(".jp-OutputArea", has_text=re.compile(r"measure.* \d+/\d+")).wait_for(timeout=60_000)
+    lab.interrupt()
+    assert lab.ended(NAMES.index("stop"))
+    assert "Interrupted" in cell.frame_locator("iframe").locator(".nv-note").inner_text()
+    cell = lab.start(NAMES.index("stop cell"))
+    cell.locator(".jp-OutputArea", has_text="under way").wait_for(timeout=60_000)
+    lab.interrupt()
+    assert lab.ended(NAMES.index("stop cell"))
+    said = cell.locator(".jp-OutputArea").inner_text()
+    assert "KeyboardInterrupt" in said
+    assert "nimble_viz" not in said
+    assert lab.run(NAMES.index("after")).inner_text().split("\n")[:2] == [
+        "0 0 [] torch.Size([16, 8])",
+        "False slow",
+    ]
+    assert "still works" in lab.run(NAMES.index("again")).inner_text()
+    assert lab.troubles == []
+
+
+def test_the_extension_is_unloaded_and_loaded_again(lab: Notebook) -> None:
+    assert lab.run(NAMES.index("extension")).inner_text().strip() == "[True, True] (None, None) True"
+
+
+# -- elsewhere -----------------------------------------------------------------------------------------------------
+
+
+def test_notebook_7_shows_what_the_kernel_has_and_runs_more(
+    browser: Any, server: Server, saved: dict[str, Any]
+) -> None:
+    with opened(browser, server, "lab.ipynb", classic=True) as notebook:
+        one = Board(notebook.cell(NAMES.index("board")).locator(".nimble-dashboard"))
+        one.click(one.tab("DAG"), ".scatterlayer .points path", 3)
+        one.wait_for_call(3)
+        one.wait_for_mark("Overhead", 3)
+        click_a_node_see_its_bar(notebook.run(NAMES.index("compare")))
+        assert notebook.complaints(*NOTEBOOK_7) == []
+
+
+def test_nbconvert_html_works_offline(browser: Any, saved: dict[str, Any], tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat: make test installs it")
+    nbconvert = pytest.importorskip("nbconvert", reason="needs nbconvert: make test installs it")
+    made = nbformat.reads(json.dumps(saved), as_version=4)
+    for theme in ("light", "dark"):
+        text, _ = nbconvert.HTMLExporter(theme=theme).from_notebook_node(made)
+        path = tmp_path / f"{theme}.html"
+        path.write_text(text, encoding="utf-8")
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+        notebook = Notebook(context.new_page())
+        notebook.watch(path.as_uri())
+        notebook.page.goto(path.as_uri(), wait_until="domcontentloaded")
+        for at, name in enumerate(("compare", "board")):
+            cell = notebook.page.locator(".jp-Cell").nth(NAMES.index(name))
+            cell.scroll_into_view_if_needed()
+            cell.frame_locator("iframe").locator(f"html[data-theme={theme}]").wait_for()
+            if not at:
+                click_a_node_see_its_bar(cell)
+        assert notebook.complaints(*NBCONVERT) == []
+        context.close()

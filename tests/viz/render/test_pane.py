@@ -1,0 +1,91 @@
+"""One view by itself: data, text, and the page opened at it."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+
+from nimble_core.utils.errors import InputError
+from nimble_viz.analysis.live_memory import live_memory
+from nimble_viz.analysis.source import source
+from nimble_viz.render.pane import PANES, Pane
+from tests.support.sample_reports import RENDERED, sample_report
+
+
+def test_methods_of_a_report_are_its_panes() -> None:
+    report = sample_report(20)
+    assert report.source() == report.pane("source") == Pane(report, "source")
+    assert report.source().data == source(report)
+    assert report.live_memory().data == live_memory(report)
+    assert repr(report.source()) == f"<source of {report!r}>"
+
+
+@pytest.mark.parametrize("name", PANES)
+def test_every_view_has_data_text_and_a_page(name: str, tmp_path: Path) -> None:
+    pane = sample_report(20).pane(name)
+    assert pane.data
+    assert len(str(pane).splitlines()) > 3
+    assert str(pane) == pane.to_text()
+    text = pane.to_html(tmp_path / "view.html").read_text(encoding="utf-8")
+    assert f'data-pane="{name}"' in text
+
+
+@pytest.mark.parametrize("case", RENDERED)
+def test_a_view_is_printed_by_itself(case: str) -> None:
+    """What is printed is a part of the report, or one sentence; every section of the report is in some view."""
+    report = RENDERED[case]()
+    whole = sections(report.to_text(100))
+    shown: set[str] = set()
+    for name in ("summary", "overhead", "dag", "timeline", "syncs"):
+        text = report.pane(name).to_text(100)
+        own = sections(text)
+        assert own <= whole
+        assert own or len(text.splitlines()) == 2
+        shown |= own
+    assert {section.splitlines()[0] for section in whole - shown} <= {"Hottest lines"}
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("summary", "Speed"),
+        ("overhead", "Framework overhead of the eager run"),
+        ("dag", "Concurrency"),
+        ("timeline", "Timelines"),
+        ("syncs", "Streams and synchronisations"),
+    ],
+)
+def test_a_view_says_what_its_name_says(name: str, title: str) -> None:
+    text = str(sample_report(20).pane(name))
+    assert f"\n\n{title}" in text
+    assert ("\n\nEnvironment\n" in text) == (name == "summary")
+    assert ("\n\nTimelines\n" in text) == (name == "timeline")
+
+
+def sections(text: str) -> set[str]:
+    """Title and body of each: what begins at the left margin below an empty line."""
+    return {part.rstrip() for part in re.split(r"\n\n(?=\S)", text)[1:]}
+
+
+def test_what_a_view_is_called() -> None:
+    with pytest.raises(InputError, match=r"no view .sources.(.|\n)*timeline"):
+        sample_report(3).pane("sources")
+
+
+@pytest.mark.parametrize("case", [case for case in RENDERED if "thousand" not in case])
+@pytest.mark.parametrize("name", ["source", "memory"])
+def test_a_notebook_shows_it(case: str, name: str) -> None:
+    bundle = RENDERED[case]().pane(name)._repr_mimebundle_()
+    assert set(bundle) == {"text/plain", "text/html"}
+    assert "not shown in full" not in bundle["text/plain"]
+    assert "<iframe" in html.unescape(bundle["text/html"])
+
+
+def test_a_display_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_viz.render.html.fragment", lambda *_: 1 / 0)
+    bundle = sample_report(3).source()._repr_mimebundle_()
+    assert "ZeroDivisionError" in bundle["text/plain"]
+    assert "text/html" not in bundle

@@ -1,0 +1,634 @@
+"""Report files: what is saved is loaded, and nothing else than a report ever comes out of a file."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nimble_core.ir.candidates import Candidate
+from nimble_core.ir.costs import Costs
+from nimble_core.ir.measurement import summarize
+from nimble_core.ir.program import Call, Origin
+from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
+from nimble_core.utils.errors import ReportFileError
+from nimble_viz import load
+from nimble_viz.analysis.payload import view_data
+from nimble_viz.render.html import embed_json, plain_summary
+from nimble_viz.render.report import Report
+from nimble_viz.render.text import plain_text
+from nimble_viz.report.data import EngineMemory, EqualityCheck, Memory, PeerResult, PrepareStep, SourceLines
+from nimble_viz.report.file import MAX_NUMBER, MAX_RATIO, MAX_SOURCE, check_report, save
+from tests.support.sample_reports import HOSTILE, RENDERED, fused_report, old_report, profile_report, sample_report
+
+ROOT = Path(__file__).parents[3]
+RECORDINGS = sorted(path for of in ("examples", "tests") for path in (ROOT / of / "recordings").glob("*.nimble"))
+amounts = st.floats(min_value=0, max_value=MAX_NUMBER)
+words = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> Report:
+    """Reports with drawn names, numbers and lists, consistent in themselves."""
+    report = sample_report(
+        draw(st.integers(0, 12)),
+        width=draw(st.integers(1, 3)),
+        device=draw(st.sampled_from(["cuda", "cpu"])),
+        complete=draw(st.booleans()),
+        overhead=draw(st.booleans()),
+        timelines=draw(st.booleans()),
+    )
+    size = len(report.program.calls)
+    origins = st.builds(Origin, words, words, words, st.integers(0, 10**6))
+    calls = tuple(
+        Call(k, draw(words), ((draw(words), draw(words)),), old.accesses, old.phase, (draw(origins),))
+        for k, old in enumerate(report.program.calls)
+    )
+    starts = sorted(draw(st.lists(st.floats(0, 1e9), max_size=4)))
+    spans = tuple(Span(0, start, start + draw(st.floats(0, 1e9)), None, draw(words)) for start in starts)
+    return replace(
+        report,
+        model=draw(words),
+        program=replace(report.program, calls=calls, notes=(draw(words),)),
+        costs=Costs(tuple(draw(st.lists(amounts, min_size=size, max_size=size))), draw(words)),
+        measurements=(summarize(draw(words), draw(st.lists(st.floats(1, 1e15), min_size=1, max_size=6))),),
+        checks=(
+            EqualityCheck(draw(words), draw(st.floats(allow_nan=False)), 1e-3, draw(amounts), draw(st.booleans())),
+        ),
+        preparation=(PrepareStep(draw(words), draw(st.floats(0, 1e6))),),
+        timelines=(*report.timelines, Timeline("drawn", "simulated", "none", (Lane("0", "stream"),), spans)),
+        memory=Memory(
+            draw(st.integers(0, 1 << 50)),
+            ((draw(words), draw(st.integers(0, 1 << 50))),),
+            planned=(EngineMemory(draw(words), *draw(st.tuples(*[st.integers(0, 1 << 50)] * 3))),),
+        ),
+        candidates=(
+            Candidate(
+                draw(words), draw(st.integers(0, 99)), 3, draw(amounts), report.measurements[0], note=draw(words)
+            ),
+            Candidate("single", 1, 0, fuse=draw(words), fuse_s=draw(amounts), chosen=draw(st.booleans())),
+        ),
+        peers=(PeerResult(draw(words), draw(amounts), note=draw(words)),),
+        warnings=tuple(draw(st.lists(words, max_size=2))),
+        sources=tuple(
+            draw(st.lists(st.builds(SourceLines, words, st.integers(1, 10**6), words, st.tuples(words), words)))
+        ),
+    )
+
+
+@given(report=reports())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_round_trip(tmp_path: Path, report: Report) -> None:
+    path = tmp_path / "report.nimble"
+    report.save(path)
+    assert load(path) == report
+
+
+@pytest.mark.parametrize("case", RENDERED)
+def test_round_trip_of_every_case(tmp_path: Path, case: str) -> None:
+    report = RENDERED[case]()
+    assert load(report.save(tmp_path / "report.nimble")) == report
+
+
+def test_same_report_same_bytes(tmp_path: Path) -> None:
+    first, second = (sample_report(30).save(tmp_path / name).read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+def test_ten_thousand_calls_are_a_small_file(tmp_path: Path) -> None:
+    assert sample_report(10_000).save(tmp_path / "large.nimble").stat().st_size <= 5_000_000
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_outputs_that_are_not_finite_are_kept(tmp_path: Path, value: float) -> None:
+    check = EqualityCheck("nimble", value, 1e-3, 0.5, False, "outputs are not finite")
+    loaded = load(replace(sample_report(3), checks=(check,)).save(tmp_path / "r.nimble"))
+    assert repr(loaded.checks) == repr((check,))
+
+
+def test_candidates_keep_outputs_that_are_not_finite(tmp_path: Path) -> None:
+    report = sample_report(6)
+    checks = [EqualityCheck(name, 0.0, 1e-3, math.inf, False, "void") for name in ("a", "b")]
+    broken = replace(checks[1], relative_error=math.nan)
+    tried = (Candidate("single", 1, 0), Candidate("a", 2, 1, check=checks[0]), Candidate("b", 2, 1, check=broken))
+    loaded = load(replace(report, checks=(checks[0],), candidates=tried).save(tmp_path / "r.nimble"))
+    assert repr((loaded.checks, loaded.candidates)) == repr(((checks[0],), tried))
+
+
+def test_files_from_before_candidates_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, old_report())
+    del tree["report"]["candidates"], tree["report"]["memory"]["planned"], tree["report"]["costs"]["demand"]
+    for plan in tree["report"]["schedules"]:
+        for name in ("forks", "joins", "inside"):
+            del plan["counts"][name]
+    assert load(_file(tmp_path, _pack(tree))) == old_report()
+
+
+def test_there_are_recordings() -> None:
+    assert {path.name for path in RECORDINGS} >= {"googlenet-h200.nimble", "googlenet-of-0.1.nimble"}
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
+def test_recordings_of_this_and_earlier_versions_can_be_shown(tmp_path: Path, path: Path) -> None:
+    report = load(path)
+    assert "Streams and synchronisations" in plain_text(report, 80)
+    embed_json(view_data(report))
+    assert load(report.save(tmp_path / "again.nimble")) == report
+
+
+def test_what_earlier_versions_did_not_record_is_absent_not_made_up() -> None:
+    for name in ("googlenet-of-0.1.nimble", "clip-of-0.1.nimble"):
+        report = load(ROOT / "tests" / "recordings" / name)
+        assert (report.eager, report.program.fuse, report.sources, report.peers) == (None, "none", (), ())
+        assert report.overhead is not None
+        assert report.overhead.idle is None
+        assert all(line.nodes == () for line in report.timelines)
+
+
+def test_files_from_before_fused_calls_and_peers_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    report = tree["report"]
+    del report["eager"], report["peers"], report["program"]["fuse"]
+    for call in report["program"]["calls"]:
+        del call["eager"]
+    for one in report["candidates"]:
+        del one["fuse"], one["fuse_s"]
+    assert load(_file(tmp_path, _pack(tree))) == sample_report(12)
+
+
+def test_files_from_before_profiles_load(tmp_path: Path) -> None:
+    report = sample_report(12)
+    tree = _tree(tmp_path, report)
+    del tree["report"]["sampling"]
+    profile = tree["report"]["overhead"]
+    for name in ("waiting_ns", "loader_ns", "idle"):
+        del profile[name]
+    for row in profile["calls"]:
+        del row["tail_ns"]
+    assert load(_file(tmp_path, _pack(tree))) == report
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "field"),
+    [
+        (("sampling", "seen"), -1, "sampling"),
+        (("sampling", "bound", "input_ns"), -1.0, "sampling.bound"),
+        (("sampling", "loader_ns"), 1e30, "sampling.loader_ns"),
+        (("overhead", "idle", "launch_ns"), -1.0, "overhead.idle"),
+        (("overhead", "loader_ns"), -1.0, "overhead"),
+        (("overhead", "phases", 0, "phase"), "lunch", "$.report.overhead.phases[0].phase"),
+        (("overhead", "phases", 0, "tail_ns"), -1.0, "overhead.phases[0]"),
+        (("overhead", "calls", 0, "tail_ns"), 1e30, "overhead.calls[0]"),
+    ],
+)
+def test_damage_of_a_profile_is_named(tmp_path: Path, place: tuple[Any, ...], value: Any, field: str) -> None:
+    tree = _tree(tmp_path, profile_report())
+    holder = tree["report"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    with pytest.raises(ReportFileError) as caught:
+        load(_file(tmp_path, _pack(tree)))
+    assert caught.value.where == f"{tmp_path / 'report.nimble'}, {field}"
+
+
+def test_peers_keep_outputs_that_are_not_finite(tmp_path: Path) -> None:
+    report = fused_report(20)
+    broken = EqualityCheck("b", math.nan, 1e-3, 0.5, False, "outputs are not finite")
+    peers = (
+        PeerResult("a", 1.0, replace(broken, relative_error=0.0)),
+        PeerResult("absent"),
+        PeerResult("b", 2.0, broken),
+    )
+    loaded = load(replace(report, peers=peers).save(tmp_path / "r.nimble"))
+    assert repr((loaded.checks, loaded.candidates, loaded.peers)) == repr((report.checks, report.candidates, peers))
+
+
+@pytest.mark.parametrize("name", ["relative_error", "tolerance", "input_effect", "eager_error", "reference_error"])
+def test_every_number_of_a_check_may_be_nan(tmp_path: Path, name: str) -> None:
+    check = EqualityCheck("nimble", 0.1, 1e-3, 0.5, False, "outputs are not finite", 0.1, 0.2, "float64")
+    check = replace(check, **{name: math.nan})  # type: ignore[arg-type]
+    loaded = load(replace(sample_report(3), checks=(check,)).save(tmp_path / "r.nimble"))
+    assert repr(loaded.checks) == repr((check,))
+
+
+def test_a_call_stands_for_nothing_where_there_are_no_eager_calls(tmp_path: Path) -> None:
+    with pytest.raises(ReportFileError, match=r"program\.calls\[1\]\.eager"):
+        replace(fused_report(20), eager=None, overhead=None, timelines=()).save(tmp_path / "r.nimble")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "field"),
+    [
+        (("program", "calls", 3, "eager"), [20], "program.calls[3].eager"),
+        (("program", "calls", 3, "eager"), [-1], "program.calls[3].eager"),
+        (("eager", "calls", 3, "eager"), [0], "eager.calls[3].eager"),
+        (("eager", "calls", 3, "index"), 4, "eager.calls[3].index"),
+        (("overhead", "calls", 0, "call"), 20, "overhead.calls"),
+        (("timelines", 0, "spans", 1, "call"), 20, "timelines[0].spans[1]"),
+        (("timelines", 1, "spans", 1, "call"), 19, "timelines[1].spans[1]"),
+        (("candidates", 1, "fuse_s"), -1.0, "candidates[1]"),
+        (("peers", 0, "prepare_s"), -1.0, "peers"),
+        (("peers", 0, "check", "relative_error"), "small", "$.report.peers[0].check.relative_error"),
+    ],
+)
+def test_damage_of_a_fused_report_is_named(tmp_path: Path, place: tuple[Any, ...], value: Any, field: str) -> None:
+    report = fused_report(20)
+    assert len(report.program.calls) < 19 < len(report.eager_calls)
+    tree = _tree(tmp_path, report)
+    holder = tree["report"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    with pytest.raises(ReportFileError) as caught:
+        load(_file(tmp_path, _pack(tree)))
+    assert caught.value.where == f"{tmp_path / 'report.nimble'}, {field}"
+
+
+def test_eager_calls_may_be_more_than_fused_ones(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, fused_report(20))
+    tree["report"]["overhead"]["calls"][0]["call"] = 19
+    tree["report"]["timelines"][0]["spans"][1]["call"] = 19
+    assert load(_file(tmp_path, _pack(tree))).eager is not None
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "report.nimble"
+    sample_report(3).save(path)
+    before = path.read_bytes()
+    broken = replace(sample_report(3), critical_path_ns=math.nan)
+    with pytest.raises(ReportFileError, match=r"cannot be saved: nan(.|\n)*critical_path_ns"):
+        broken.save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["report.nimble"]
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        sample_report(3).save(tmp_path / "report.nimble")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800", 1 + 2j])
+def test_what_json_cannot_hold_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ReportFileError, match="cannot be saved"):
+        save(replace(sample_report(3), model=value), tmp_path / "r.nimble")
+
+
+def test_wrong_type_is_found_when_saving(tmp_path: Path) -> None:
+    with pytest.raises(ReportFileError, match=r"Expected `str`(.|\n)*model"):
+        save(replace(sample_report(3), model=7), tmp_path / "r.nimble")  # type: ignore[arg-type]
+
+
+def _file(tmp_path: Path, content: bytes) -> Path:
+    path = tmp_path / "report.nimble"
+    path.write_bytes(content)
+    return path
+
+
+def _tree(tmp_path: Path, report: Report | None = None) -> dict[str, Any]:
+    path = (report or sample_report(12)).save(tmp_path / "whole.nimble")
+    return dict(json.loads(gzip.decompress(path.read_bytes())))
+
+
+def _pack(tree: Any) -> bytes:
+    return _packed(json.dumps(tree).encode())
+
+
+def _packed(content: bytes) -> bytes:
+    """The same bytes in every process: they are part of a test's name, by which workers know it."""
+    return gzip.compress(content, mtime=0)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "nothing.nimble")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a gzip file"),
+        (b"PK\x03\x04 something else", "not a gzip file"),
+        (b"\x1f\x8b nonsense", "damaged"),
+        (_packed(b"not json"), "does not hold JSON"),
+        (_packed(b"\xff\xfe"), "does not hold JSON"),
+        (_packed(b"[" * 200_000), "JSON|not a nimble report"),
+        (_packed(b'{"nimble_report": 1, "report": ' + b'{"model":' * 200_000), "JSON|not a nimble report"),
+        (_packed(b"[]"), "Expected `object`, got `array`"),
+        (_packed(b"{}"), "missing required field `nimble_report`"),
+        (_packed(b'{"nimble_report": 1}'), "missing required field `report`"),
+        (_packed(b'{"nimble_report": 99, "other": []}'), r"format 99(.|\n)*upgrade"),
+        (_packed(b"{}") + b"more", "more follows"),
+    ],
+)
+def test_what_is_no_report(tmp_path: Path, content: bytes, message: str) -> None:
+    path = _file(tmp_path, content)
+    with pytest.raises(ReportFileError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.fix
+
+
+def test_bomb_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, gzip.compress(b" " * 5_000_000))
+    with pytest.raises(ReportFileError, match="more than 1,000,000 bytes"):
+        load(path, max_bytes=1_000_000)
+
+
+def test_a_small_bomb_is_refused_by_its_ratio(tmp_path: Path) -> None:
+    path = _file(tmp_path, gzip.compress(b'{"nimble_report": 1, "report": [' + b"0," * 20_000_000))
+    assert path.stat().st_size < 50_000
+    with pytest.raises(ReportFileError, match=f"more than {MAX_RATIO} times its size"):
+        load(path)
+
+
+def test_a_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
+    path = _file(tmp_path, gzip.compress(b'{"nimble_report": 1' + b" " * 400_000_000 + b"}", 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ReportFileError, match="unpacks to more than"):
+            load(path, max_bytes=30_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("sources", "field"),
+    [
+        ((SourceLines("a.py", 0, "f", ("x",)),), "sources[0].first"),
+        ((SourceLines("a.py", 1, "f", ("x",)), SourceLines("b.py", -5, "f", ())), "sources[1].first"),
+        ((SourceLines("a.py", 1, "f", ("x" * MAX_SOURCE,)),), "sources[0]"),
+        ((SourceLines("a.py", 1, "f", ("",) * (MAX_SOURCE + 1)),), "sources[0]"),
+        ((SourceLines("a.py", 1, "f", ("x" * 600_000,)), SourceLines("b.py", 1, "g", ("x" * 600_000,))), "sources[1]"),
+    ],
+)
+def test_code_has_lines_that_count_from_one_and_an_end(
+    tmp_path: Path, sources: tuple[SourceLines, ...], field: str
+) -> None:
+    with pytest.raises(ReportFileError) as caught:
+        save(replace(sample_report(3), sources=sources), tmp_path / "r.nimble")
+    assert caught.value.where == field
+
+
+def test_files_from_before_code_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    del tree["report"]["sources"]
+    assert load(_file(tmp_path, _pack(tree))).sources == ()
+
+
+def test_a_report_of_one_thing_over_and_over_is_no_bomb(tmp_path: Path) -> None:
+    report = replace(sample_report(3), warnings=("x" * 10_000_000,))
+    assert load(report.save(tmp_path / "r.nimble")) == report
+
+
+@pytest.mark.parametrize("name", ["zip", "zstd", "bzip2", "xz", "pickle"])
+def test_other_containers_are_not_opened(tmp_path: Path, name: str) -> None:
+    heads = {
+        "zip": b"PK\x03\x04",
+        "zstd": b"\x28\xb5\x2f\xfd",
+        "bzip2": b"BZh9",
+        "xz": b"\xfd7zXZ\0",
+        "pickle": b"\x80\x05",
+    }
+    with pytest.raises(ReportFileError, match="not a gzip file"):
+        load(_file(tmp_path, heads[name] + bytes(64)))
+
+
+def test_loading_runs_nothing(tmp_path: Path) -> None:
+    """Python's own audit events while a hostile report is read: files are opened, nothing else."""
+    source = """
+import sys
+from nimble_viz import load
+good, hostile = sys.argv[1:]
+load(good)
+heard, on = [], [False]
+sys.addaudithook(lambda event, args: heard.append(event) if on[0] else None)
+on[0] = True
+load(hostile)
+on[0] = False
+print(sorted(set(heard) - {"open"}))
+"""
+    good, hostile = sample_report(3).save(tmp_path / "a"), sample_report(12, hostile=HOSTILE).save(tmp_path / "b")
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(good), str(hostile)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_collector_is_left_as_it_was(tmp_path: Path, collecting: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        path = sample_report(3).save(tmp_path / "r.nimble")
+        load(path)
+        with pytest.raises(ReportFileError):
+            load(_file(tmp_path, path.read_bytes()[:-9]))
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_files_from_before_work_load(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    del tree["report"]["work"]
+    assert load(_file(tmp_path, _pack(tree))) == replace(sample_report(12), work=None)
+
+
+def _lists(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    inside = [(key, value) for key, value in children if isinstance(value, dict | list)]
+    found = [(*path, key) for key, value in inside if isinstance(value, list)]
+    return found + [place for key, value in inside for place in _lists(value, (*path, key))]
+
+
+@given(data=st.data())
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_lists_of_any_length(tmp_path: Path, data: st.DataObject) -> None:
+    """A list repeated thousands of times, or cut: what does not fit the rest is refused, the rest is drawn."""
+    tree = _tree(tmp_path, data.draw(st.sampled_from([sample_report(5, width=2), fused_report(5, width=2)])))
+    *parents, last = data.draw(st.sampled_from(_lists(tree)))
+    holder: Any = tree
+    for key in parents:
+        holder = holder[key]
+    holder[last] = holder[last][: data.draw(st.integers(0, 3))] * data.draw(st.sampled_from([0, 1, 2, 1000]))
+    _refused_or_drawn(_file(tmp_path, _pack(tree)))
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    whole = sample_report(3).save(tmp_path / "whole.nimble").read_bytes()
+    for length in range(0, len(whole), 7):
+        with pytest.raises(ReportFileError):
+            load(_file(tmp_path, whole[:length]))
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_flipped_bytes_of_the_file(tmp_path: Path, data: st.DataObject) -> None:
+    whole = bytearray(sample_report(3).save(tmp_path / "whole.nimble").read_bytes())
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
+        whole[place] ^= data.draw(st.integers(1, 255))
+    _refused_or_drawn(_file(tmp_path, bytes(whole)))
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_flipped_bytes_under_the_checksum(tmp_path: Path, data: st.DataObject) -> None:
+    path = sample_report(3).save(tmp_path / "whole.nimble")
+    whole = bytearray(gzip.decompress(path.read_bytes()))
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):
+        whole[place] = data.draw(st.sampled_from(b'0123456789-eE.",[]{}n\\\x00\xff'))
+    _refused_or_drawn(_file(tmp_path, gzip.compress(bytes(whole))))
+
+
+def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = []
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in children:
+        if isinstance(value, dict | list) and value:
+            found += _places(value, (*path, key))
+        found.append((*path, key))
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_value_replaced_by_any_other(tmp_path: Path, data: st.DataObject) -> None:
+    tree = _tree(tmp_path, data.draw(st.sampled_from([sample_report(5, width=2), fused_report(5, width=2)])))
+    *parents, last = data.draw(st.sampled_from(_places(tree)))
+    holder: Any = tree
+    for key in parents:
+        holder = holder[key]
+    hostile = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        7,
+        10**15,
+        10**30,
+        -(10**15),
+        0.5,
+        -1.5,
+        1e308,
+        5e-324,
+        "",
+        "\ud800",
+        "\x1b[2J",
+        [],
+        {},
+    ]
+    holder[last] = data.draw(st.sampled_from([*hostile, [0, 0], [0, 1], [[1, 0]], [0, 0, 0, 0, 0]]))
+    _refused_or_drawn(_file(tmp_path, _pack(tree)))
+
+
+def _refused_or_drawn(path: Path) -> None:
+    """A file gives ReportFileError or a report whose views can all be drawn."""
+    try:
+        report = load(path)
+    except ReportFileError:
+        return
+    plain_text(report, 80).encode()
+    plain_summary(report).encode()
+    embed_json(view_data(report)).encode()
+
+
+_DAMAGE: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "program.calls[3].index": (("program", "calls", 3, "index"), 4),
+    "program.calls[2].accesses": (("program", "calls", 2, "accesses", 0, "ref", "storage"), 10**6),
+    "program.inputs": (("program", "inputs", 0, "strides"), [1]),
+    "program.storages": (("program", "storages", 0, "nbytes"), -1),
+    "graph.size": (("graph", "size"), 13),
+    "graph.edges": (("graph", "edges", 0), [1, 0]),
+    "graph.kinds": (("graph", "kinds", 0), "RAW+XXX"),
+    "graph.meg": (("graph", "meg", 0), [0, 11]),
+    "costs.ns": (("costs", "ns"), [1.0]),
+    "costs.kernels": (("costs", "kernels", 0, "call"), 12),
+    "critical_path": (("critical_path",), [2, 1]),
+    "schedules[0].stream": (("schedules", 0, "stream", 0), 5),
+    "schedules[1].order": (("schedules", 1, "order", 0), 1),
+    "schedules[1].syncs": (("schedules", 1, "syncs", 0), [0, 12]),
+    "measurements[0].samples_ns": (("measurements", 0, "samples_ns", 0), -1.0),
+    "overhead.calls": (("overhead", "calls", 0, "call"), 12),
+    "timelines[0].spans[1]": (("timelines", 0, "spans", 1, "lane"), 9),
+    "timelines[0].spans[0]": (("timelines", 0, "spans", 0, "end_ns"), -1.0),
+    "timelines[1].streams": (("timelines", 1, "streams"), [7]),
+    "timelines[1].nodes": (("timelines", 1, "nodes"), [7]),
+    "timelines[2].check": (("timelines", 2, "check"), {"expected": 12, "seen": -1}),
+    "$.report.timelines[1].check.by": (("timelines", 1, "check"), {"expected": 12, "seen": 12, "by": "a guess"}),
+    "costs.demand": (("costs", "demand", 3), 1.5),
+    "work.flops": (("work", "flops", 3), -1),
+    "work.eager": (("work", "eager"), [1]),
+    "work.processors": (("work", "processors", "count"), 0),
+    "schedules[1]": (("schedules", 1, "counts", "forks"), -1),
+    "candidates[2]": (("candidates", 2, "simulated_ns"), -1.0),
+    "candidates[0].measurement.samples_ns": (("candidates", 0, "measurement", "samples_ns", 0), 1e30),
+    "memory.planned[1]": (("memory", "planned", 1, "arena"), -1),
+    "memory": (("memory", "eager_peak"), -1),
+    "$.report.model": (("model",), 3),
+    "$.report.graph.edges[0]": (("graph", "edges", 0), [0]),
+}
+
+
+def test_streams_and_the_self_check_of_a_timeline_are_kept_and_may_be_missing(tmp_path: Path) -> None:
+    report = sample_report(6)
+    *others, line = report.timelines
+    seen = replace(
+        line, streams=(7, 9, 7, 9, 7, 7), check=SelfCheck(6, 6, "name and order", 2, 0), nodes=(5, 4, 3, 2, 1, 0)
+    )
+    made = replace(report, timelines=(*others, seen))
+    assert load(made.save(tmp_path / "new.nimble")) == made
+    tree = _tree(tmp_path, report)
+    for drawn in tree["report"]["timelines"]:  # as written before these fields were there
+        del drawn["streams"], drawn["check"], drawn["nodes"]
+    assert load(_file(tmp_path, _pack(tree))) == report
+
+
+@pytest.mark.parametrize("field", _DAMAGE)
+def test_damage_is_named(tmp_path: Path, field: str) -> None:
+    place, value = _DAMAGE[field]
+    tree = _tree(tmp_path)
+    holder = tree["report"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    with pytest.raises(ReportFileError) as caught:
+        load(_file(tmp_path, _pack(tree)))
+    assert caught.value.where == f"{tmp_path / 'report.nimble'}, {field}"
+
+
+def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    tree["report"]["added_later"] = {"by": "a newer version of the same format"}
+    assert load(_file(tmp_path, _pack(tree))) == sample_report(12)
+
+
+def test_check_report_returns_the_report() -> None:
+    report = sample_report(5)
+    assert check_report(report) is report
+
+
+def test_a_trace_is_no_report_and_its_reader_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(_packed(b'{"traceEvents": []}'))
+    with pytest.raises(ReportFileError, match="from_trace"):
+        load(path)
