@@ -22,6 +22,14 @@ from nimble_core.api.engine import Engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.scheduling.saved_plan import Plan
+from nimble_core.torch_compat.dispatch import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul,
+    foreach_zero_,
+    scale_checked_,
+    update_scale_,
+)
 from nimble_core.tracing.autocast import autocast_name, autocast_type, no_autocast
 from nimble_core.tracing.grad_accumulators import require_no_node_hooks
 from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
@@ -181,12 +189,12 @@ class WholeStep(Around):
     def _summed(self, gradients: Mapping[str, torch.Tensor], earlier: Collection[str]) -> dict[str, torch.Tensor]:
         sums, new = [self.kept[name] for name in gradients], list(gradients.values())
         if self.turn == "first":
-            torch._foreach_copy_(sums, new)
+            foreach_copy_(sums, new)
             absent = [one for name, one in self.kept.items() if name not in gradients]
             if absent:  # a later step may be the first that has a gradient of these
-                torch._foreach_zero_(absent)
+                foreach_zero_(absent)
         else:
-            torch._foreach_add_(sums, new)
+            foreach_add_(sums, new)
         return {name: one for name, one in self.kept.items() if name in gradients or name in earlier}
 
     def _update(self, update: Callable[..., None], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -196,15 +204,15 @@ class WholeStep(Around):
             device = present[0].device
             scale, growth = _scale_of(scaler, device)
             found_inf, one = (torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
-            present = list(torch._foreach_mul(present, scale.reciprocal()))
-            torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, one)
+            present = list(foreach_mul(present, scale.reciprocal()))
+            scale_checked_(present, found_inf, one)
         if self.clip_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm(present)
-            present = list(torch._foreach_mul(present, (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)))
+            present = list(foreach_mul(present, (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)))
         taken = dict(zip(gradients, present, strict=True))
         update([taken.get(name) for name in self.trained()], found_inf=found_inf, buckets=self._buckets())
         if scaler is not None and found_inf is not None:
-            torch._amp_update_scale_(
+            update_scale_(
                 scale,
                 growth,
                 found_inf,

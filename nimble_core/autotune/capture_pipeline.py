@@ -1,6 +1,6 @@
 """From a model to executables: record → graph → costs → schedule → check → memory → capture, one step a line.
 
-``Nimble`` and ``compare`` both go this way (``tuning`` says how often); each step is timed under the name it has here.
+``Nimble`` and ``compare`` both go this way (``autotune`` says how often); each step is timed under its name here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from hashlib import sha256
 from threading import Lock
@@ -22,6 +22,15 @@ from torch import fx
 from nimble_core.compiler.rerecord import provenance_of
 from nimble_core.compiler.to_fx import calls_of
 from nimble_core.ir.program import Origin, Program
+from nimble_core.torch_compat.compiler import (
+    CODE_COMMENT,
+    FX_CACHE_SHAPES,
+    INDUCTOR_COMPILE,
+    INDUCTOR_CONFIG,
+    KERNEL_METADATA,
+    KERNEL_WRITERS,
+    VIRTUALIZED,
+)
 from nimble_core.tracing.kernel_launches import generated_modules
 from nimble_core.utils.errors import CaptureError, first_line
 
@@ -75,7 +84,7 @@ def compile_graph(
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
             module.graph.owning_module = module  # passes look for it, see ``graph_module``
             compiled: Callable[..., Sequence[torch.Tensor]]
-            compiled = torch._inductor.compile(module, list(inputs), options={**options, **waiting})
+            compiled = INDUCTOR_COMPILE.require()(module, list(inputs), options={**options, **waiting})
             return compiled
     except Exception as error:  # a compiler's errors have no common root
         raise CaptureError(
@@ -93,46 +102,35 @@ def _kept_on_disk(module: fx.GraphModule) -> Iterator[None]:
     Its key knows what a graph computes, not what its nodes are called, which the comments in its code tell, nor how we
     have its code written.
     """
-    from torch._inductor.codecache import FxGraphCache
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     names = sha256(" ".join((_WRITTEN, *(node.name for node in module.graph.nodes))).encode()).hexdigest()
     config: Any = torch.compiler.config
-    kept, without_guards, own = FxGraphCache, ShapeEnv(), "_get_shape_env"
-    before = vars(kept).get(own)  # else a class above has it
-    setattr(kept, own, staticmethod(lambda: without_guards))
-    try:
-        with config.patch(cache_key_tag=f"{config.cache_key_tag}{names}"):
-            yield
-    finally:
-        if before is None:
-            delattr(kept, own)
-        else:
-            setattr(kept, own, before)
+    without_guards = ShapeEnv()
+    with (
+        FX_CACHE_SHAPES.replaced_by(staticmethod(lambda: without_guards)),
+        config.patch(cache_key_tag=f"{config.cache_key_tag}{names}"),
+    ):
+        yield
 
 
 @contextmanager
 def _host_kernels_explained() -> Iterator[None]:
     """Inside, Inductor writes above host kernels as well which nodes they stand for; by itself it does not."""
-    import torch._inductor.codegen.cpp as cpp
-    from torch._inductor.utils import get_kernel_metadata
-    from torch._inductor.virtualized import V
-
-    scheduling: Any = cpp.CppScheduling
-    written = scheduling.codegen_comment
+    written, metadata, virtualized = (one.find() for one in (CODE_COMMENT, KERNEL_METADATA, VIRTUALIZED))
+    if None in (written, metadata, virtualized):  # attributed by what they write alone
+        yield
+        return
 
     def explained(self: Any, nodes: Any, kernel_name: str | None = None) -> None:
-        wrapper = V.graph.wrapper_code
-        sources, _ = get_kernel_metadata(nodes, wrapper)
+        wrapper = virtualized.graph.wrapper_code
+        sources, _ = metadata(nodes, wrapper)
         if sources:
             wrapper.make_comment(sources)
         written(self, nodes, kernel_name)
 
-    scheduling.codegen_comment = explained
-    try:
+    with CODE_COMMENT.replaced_by(explained):
         yield
-    finally:
-        scheduling.codegen_comment = written
 
 
 @contextmanager
@@ -147,15 +145,11 @@ def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
     Source:
         CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
     """
-    from torch._inductor.codegen.triton import TritonKernel
-
-    writer: Any = TritonKernel
-    option, names = "triton.enable_pdl", ("_handle_pdl_before_access", "_filter_pdl", "triton_meta_common")
-    if not _known(option) or not all(name in vars(writer) for name in names):  # a torch that does it in another way
+    option = "triton.enable_pdl"
+    before_access, keep_last_trigger, meta = (one.find() for one in KERNEL_WRITERS)
+    if not _known(option) or None in (before_access, keep_last_trigger, meta):  # a torch that does it in another way
         yield {option: False} if _known(option) else {}
         return
-    written = {name: vars(writer)[name] for name in names}
-    keep_last_trigger, meta = written["_filter_pdl"], written["triton_meta_common"]
 
     def wait_first(self: Any, code: Any) -> None:
         if not self._enable_pdl_codegen():
@@ -165,19 +159,20 @@ def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
         keep_last_trigger(self, code)
         code._lines.insert(0, wait)
 
-    writer._handle_pdl_before_access = lambda *args, **kwargs: None
-    writer._filter_pdl = wait_first
-    writer.triton_meta_common = classmethod(lambda cls: {**meta.__func__(cls), "launch_pdl": False})
-    try:
+    ours = (
+        lambda *args, **kwargs: None,
+        wait_first,
+        classmethod(lambda cls: {**meta.__func__(cls), "launch_pdl": False}),
+    )
+    with ExitStack() as undo:
+        for entry, value in zip(KERNEL_WRITERS, ours, strict=True):
+            undo.enter_context(entry.replaced_by(value))
         yield {option: True}
-    finally:
-        for name, function in written.items():
-            setattr(writer, name, function)
 
 
 def _known(name: str) -> bool:
     """Whether this torch has the option."""
-    config: Any = torch._inductor.config
+    config: Any = INDUCTOR_CONFIG.require()
     try:
         for part in name.split("."):
             config = getattr(config, part)

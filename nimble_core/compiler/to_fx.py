@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.ir.program import TensorRef
+from nimble_core.torch_compat.dispatch import OpOverload
 from nimble_core.tracing.operator_traits import draws_numbers, fills, makes_memory_only, written_arguments
 from nimble_core.tracing.recording import Recording, Slot, Step, slots_in
 from nimble_core.tracing.strides import laid_out, row_by_row
@@ -122,7 +123,7 @@ def only_computes(func: Any) -> bool:
     """Whether an operator gives the same for the same arguments, and does nothing else: views among them."""
     if is_view(func):
         return True
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or makes_memory_only(func):
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or makes_memory_only(func):
         return False
     return torch.Tag.nondeterministic_seeded not in func.tags
 

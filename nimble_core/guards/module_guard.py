@@ -1,9 +1,10 @@
 """Is the model still the one that was prepared? Asked at each run, where possible while the device is busy with it.
 
-Replays read parameters live, but not constants that were folded from them (``folded``): these are stale once a source
-has another value. Signs of that are looked for, each of which misses something: version counters of the sources, which
-in-place operators raise; steps of optimizers, of which the fused ones raise none; replays that write; and for running
-statistics, which batch norm writes without raising theirs, counters of the buffers beside (``num_batches_tracked``).
+Replays read parameters live, but not constants that were folded from them (``folded_weights``): these are stale once a
+source has another value. Signs of that are looked for, each of which misses something: version counters of the sources,
+which in-place operators raise; steps of optimizers, of which the fused ones raise none; replays that write; and for
+running statistics, which batch norm writes without raising theirs, counters of the buffers beside
+(``num_batches_tracked``).
 Writes that show nowhere (through ``.data``, numpy, DLPack, a CUDA graph) have to be told.
 """
 
@@ -25,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from nimble_core.torch_compat.dispatch import ANY_KEY, keys_excluded, no_torch_function
 from nimble_core.tracing.side_effects import installed_by_runs
 from nimble_core.tracing.step_wrapper import Around
 
@@ -40,9 +42,6 @@ _LIBRARIES = frozenset({"torch", "transformers", "accelerate", "nimble_core", "n
 _BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
 
 
-_NOTHING_RUNS = torch._C._dispatch_keyset_full()
-
-
 def same_objects(now: object, before: object) -> bool:
     """Whether lists and dicts, nested or not, hold the same objects; no tensor is computed with to find out.
 
@@ -52,7 +51,7 @@ def same_objects(now: object, before: object) -> bool:
     # ``==`` of containers asks for identity first, and for equality only of what is not identical: for tensors that
     # fails here. Both guards are C's, which no interrupt can enter without leaving.
     try:
-        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_NOTHING_RUNS):
+        with no_torch_function(), keys_excluded(ANY_KEY):
             return bool(now == before)
     except Exception:  # so is an object whose comparison fails the same as itself alone
         return False
@@ -160,7 +159,7 @@ class Watch:
         """
         if self._comparable and self._as_remembered() and self._hooked_as_remembered():
             # Last, just before ``stale`` looks at the same tensors, which are in the processor's caches then.
-            with torch._C.DisableTorchFunction():  # else each look at a tensor goes through the caller's modes
+            with no_torch_function():  # else each look at a tensor goes through the caller's modes
                 if list(map(torch.Tensor.data_ptr, self._watched)) == self._memory:
                     return ""
         return self.looked_through()
@@ -168,7 +167,7 @@ class Watch:
     def looked_through(self) -> str:
         """The same, found in the long way: also another layout of the same memory (``p.data = p.data.t()``)."""
         now = self._now()
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             change = self._difference(now) or self._hook_difference()
         if not change:
             self._remembered = now  # buffers were added, which is nothing to look into again
@@ -176,7 +175,7 @@ class Watch:
 
     def stale(self) -> bool:
         """Whether a source was written since the last ``folding``, as far as that shows. About 0.05 µs a source."""
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             return self._doubted or list(map(_version, self._counted)) != self._seen
 
     def _as_remembered(self) -> bool:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["transform_of", "transforming"]
+from nimble_core.torch_compat.autograd import forward_ad_level, transforms_active, wrapped
 
-# Private names of torch: without them nothing is noticed.
-_of_functions: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_wrapped: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False
-)
-_forward_ad = vars(forward_ad)
+__all__ = ["transform_of", "transforming"]
 
 
 def transforming() -> bool:
     """Whether a transform is under way, on these inputs or others. Asked on each call: 0.1 µs."""
-    return _of_functions() or _forward_ad.get("_current_level", -1) >= 0
+    return transforms_active() or forward_ad_level() >= 0
 
 
 def transform_of(tensors: Sequence[torch.Tensor], *, linked: bool) -> str:
@@ -27,9 +22,9 @@ def transform_of(tensors: Sequence[torch.Tensor], *, linked: bool) -> str:
 
     One that joins autograd's graph (``linked``) is part of those of ``torch.func`` whatever its inputs.
     """
-    if any(map(_wrapped, tensors)) or (linked and _of_functions()):
+    if any(map(wrapped, tensors)) or (linked and transforms_active()):
         return "torch.func (vmap, grad, jvp, …)"
-    if _forward_ad.get("_current_level", -1) >= 0 and any(map(_dual, tensors)):
+    if forward_ad_level() >= 0 and any(map(_dual, tensors)):
         return "forward-mode AD"
     return ""
 

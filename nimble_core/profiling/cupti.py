@@ -140,10 +140,10 @@ def taken() -> str:
 
 def profiler_runs() -> bool:
     """Whether torch.profiler runs, in any thread."""
-    import torch
+    from nimble_core.torch_compat.autograd import profiler_enabled
+    from nimble_core.torch_compat.members import PROFILER_RUNS
 
-    of_process = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-    return bool(of_process or torch._C._autograd._profiler_enabled())  # the second is this thread's
+    return bool(PROFILER_RUNS.find() or profiler_enabled())  # the second is this thread's
 
 
 def available() -> bool:
@@ -200,10 +200,12 @@ def _end(cupti: Any, found: bool, replays: Replays | None) -> bool:
     """Collect no more, and take CUPTI out if it was not found in; whether it is out. Where this fails, it stays."""
     import torch
 
+    from nimble_core.torch_compat.cuda import has_context
+
     with collector_paused(), capturing, launching:
         try:
             for device in range(torch.cuda.device_count()):
-                if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]  # only where built with CUDA
+                if has_context(device):
                     torch.cuda.synchronize(device)
             cupti.activity_flush_all(1)
             for kind in _kinds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -11,6 +12,7 @@ from nimble_core.utils.locks import launching
 __all__ = ["Replays"]
 
 _counting: list[Replays] = []
+_undo = ExitStack()
 
 
 class Replays:
@@ -20,27 +22,21 @@ class Replays:
     """
 
     def __init__(self) -> None:
-        graphs = _graphs()
+        from nimble_core.torch_compat.public import GRAPH_REPLAY
+
         self.count = 0
         with launching:
             if not _counting:
-                graphs.replay = _held(graphs.replay)
+                _undo.enter_context(GRAPH_REPLAY.replaced_by(_held(GRAPH_REPLAY.require())))
             _counting.append(self)
 
     def end(self) -> None:
         """Count no more."""
-        graphs = _graphs()
         with launching:
             if self in _counting:
                 _counting.remove(self)
                 if not _counting:
-                    graphs.replay = graphs.replay.__wrapped__
-
-
-def _graphs() -> Any:
-    import torch
-
-    return torch.cuda.CUDAGraph
+                    _undo.close()
 
 
 def _held(replay: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -12,13 +12,13 @@ from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout
 from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.scheduling.verify_capture import RawGraph
+from nimble_core.tracing.recorded import Records
 from nimble_core.utils.errors import NimbleError
 
 if TYPE_CHECKING:
     import torch
 
     from nimble_core.tracing.recording import Recording
-    from nimble_core.tracing.rewritten import Rewritten
     from nimble_core.tracing.signature import Signature
 
 __all__ = ["Device", "Executable", "PlacementError", "Timed"]
@@ -67,11 +67,9 @@ class Executable(Protocol):
         """Free what it holds. Using it afterwards raises DeviceError; closing twice does nothing."""
 
 
-class Device(Protocol):
+class Device(Records, Protocol):
     """Where a model runs."""
 
-    kind: str
-    """``"cuda"``, ``"cpu"`` or ``"fake"``."""
     name: str
     """As people call it, e.g. ``"NVIDIA H200"``."""
     model: DeviceModel
@@ -88,22 +86,6 @@ class Device(Protocol):
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run the model once as it is, so that libraries are loaded and tuned; leaves no trace in its state."""
-
-    def record(
-        self,
-        model: Callable[..., Any],
-        signature: Signature,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        rewritten: Rewritten | None = None,
-        *,
-        traced: bool = True,
-    ) -> Recording:
-        """One recording of the model, or of what was rewritten from it. Raises CaptureError.
-
-        Not ``traced``, it does not say what the calls ask of the allocator (``Recording.asks``), and takes less time
-        where that has to be asked after each call.
-        """
 
     def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
         """What of the calls' memory can be planned; None if the device looks after its memory itself.

@@ -4,7 +4,7 @@ A library may count in the first bytes of its workspace, and set them to zero be
 of its products. That is a node of its own, and the kernel waits for it. Such workspaces are large, so calls share them,
 and each call leaves anything there. Here a call's workspace begins below those of all calls that run before it in the
 same memory: what a call writes lies above the counters of all that follow. Nothing else is there, so that one node at
-the beginning of a replay sets all of them to zero (``rawgraph.zeroed_at_once``), for some bytes more in each call.
+the beginning of a replay sets all of them to zero (``graph_nodes.zeroed_at_once``), for some bytes more in each call.
 """
 
 from __future__ import annotations

@@ -16,10 +16,17 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nimble_core.ir.allocations import Ask, Window
+from nimble_core.torch_compat.dispatch import (
+    FAKE_TENSOR,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    conjugated,
+    modes_off,
+    negated,
+)
 from nimble_core.tracing.operator_traits import makes_memory_only, parts_of, storage_address, written_tensors
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import builder
@@ -121,7 +128,7 @@ class _StandIns:
             return tensor
         if id(tensor) not in self._tensors:
             device = tensor.device if func in _LIFTS else self._device  # torch.tensor(...) makes real ones on the host
-            with _disable_current_modes():
+            with modes_off():
                 self._tensors[id(tensor)] = (tensor, self._made(tensor, device))
         return self._tensors[id(tensor)][1]
 
@@ -134,8 +141,8 @@ class _StandIns:
         shape = torch.empty(0, dtype=tensor.dtype, device="meta")
         with torch.no_grad():
             shape.set_(self._storages[home], tensor.storage_offset(), tensor.shape, tensor.stride())
-            shape = torch._conj(shape) if tensor.is_conj() else shape
-            shape = torch._neg_view(shape) if tensor.is_neg() else shape
+            shape = conjugated(shape) if tensor.is_conj() else shape
+            shape = negated(shape) if tensor.is_neg() else shape
         fake: torch.Tensor = FakeTensor(self.mode, shape, device)
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -181,12 +188,8 @@ def _fakes_unnoticed() -> Iterator[None]:
 
     Only inside ``announced``, which lets one thread at a time through.
     """
-    known = torch._subclasses.FakeTensor
-    torch._subclasses.FakeTensor = _Unnoticed("FakeTensor", (), {"thread": threading.get_ident()})  # type: ignore[misc, assignment]
-    try:
+    with FAKE_TENSOR.replaced_by(_Unnoticed("FakeTensor", (), {"thread": threading.get_ident()})):
         yield
-    finally:
-        torch._subclasses.FakeTensor = known  # type: ignore[misc]
 
 
 class _DeviceWork(TorchDispatchMode):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from nimble_core.torch_compat.autograd import set_stale_capture_stream, stale_capture_stream
 from nimble_core.utils.errors import CaptureError, InputError
 
 __all__ = ["has_node_hooks", "held_by_graphs", "kept_graphs_apart", "require_no_node_hooks"]
@@ -35,14 +36,13 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
         CaptureError: the capture failed, and graphs that hold leaves may be why.
     """
     held = held_by_graphs(leaves)
-    redirects: Any = getattr(torch._C, "_set_override_stale_capture_stream", None)
-    if held and redirects is not None:
-        before = torch._C._override_stale_capture_stream()
-        redirects(True)
+    if held and set_stale_capture_stream is not None:
+        before = stale_capture_stream()
+        set_stale_capture_stream(True)
         try:
             yield
         finally:
-            redirects(before)
+            set_stale_capture_stream(before)
         return
     handled = sys.exception()
     try:

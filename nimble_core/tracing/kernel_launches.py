@@ -20,7 +20,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from nimble_core.torch_compat.compiler import AUTOTUNER_RUN, GENERATED, GENERATED_CACHE, TRITON_ANALYSIS, TRITON_RUN
+from nimble_core.torch_compat.cuda import current_raw_stream
+from nimble_core.torch_compat.dispatch import pytree
 
 __all__ = [
     "Launch",
@@ -46,7 +49,6 @@ _HEAD = re.compile(r"def \w+\(.*\):\n")
 _WAIT = "tl.extra.cuda.gdc_wait()"
 _NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
 """A line that gives a name to a number or to something that has one: it touches no memory."""
-_GENERATED = "torch._inductor.runtime.compile_tasks."
 """How names of modules begin that Inductor has made."""
 _HOST_KERNEL = re.compile(r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 
@@ -150,7 +152,7 @@ class _InductorKernel(Relaunch):
         self.waits = not kernel.custom_kernel and waits_first(getattr(kernel.fn, "src", ""))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        stream = current_raw_stream(torch.cuda.current_device())
         return self._kernel.run(*args, stream=stream, **kwargs)
 
 
@@ -201,12 +203,10 @@ def launches_seen(
             on_elsewhere(kernel)
 
     with ExitStack() as undo:
-        heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
-        if heuristics is not None:
-            _watch_inductor(heuristics.CachingAutotuner, on_launch, watched, launched, undo)
-        triton = sys.modules.get("triton.runtime.jit")
-        if triton is not None:
-            _watch_triton(triton.JITFunction, on_launch, watched, launched, undo)
+        if AUTOTUNER_RUN.loaded:
+            undo.enter_context(AUTOTUNER_RUN.replaced_by(_seen_by_inductor(on_launch, watched, launched)))
+        if TRITON_RUN.loaded:
+            undo.enter_context(TRITON_RUN.replaced_by(_seen_by_triton(on_launch, watched, launched)))
         for module in generated_modules():
             _watch_generated(module, on_launch, watched, undo)
         yield
@@ -214,16 +214,13 @@ def launches_seen(
 
 def generated_modules() -> list[ModuleType]:
     """Those that Inductor has made, also where it is told to forget them at once (``force_disable_caches``)."""
-    codecache = sys.modules.get("torch._inductor.codecache")
-    known = [] if codecache is None else list(codecache.PyCodeCache.modules)
-    loaded = [one for name, one in list(sys.modules.items()) if name.startswith(_GENERATED)]
+    known = list(GENERATED_CACHE.require()) if GENERATED_CACHE.loaded else []
+    loaded = [one for name, one in list(sys.modules.items()) if name.startswith(GENERATED)]
     return list({id(one): one for one in (*known, *loaded)}.values())
 
 
-def _watch_inductor(
-    owner: Any, on_launch: Any, watched: Callable[[], bool], launched: Callable[..., None], undo: ExitStack
-) -> None:
-    run = owner.run
+def _seen_by_inductor(on_launch: Any, watched: Callable[[], bool], launched: Callable[..., None]) -> Callable[..., Any]:
+    run = AUTOTUNER_RUN.require()
 
     def seen(kernel: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> Any:
         users = kernel.custom_kernel  # taken into a compiled graph as it is: its names promise nothing
@@ -238,14 +235,11 @@ def _watch_inductor(
         roles = {} if users else kernel_roles(names, kernel.mutated_arg_names)
         return on_launch(Launch(name, _InductorKernel(name, kernel), args, kwargs, names, roles), sys._getframe(1))
 
-    owner.run = seen
-    undo.callback(setattr, owner, "run", run)
+    return seen
 
 
-def _watch_triton(
-    owner: Any, on_launch: Any, watched: Callable[[], bool], launched: Callable[..., None], undo: ExitStack
-) -> None:
-    run = owner.run
+def _seen_by_triton(on_launch: Any, watched: Callable[[], bool], launched: Callable[..., None]) -> Callable[..., Any]:
+    run = TRITON_RUN.require()
 
     def seen(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup or not watched():
@@ -261,8 +255,7 @@ def _watch_triton(
             Launch(kernel.fn.__name__, launch, args, kwargs, names, roles), _outside_triton(sys._getframe(1))
         )
 
-    owner.run = seen
-    undo.callback(setattr, owner, "run", run)
+    return seen
 
 
 def _code(compiled: Any) -> str:
@@ -281,14 +274,11 @@ def _outside_triton(frame: FrameType) -> FrameType:
 def _analysed(kernel: Any, named: Mapping[str, Any]) -> dict[str, Role]:
     """Roles from the kernel's intermediate code; none (all tensors read and written) where that fails."""
     tensors = [name for name, value in named.items() if isinstance(value, torch.Tensor)]
-    inside = tree_leaves([value for value in named.values() if isinstance(value, (tuple, list))])
+    inside = pytree.tree_leaves([value for value in named.values() if isinstance(value, (tuple, list))])
     if any(isinstance(one, torch.Tensor) for one in inside):
         return {}  # torch's analysis trips over them, and what it does then ends a capture
     try:
-        import torch._higher_order_ops.triton_kernel_wrap as analysis
-
-        wrap: Any = analysis
-
+        wrap = TRITON_ANALYSIS.require()
         known = {name: value for name, value in named.items() if name in kernel.arg_names}
         if hasattr(wrap, "identify_accessed_tensors"):
             mutated = {dep.name for dep in wrap.identify_accessed_tensors(kernel, known, {}).read_writes.writes}

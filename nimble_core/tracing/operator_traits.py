@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nimble_core.ir.program import Role
+from nimble_core.torch_compat.dispatch import COMPOSITE, OpOverload, has_kernel
 from nimble_core.tracing.recording import Slot, flat_tensors
 from nimble_core.utils.errors import CaptureError
 
@@ -118,11 +119,10 @@ def parts_of(func: Any) -> Callable[..., Any] | None:
 
 @cache
 def _composite(func: Any) -> Callable[..., Any] | None:
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return None
-    has, key = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C.DispatchKey.CompositeImplicitAutograd
-    own = any(has(func.name(), backend) for backend in ("CPU", "CUDA"))
-    return partial(func._op_dk, key) if has(func.name(), key) and not own else None
+    own = any(has_kernel(func.name(), backend) for backend in ("CPU", "CUDA"))
+    return partial(func._op_dk, COMPOSITE) if has_kernel(func.name(), COMPOSITE) and not own else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from nimble_core.torch_compat.dispatch import pytree as _pytree
 from nimble_core.tracing.snapshot import (
     Difference,
     Hidden,

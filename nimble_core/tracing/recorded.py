@@ -16,6 +16,7 @@ import torch
 from nimble_core.ir.call_graph import CallGraph, build_graph
 from nimble_core.scheduling.memory_planner import ALIGNMENT, Lent
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES
+from nimble_core.torch_compat.cuda import clear_cublas_workspaces
 from nimble_core.tracing.recorder import announced, expecting
 from nimble_core.tracing.rng_state import OTHER_SEED, seed_otherwise
 from nimble_core.tracing.side_effects import Saved, random_state_kept
@@ -82,7 +83,11 @@ class Records(Protocol):
         *,
         traced: bool = True,
     ) -> Recording:
-        """One recording; see ``Device.record``. Raises CaptureError."""
+        """One recording of the model, or of what was rewritten from it. Raises CaptureError.
+
+        Not ``traced``, it does not say what the calls ask of the allocator (``Recording.asks``), and takes less time
+        where that has to be asked after each call.
+        """
 
 
 @dataclass(slots=True)
@@ -203,7 +208,7 @@ def preparing(timeout_s: float = -1.0) -> Iterator[None]:
         yield
     finally:
         if torch.cuda.is_initialized():
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
         torch.clear_autocast_cache()
         _PREPARING.release()
 

@@ -23,18 +23,24 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from nimble_core.ir.allocations import Ask, Window
 from nimble_core.ir.program import Access, Call, Origin, Phase, Program, Role, Storage, TensorRef
 from nimble_core.scheduling.failure_order import checks_values
+from nimble_core.torch_compat.autograd import current_node, sequence_number
+from nimble_core.torch_compat.dispatch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    TorchDispatchMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    lifts_host_tensors,
+    modes_off,
+    pytree,
+    set_lifts_host_tensors,
+)
+from nimble_core.torch_compat.members import FREE_WEAK_STORAGE
+from nimble_core.torch_compat.public import IS_CAPTURING
 from nimble_core.tracing.kernel_launches import Launch, Relaunch, launches_seen, relative_window
 from nimble_core.tracing.operator_traits import (
     TOLD_BY_VALUE,
@@ -277,11 +283,8 @@ def announced(capturing: bool) -> Iterator[None]:
     """
     with _ANNOUNCING:
         real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
-        torch.cuda.is_current_stream_capturing = lambda: capturing if threading.get_ident() == thread else real()
-        try:
+        with IS_CAPTURING.replaced_by(lambda: capturing if threading.get_ident() == thread else real()):
             yield
-        finally:
-            torch.cuda.is_current_stream_capturing = real
 
 
 _expected: ContextVar[Recording | None] = ContextVar("expected", default=None)
@@ -316,12 +319,12 @@ def _tensors_lifted_first() -> Iterator[None]:
 
     By itself it copies out of sight of dispatch modes, which a capture does not allow.
     """
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
+    before = lifts_host_tensors()
+    set_lifts_host_tensors(True)
     try:
         yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+        set_lifts_host_tensors(before)
 
 
 @cache
@@ -382,7 +385,7 @@ class _Addresses:
 
     def __init__(self) -> None:
         self._held: list[Any] = []
-        self._let_go: Any = torch.UntypedStorage._free_weak_ref  # torch's names are gone before the last objects are
+        self._let_go: Any = FREE_WEAK_STORAGE.require()  # torch's names are gone before the last objects are
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """From now on."""
@@ -466,7 +469,7 @@ class _Recorder(TorchDispatchMode):
         self._states = RandomStates(expected.generators) if expected and live else None
         self._seed = torch.initial_seed() if live else None
         self._nodes = counter.nodes() if counter else 0
-        self._next_node = torch._C._autograd._get_sequence_nr()
+        self._next_node = sequence_number()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
         self._unseen = 0
         self._unseen_where = ""
@@ -508,7 +511,7 @@ class _Recorder(TorchDispatchMode):
         if self.stand_in:
             if func is torch.ops.prim.device.default:  # fake tensors say where they are through dispatch
                 return func(*args, **kwargs)
-            args, kwargs = tree_map_only(torch.Tensor, partial(self.stand_in, func), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, partial(self.stand_in, func), (args, kwargs))
         if func is _AS_STRIDED and (args[3:] or "storage_offset" in kwargs):
             beyond = self._beyond(args[0], args[3] if args[3:] else kwargs["storage_offset"])
             if beyond is not None:
@@ -820,7 +823,7 @@ class _Recorder(TorchDispatchMode):
         """The memory of ``tensor`` is handed out: what is written there then is no call."""
         if tensor.device.type != "cpu" or not has_memory(tensor):
             return
-        with _disable_current_modes(), torch.no_grad():
+        with modes_off(), torch.no_grad():
             home = self._storage(tensor)
             if home not in self._made:
                 self.before_write(tensor)
@@ -871,7 +874,7 @@ class _Recorder(TorchDispatchMode):
             )
         if self.counter:
             self._notice_unseen(frame)
-        with _disable_current_modes():
+        with modes_off():
             return self._launched(launch, frame)
 
     def _launched(self, launch: Launch, frame: FrameType) -> Any:
@@ -1150,7 +1153,7 @@ class _Recorder(TorchDispatchMode):
 
     def _origin(self, operator: str, frame: FrameType) -> Origin:
         if current_phase() == "backward":
-            node: Any = torch._C._current_autograd_node()
+            node: Any = current_node()
             forward = self._forward_of_node.get(node._sequence_nr()) if node is not None else None
             if forward is None and node is None:  # the gradient of the loss itself, sums of gradients
                 forward = self._calls[-1].origins[0] if self._calls else None
@@ -1167,7 +1170,7 @@ class _Recorder(TorchDispatchMode):
 
     def _remember_node(self, operator: str, frame: FrameType) -> None:
         """Nodes that autograd has made since the last operator are those of the operator that runs now."""
-        following = torch._C._autograd._get_sequence_nr()
+        following = sequence_number()
         if following > self._next_node and current_phase() != "backward":
             origin = self._origin(operator, frame)
             self._forward_of_node.update(dict.fromkeys(range(self._next_node, following), origin))

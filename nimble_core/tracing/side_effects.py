@@ -18,17 +18,17 @@ from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-)
-from torch.utils._pytree import tree_leaves
 
+from nimble_core.torch_compat.autograd import preserve_version_counter, set_grad_enabled, set_version_counter
+from nimble_core.torch_compat.dispatch import (
+    HigherOrderOperator,
+    TorchDispatchMode,
+    current_modes,
+    modes_off,
+    pop_mode,
+    pytree,
+)
 from nimble_core.tracing.operator_traits import has_memory, parts_of, shown_by, storage_address, written_tensors
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import flatten
@@ -370,7 +370,7 @@ class Saved:
         """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
         self.alone.copy_(self.value)
         if self.version is not None:
-            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+            set_version_counter((self.tensor,), (self.version,))
 
 
 class Guard:
@@ -407,10 +407,10 @@ class Guard:
         while True:
             try:
                 try:
-                    torch._C._set_grad_enabled(False)  # torch.no_grad() is Python: interrupted, it would stay
+                    set_grad_enabled(False)  # torch.no_grad() is Python: interrupted, it would stay
                     self._undo()
                 finally:
-                    torch._C._set_grad_enabled(grad)
+                    set_grad_enabled(grad)
                 break
             except KeyboardInterrupt as error:
                 late = error
@@ -444,7 +444,7 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
         if not live:
             # A capture writes nothing, and is counted as if it did.
             counted = tuple(one for one in _owned(model) if not one.is_inference())
-            stack.enter_context(_unsafe_preserve_version_counter(counted))
+            stack.enter_context(preserve_version_counter(counted))
         changed = stack.enter_context(_attribute_guard(model))
         guard = Guard(live, changed, _draws())
         stack.callback(guard.restore)
@@ -455,16 +455,16 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
 @contextmanager
 def _modes_kept() -> Iterator[None]:
     """Leave the dispatch modes that runs inside have left in force, as one interrupted at a mode's end does."""
-    before = _get_current_dispatch_mode_stack()
+    before = current_modes()
     try:
         yield
     finally:
-        for mode in reversed(_get_current_dispatch_mode_stack()):
+        for mode in reversed(current_modes()):
             if not any(mode is one for one in before):
                 try:
                     mode.__exit__(None, None, None)
                 except IndexError:  # it was interrupted in its exit, with torch's flags put back already
-                    _pop_mode()
+                    pop_mode()
 
 
 def _draws() -> Callable[[], list[str]]:
@@ -522,7 +522,7 @@ class _WriteGuard(TorchDispatchMode):
     def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """The memory of ``tensor`` is handed out, and may be written out of sight."""
         if has_memory(tensor) and storage_address(tensor) not in self.made:
-            with _disable_current_modes():
+            with modes_off():
                 self.guard.before_write(tensor)
 
     def __torch_dispatch__(
@@ -558,7 +558,7 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
             that runs another one inside.
     """
-    given = [one for one in tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
+    given = [one for one in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
     with preserved(model) as guard, _memory_kept(given), torch.no_grad(), _WriteGuard(guard) as writes:
         try:
             with exports_seen(writes.exported):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from nimble_core.torch_compat.dispatch import current_mode
+from nimble_core.torch_compat.public import TENSOR_METHODS
 
 __all__ = ["exports_seen", "host_copies_seen", "readings_seen"]
 
@@ -50,7 +52,7 @@ def readings_seen(seen: Seen) -> Iterator[None]:
     """
 
     def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
-        if _get_current_dispatch_mode() is not None:
+        if current_mode() is not None:
             seen(tensor, frame)
 
     with _methods_told(_READINGS, told):
@@ -90,15 +92,7 @@ def _methods_told(
 
         return told
 
-    with _SEEING:
-        own = {name: vars(torch.Tensor).get(name) for name in names}
+    with _SEEING, ExitStack() as undo:
         for name in names:
-            setattr(torch.Tensor, name, telling(name))
-        try:
-            yield
-        finally:
-            for name, method in own.items():
-                if method is None:  # inherited
-                    delattr(torch.Tensor, name)
-                else:
-                    setattr(torch.Tensor, name, method)
+            undo.enter_context(TENSOR_METHODS[name].replaced_by(telling(name)))
+        yield

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nimble_core.torch_compat.compiler import JIT_STATE
+
 __all__ = ["forget_compiled", "operator_by_operator", "scripted_parts"]
 
 
@@ -50,7 +52,7 @@ def _executors(model: Callable[..., Any]) -> Iterator[Any]:
             yield from map(part._c._get_method, part._c._method_names())
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         yield from (held for held in vars(module).values() if isinstance(held, torch.jit.ScriptFunction))
-    state: Any = torch.jit._state
+    state: Any = JIT_STATE.require()
     for name in [*state._jit_caching_layer.values()]:
         function = state._python_cu.find_function(name)
         if function is not None:

@@ -17,10 +17,10 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _get_fused_kernels_supported_devices
 
 from nimble_core.guards.module_guard import same_objects
+from nimble_core.torch_compat.dispatch import foreach_copy_, foreach_kernels, fused_kernels
+from nimble_core.torch_compat.members import ALL_POST_HOOKS, ALL_PRE_HOOKS
 from nimble_core.tracing.side_effects import random_state_kept
 from nimble_core.tracing.strides import dense, with_strides_of
 from nimble_core.training.optimizer_trial import (
@@ -515,7 +515,7 @@ def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer has step hooks: they expect gradients in .grad, and a captured step would skip them",
             fix="remove them, and do after the step what they do",
         )
-    for hook in chain(_global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values()):
+    for hook in chain(ALL_PRE_HOOKS.values(), ALL_POST_HOOKS.values()):
         if getattr(hook, "__module__", "").partition(".")[0] not in _OWN_HOOKS:
             called = getattr(hook, "__qualname__", type(hook).__name__)
             raise InputError(
@@ -575,12 +575,12 @@ def _eager_form(group: Mapping[str, Any], device: torch.device) -> str:
     foreach = group["foreach"]
     if foreach is None and group.get("fused") is None:
         rate_read = isinstance(group["lr"], torch.Tensor) and group.get("capturable") is False
-        foreach = device.type in _get_foreach_kernels_supported_devices() and not rate_read
+        foreach = device.type in foreach_kernels() and not rate_read
     return "foreach" if foreach else ""
 
 
 def _fused_types(optimizer: torch.optim.Optimizer, device: torch.device) -> Set[torch.dtype]:
-    if device.type not in _get_fused_kernels_supported_devices():
+    if device.type not in fused_kernels():
         return frozenset()
     if device.type == "cpu" and isinstance(optimizer, torch.optim.SGD):
         return _FUSED_TYPES - {torch.float16, torch.bfloat16}  # left unchanged: pytorch issue 191763, torch <= 2.13
@@ -620,7 +620,7 @@ def _copy(pending: Sequence[Pending]) -> None:
     """The values of the user's tensors into ours."""
     if pending:
         with torch.no_grad():
-            torch._foreach_copy_([ours for _, _, ours, _ in pending], [theirs for _, _, _, theirs in pending])
+            foreach_copy_([ours for _, _, ours, _ in pending], [theirs for _, _, _, theirs in pending])
 
 
 def _present(held: Mapping[str, Any] | None) -> bool:

@@ -20,8 +20,9 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nimble_core.torch_compat.dispatch import TorchDispatchMode
+from nimble_core.torch_compat.members import CAPTURABLE_DEVICES
 from nimble_core.tracing.operator_traits import has_memory, storage_address, written_tensors
 from nimble_core.tracing.provenance import line_inside
 from nimble_core.utils.errors import InputError
@@ -107,7 +108,7 @@ _patching = threading.RLock()
 @contextmanager
 def _capturable_on(device: torch.device, kind: type[torch.optim.Optimizer]) -> Iterator[None]:
     """Let capturable forms run on the host too: torch asserts that they run on accelerators, their formulas do not."""
-    name = "_get_capturable_supported_devices"
+    name = CAPTURABLE_DEVICES
     modules = [sys.modules[one.__module__] for one in kind.__mro__ if one.__module__.startswith("torch.optim.")]
     if device.type != "cpu":
         yield

@@ -1,7 +1,8 @@
 """A module's forward and backward, made ready to train in place of it.
 
-They are recorded together (``forward_backward``), cut in two (``halves``), scheduled each by itself (``tuning``), the
-backward in what the forward leaves (``lent_memory``), and held against eager; ``differentiable`` joins them again.
+They are recorded together (``joint_function``), cut in two (``partition``), scheduled each by itself (``autotune``),
+the backward in what the forward leaves (``saved_tensors``), and held against eager; ``autograd_function`` joins them
+again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.program import Fuse
 from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.options import Options
+from nimble_core.torch_compat.autograd import KNOWN_WHETHER_KEPT
 from nimble_core.tracing.grad_accumulators import require_no_node_hooks
 from nimble_core.tracing.pytree import Structure
 from nimble_core.tracing.recorded import Lender, Recorded, preparing, record_static, state_kept
@@ -28,7 +30,7 @@ from nimble_core.tracing.recording import Issuer, Recording, issuing
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.static_check import check_outputs
 from nimble_core.tracing.strides import share_bytes, strides_of_copy
-from nimble_core.training.autograd_function import KNOWN_WHETHER_KEPT, Backward, Fixed
+from nimble_core.training.autograd_function import Backward, Fixed
 from nimble_core.training.joint_function import ForwardBackward, in_better_layout
 from nimble_core.training.partition import Halves, halve
 from nimble_core.training.saved_tensors import leading, lent

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from nimble_core.torch_compat.cuda import storage_at
 from nimble_core.tracing.recorded import Lender, may_be_spoilt
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.strides import extent
@@ -44,7 +45,7 @@ def lent(
     for at in order:
         if at < count and at not in kept:
             one = saved[at]
-            storage = torch._C._construct_storage_from_data_pointer(one.data_ptr(), one.device, spans[at][1])
+            storage = storage_at(one.data_ptr(), one.device, spans[at][1])
             found[at] = torch.empty(0, dtype=one.dtype, device=one.device)
             found[at].set_(storage, 0, one.shape, one.stride())
     return found, Lender(memory, tuple(sorted(spans[at] for at in kept)))

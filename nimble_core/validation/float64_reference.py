@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing.operator_traits import draws_numbers, has_memory, owned_tensors, parts_of, storage_address
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recording import flat_tensors
@@ -205,8 +204,8 @@ class _InFloat64(TorchDispatchMode):
         if (parts := parts_of(func)) is not None:
             with self:
                 return parts(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(torch.Tensor, self.inside, (args, kwargs or {}))
-        args, kwargs = tree_map_only(torch.dtype, _dtype, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.inside, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.dtype, _dtype, (args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags and draws_numbers(func, args, kwargs):
             raise InputError(f"it draws random numbers ({func}), which are others in float64")
         result = func(*args, **kwargs)

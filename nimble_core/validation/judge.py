@@ -1,6 +1,6 @@
 """Is a replay right? What eager makes of fresh inputs, and how replays are held against it.
 
-Outputs and gradients are compared by ``equality``, what a step has written by ``gradients``. Some training steps
+Outputs and gradients are compared by ``equality``, what a step has written by ``rounding_noise``. Some training steps
 amplify rounding until no digit is left: two honest libraries do not agree on the gradients of a fresh ResNet-50 on
 noise in TF32. Nothing can be shown there at once, so it is shown in parts: that the kernels compute what eager's do in
 full precision (in half precision, which is part of the program, at least gradients of the same sizes), and that

@@ -14,10 +14,9 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from nimble_core.ir.candidates import EqualityCheck
+from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing.recording import flat_tensors
 from nimble_core.validation.distances import finite, numbers
 from nimble_core.validation.equality import TOLERANCE, doubt, product_precision, working_precision
@@ -83,7 +82,7 @@ class _Perturbed(TorchDispatchMode):
         if not _rounds(func, args, kwargs):
             return result
         product, shifted = (any(word in func._schema.name for word in words) for words in (_PRODUCTS, _SHIFTED))
-        return tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, product, shifted), result)
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, product, shifted), result)
 
     def _moved(self, tensor: torch.Tensor, product: bool, shifted: bool) -> torch.Tensor:
         if tensor.dtype not in _MOVE or tensor.layout is not torch.strided or tensor.is_meta:

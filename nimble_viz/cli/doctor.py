@@ -27,11 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
+    from nimble_core.torch_compat.private import Private
+
 __all__ = ["Diagnosis", "Finding", "State", "examine"]
 
 State = Literal["works", "fallback", "off", "broken"]
 
-_GROUPS = ("Running", "Kernels and memory", "Measuring", "Seeing", "Handing on")
+_INTERNALS = "Torch's internals"
+_GROUPS = ("Running", "Kernels and memory", "Measuring", "Seeing", "Handing on", _INTERNALS)
 _SIGNS: dict[State, tuple[str, str]] = {
     "works": ("✓", "green"),
     "fallback": ("~", "yellow"),
@@ -40,6 +43,7 @@ _SIGNS: dict[State, tuple[str, str]] = {
 }
 _STATE_WIDTH = max(len(f"{sign} {state}") for state, (sign, _) in _SIGNS.items())
 _INSTALL = "pip install --upgrade nimble-viz"
+_OTHER_TORCH = "a torch from 2.11 to 2.15, or a newer nimble-viz"
 _TIMEOUT_S = 10
 
 
@@ -48,8 +52,8 @@ class Finding:
     """What was found out about one feature.
 
     Args:
-        group: what it is for: ``"Running"``, ``"Kernels and memory"``, ``"Measuring"``, ``"Seeing"`` or
-            ``"Handing on"``.
+        group: what it is for: ``"Running"``, ``"Kernels and memory"``, ``"Measuring"``, ``"Seeing"``, ``"Handing on"``
+            or ``"Torch's internals"``.
         feature: what it is called.
         state: ``"works"``; ``"fallback"``: something else is done instead; ``"off"``: not there; ``"broken"``: needed,
             and does not work.
@@ -66,22 +70,35 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All findings on one machine, in the order to read them in."""
+    """All findings on one machine, in the order to read them in.
+
+    Args:
+        findings: one for each feature.
+        internals: one for each private name of torch that is used; none where torch cannot be imported.
+    """
 
     findings: tuple[Finding, ...]
+    internals: tuple[Finding, ...] = ()
 
     @property
     def exit_code(self) -> int:
         """1 if something that is needed is broken, else 0."""
-        return int(any(one.state == "broken" for one in self.findings))
+        return int(any(one.state == "broken" for one in (*self.findings, *self.internals)))
 
     @property
     def verdict(self) -> str:
         """One sentence."""
         counts = {state: sum(one.state == state for one in self.findings) for state in _SIGNS}
-        broken = ", ".join(one.feature for one in self.findings if one.state == "broken")
+        broken = ", ".join(one.feature for one in (*self.findings, *self.internals) if one.state == "broken")
         rest = f"{counts['works']} features work, {counts['fallback']} with a fallback, {counts['off']} off"
         return f"Broken: {broken}; {rest}." if broken else f"Ready: {rest}."
+
+    def _shown(self) -> tuple[Finding, ...]:
+        """What a terminal shows: of torch's internals those that are missing, and one line for all others."""
+        fine = sum(one.state == "works" for one in self.internals)
+        missing = [one for one in self.internals if one.state in ("fallback", "broken")]
+        counted = [Finding(_INTERNALS, "private names", "works", f"{fine} found; --json lists them")] * bool(fine)
+        return (*self.findings, *counted, *missing)
 
     def to_json(self) -> str:
         """All of it as JSON, with a line break at the end."""
@@ -93,15 +110,16 @@ class Diagnosis:
             "verdict": self.verdict,
             "exit_code": self.exit_code,
             "findings": [asdict(one) for one in self.findings],
+            "internals": [asdict(one) for one in self.internals],
         }
         return json.dumps(found, indent=2) + "\n"
 
     def to_text(self) -> str:
         """All of it as plain lines, for where rich is missing."""
         lines = [self.verdict]
-        for group in _groups(self.findings):
+        for group in _groups(self._shown()):
             lines += ["", group]
-            for one in self.findings:
+            for one in self._shown():
                 if one.group == group:
                     lines.append(f"  {one.state:<8}  {one.feature}: {one.why}")
                     lines += [f"            -> {one.fix}"] * bool(one.fix)
@@ -115,13 +133,14 @@ class Diagnosis:
 
         yield _text("nimble_viz doctor", "bold")
         yield _text(self.verdict, "bold red" if self.exit_code else "bold green")
+        shown = self._shown()
         widest = max(len(one.feature) for one in self.findings)
-        for group in _groups(self.findings):
+        for group in _groups(shown):
             table = Table.grid(padding=(0, 2))
             table.add_column(width=_STATE_WIDTH)
             table.add_column(width=widest)
             table.add_column(overflow="fold", ratio=1)
-            for one in self.findings:
+            for one in shown:
                 if one.group == group:
                     sign, style = _SIGNS[one.state]
                     said = _text(one.why)
@@ -156,7 +175,7 @@ def examine() -> Diagnosis:
         findings.append(Finding(group, feature, state, why, fix))
     with suppress(Exception):
         machine.close()
-    return Diagnosis(tuple(findings))
+    return Diagnosis(tuple(findings), _internals())
 
 
 Answer = tuple[State, str, str]
@@ -461,6 +480,32 @@ def _plans(on: _Machine) -> Answer:
         kept = sum(1 for _ in place.glob("*.json")) if place.is_dir() else 0
         return _works(f"{kept} plan{'' if kept == 1 else 's'} in {place}")
     return "off", f"{place} cannot be written: each process tunes anew", "set NIMBLE_CACHE_DIR to a folder of yours"
+
+
+# -- torch's internals -------------------------------------------------------------------------------------------------
+
+
+def _internals() -> tuple[Finding, ...]:
+    """One finding for each private name of torch that is used; none where torch's own finding says why."""
+    try:
+        from nimble_core.torch_compat.private import all_entries
+
+        return tuple(_internal(entry) for entry in all_entries())
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # what a broken torch raises on import is up to it
+        return ()
+
+
+def _internal(entry: Private) -> Finding:
+    name = entry.name.replace(":", ".")
+    if entry.find() is not None:
+        return Finding(_INTERNALS, name, "works", f"{entry.purpose}; checked on {', '.join(entry.checked)}")
+    if not entry.expected:
+        return Finding(_INTERNALS, name, "off", f"this torch has no {entry.needs}")
+    if not entry.essential:
+        return Finding(_INTERNALS, name, "fallback", f"missing: {entry.without}")
+    return Finding(_INTERNALS, name, "broken", f"missing, needed to {entry.purpose}", _OTHER_TORCH)
 
 
 # -- seeing ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.measurement import Measurement, summarize
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_ns, format_percent
@@ -109,7 +110,6 @@ def ablate(
         CaptureError: an operator that cannot be recorded.
     """
     from nimble_core.autotune.capture_pipeline import device_for
-    from nimble_core.ir.call_graph import build_graph
     from nimble_core.tracing.recorded import Recorded, check_inputs, preparing, state_kept
     from nimble_core.tracing.side_effects import preserved
     from nimble_viz.collect.shape_inference import shape_inference

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.ir.program import Call, Program
 from nimble_core.profiling.nvtx import Range, call_bytes, call_range, listener, make_range
+from nimble_core.torch_compat.autograd import current_node
+from nimble_core.torch_compat.dispatch import OpOverload, TorchDispatchMode
 from nimble_core.tracing.operator_traits import makes_memory_only, parts_of
 from nimble_core.tracing.phase import current_phase
 from nimble_core.tracing.recording import flat_tensors
@@ -108,7 +108,7 @@ class _EagerRanges(TorchDispatchMode):
         stream = self._stream(tensors)
         if self._calls and index >= 0:
             return call_range(self._domain, self._calls[index], stream)
-        phase = "backward" if torch._C._current_autograd_node() is not None else current_phase()
+        phase = "backward" if current_node() is not None else current_phase()
         label = str(func).split(".")[1]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return make_range(self._domain, label, phase, call=index, nbytes=nbytes, stream=stream)

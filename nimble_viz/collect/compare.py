@@ -21,10 +21,14 @@ from nimble_core.ir.measurement import TIE, Measurement, interleave, ratio
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling import cupti
+from nimble_core.profiling.machine import environment, finish
 from nimble_core.scheduling.options import Options, require_flag, require_options
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.units import format_ns
+from nimble_core.validation.equality import check_equality
+from nimble_viz.collect.overhead import measure_overhead
 from nimble_viz.collect.progress import Progress, default_progress
+from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.collect.suggestions import refuse_unknown
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import EngineMemory, Memory, OverheadProfile, PrepareStep, Work
@@ -110,7 +114,6 @@ def compare(
     from nimble_core.tracing.provenance import warn
     from nimble_core.tracing.recorded import check_inputs, preparing
     from nimble_core.tracing.side_effects import requirements_kept
-    from nimble_viz.collect.sources import pass_over_machinery
 
     refuse_unknown(compare, unknown)
     pass_over_machinery()  # of a model without code of its own, the line is that which compares
@@ -172,8 +175,6 @@ class _Comparison:
         against: Sequence[Peer] = (),
         training: Training | None = None,
     ) -> None:
-        from nimble_core.profiling.machine import environment
-
         self.model, self.args, self.kwargs = model, args, kwargs
         self.signature, self.device, self.options, self.against = signature, device, options, against
         self.training = training
@@ -352,7 +353,6 @@ class _Comparison:
                 self.peers.prepare(peer, cases)
 
     def _check(self, progress: Progress) -> None:
-        from nimble_core.validation.equality import check_equality
         from nimble_core.validation.judge import eager_cases, from_same_state
 
         assert self.recorded is not None
@@ -426,7 +426,6 @@ class _Comparison:
     def _profile(self, progress: Progress) -> None:
         if self.device.kind == "fake" or self.recorded is None:
             return
-        from nimble_viz.collect.overhead import measure_overhead
 
         with progress.step("profile eager"):
             try:
@@ -499,9 +498,6 @@ class _Comparison:
 
     def report(self) -> Report:
         """What is known, as one value."""
-        from nimble_core.profiling.machine import finish
-        from nimble_viz.collect.sources import read_sources
-
         assert self.recorded is not None
         assert self.replayed is not None
         graph, program = self.replayed.graph, self.replayed.recording.program
@@ -619,7 +615,9 @@ def _engine_memory(name: str, memory: MemoryPlan, recorded: Recorded | None) -> 
 def _mode_notes(model: Callable[..., Any]) -> list[str]:
     import torch
 
-    moody = torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd
+    from nimble_core.torch_compat.members import AnyDropout, AnyNorm
+
+    moody = AnyNorm, AnyDropout
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     if not any(isinstance(one, moody) and one.training for one in modules):
         return []

@@ -18,6 +18,7 @@ import torch
 
 from nimble_core.api.train_step import WholeStep, require_no_class, require_no_target
 from nimble_core.ir.program import Phase
+from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.provenance import pass_over
 from nimble_core.tracing.pytree import builder, flatten
@@ -301,7 +302,7 @@ class Training:
 
         def rewind() -> None:
             with torch.no_grad():
-                torch._foreach_copy_(live, values)
+                foreach_copy_(live, values)
 
         return rewind
 

@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from nimble_core.torch_compat.compiler import (
+    COUNTERS,
+    INDUCTOR_CONFIG,
+    INPUT_CODES,
+    MARKED_STEPS,
+    MODE_OPTIONS,
+    RESET_CODE,
+    fuser_enabled,
+    set_fuser_enabled,
+)
+from nimble_core.torch_compat.cuda import clear_cublas_workspaces
+from nimble_core.torch_compat.members import TRACER_WARNING
 from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.signature import Signature
@@ -151,9 +163,7 @@ def close(run: Run | None) -> None:
 
 
 def _modes() -> list[str]:
-    from torch._inductor import list_mode_options
-
-    return list(list_mode_options())
+    return list(MODE_OPTIONS.require()())
 
 
 def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,12 +230,12 @@ def _widest_concatenation(graph: Any) -> int:
 @contextmanager
 def _fuser_off() -> Iterator[None]:
     """Of the whole process: what another thread has torch.jit compile meanwhile goes without it, too."""
-    before = torch._C._jit_texpr_fuser_enabled()
-    torch._C._jit_set_texpr_fuser_enabled(False)
+    before = fuser_enabled()
+    set_fuser_enabled(False)
     try:
         yield
     finally:
-        torch._C._jit_set_texpr_fuser_enabled(before)
+        set_fuser_enabled(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +260,7 @@ class _TorchScript:
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", r".*torch\.jit.* (is|are) deprecated", category)
             # Values of this run become constants: whether that is right is what the check finds out.
-            warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
+            warnings.simplefilter("ignore", TRACER_WARNING.require())
             traced = torch.jit.trace(flat, tuple(signature.tensors), check_trace=False)
             if not flat.training:
                 traced = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
@@ -282,9 +292,7 @@ class _Compile:
         with warnings.catch_warnings():
             # torch's notices about its own code, and advice on settings, which are the user's.
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
-            from torch._inductor import config, list_mode_options
-
-            options: dict[str, Any] = list_mode_options(way.partition(":")[2] or "default")
+            config, options = INDUCTOR_CONFIG.require(), MODE_OPTIONS.require()(way.partition(":")[2] or "default")
             if freezing:
                 options = {**options, "freezing": True}
             # Dynamo asks for freezing too, before the options reach Inductor.
@@ -297,7 +305,7 @@ class _Compile:
             raise InputError("frozen weights cannot be trained")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
-            from torch._inductor import list_mode_options
+            mode_options = MODE_OPTIONS.require()
 
             def both(run: Run) -> None:
                 # Not the forward alone: a second one before the first backward is captured, and attention then leaves
@@ -308,7 +316,7 @@ class _Compile:
                     with no_autocast(results[0].device.type):
                         torch.autograd.grad(results, wanted, list(map(torch.ones_like, results)), allow_unused=True)
 
-            return _Compiled(model, dict(list_mode_options(way.partition(":")[2] or "default")), both)
+            return _Compiled(model, dict(mode_options(way.partition(":")[2] or "default")), both)
 
 
 class _Compiled:
@@ -321,20 +329,18 @@ class _Compiled:
     """
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], use: Callable[[Run], object]) -> None:
-        from torch._dynamo import convert_frame
-        from torch._dynamo.utils import counters
-        from torch._inductor.cudagraph_trees import MarkStepBox
+        input_codes, counters = INPUT_CODES.require(), COUNTERS.require()
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        self._known = set(convert_frame.input_codes.seen_ids)
+        self._known = set(input_codes.seen_ids)
         self._code = call.__code__ = call.__code__.replace(co_name="compiled")
         self._run: Run | None = torch.compile(call, options=options, dynamic=False)
         self.note = ""
         # A process that marks its steps once has to mark all of them, and then none may be left out here either.
         self._mark: Callable[[], None] | None = None
-        if MarkStepBox.mark_step_counter:
+        if MARKED_STEPS.require():
             self._mark = torch.compiler.cudagraph_mark_step_begin
         try:
             breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
@@ -355,17 +361,14 @@ class _Compiled:
 
     def close(self) -> None:
         """Forget what was compiled: here, and of frames that Dynamo had not seen before."""
-        from torch._C._dynamo.eval_frame import reset_code
-        from torch._dynamo import convert_frame
-
         if self._run is None:
             return
         self._run = None
         codes: list[CodeType | None] = [self._code]
-        codes += [code() for code in convert_frame.input_codes.seen if id(code()) not in self._known]
+        codes += [code() for code in INPUT_CODES.require().seen if id(code()) not in self._known]
         for code in codes:
             if code is not None:
-                reset_code(code)
+                RESET_CODE.require()(code)
 
 
 # -- eager, captured and tuned -------------------------------------------------------------------------------------
@@ -396,11 +399,11 @@ class _CudaGraph:
                         model(*own_args, **own_kwargs)
                 caller.wait_stream(side)
                 # Workspaces of cuBLAS then lie in the graph's own memory, which nobody frees before the graph.
-                torch._C._cuda_clearCublasWorkspaces()
+                clear_cublas_workspaces()
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                     results, structure = flatten(model(*own_args, **own_kwargs), what="output")
             finally:
-                torch._C._cuda_clearCublasWorkspaces()
+                clear_cublas_workspaces()
                 torch.set_autocast_cache_enabled(cached)
         build = builder(structure)
 

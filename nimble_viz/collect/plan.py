@@ -16,9 +16,11 @@ from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.ir.call_graph import build_graph, predecessors
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Program
+from nimble_core.profiling.machine import environment
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.utils.errors import InputError
+from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.collect.suggestions import refuse_unknown
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import PrepareStep
@@ -68,7 +70,6 @@ def plan(
     from nimble_core.tracing.side_effects import random_state_kept
     from nimble_core.tracing.static_check import check_static
     from nimble_viz.collect.flops import count_work
-    from nimble_viz.collect.sources import pass_over_machinery, read_sources
 
     refuse_unknown(plan, unknown)
     pass_over_machinery()
@@ -166,8 +167,6 @@ def _known(device: torch.device) -> tuple[torch.device, Sequence[str]]:
 
 
 def _environment(device: torch.device) -> Any:
-    from nimble_core.profiling.machine import environment
-
     return replace(environment("cpu"), device=device.type, device_name=f"no device (planned for {device.type})")
 
 

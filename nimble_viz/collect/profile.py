@@ -25,11 +25,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 from nimble_core.ir.measurement import summarize
 from nimble_core.ir.program import Origin
 from nimble_core.profiling import kineto
+from nimble_core.profiling.machine import environment, finish
 from nimble_core.tracing.side_effects import only_watches
 from nimble_core.utils.errors import InputError, ReportFileError
 from nimble_core.utils.units import format_ns
+from nimble_viz.collect.from_trace import make_report
 from nimble_viz.collect.iterations import LOADER, TICK
+from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.render.report import Report
+from nimble_viz.traces.chrome import read_trace
 from nimble_viz.traces.profiler import (
     PRINT,
     RUN,
@@ -449,10 +453,6 @@ def _report(
     origins: list[Origin],
     warnings: list[str],
 ) -> Report:
-    from nimble_core.profiling.machine import environment, finish
-    from nimble_viz.collect.from_trace import make_report
-    from nimble_viz.collect.sources import read_sources
-
     made = make_report(
         recording,
         finish(environment(recording.device)),
@@ -514,8 +514,6 @@ class _Session:
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""
-        from nimble_viz.traces.chrome import read_trace
-
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
@@ -528,7 +526,8 @@ class _Listening:
     def __init__(self, tick: Callable[[Kind, int], None], sampler: Sampler) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        from nimble_core.torch_compat.members import DATA_LOADER
 
         self._tick, self._sampler = tick, sampler
         self._gradients: dict[int, set[tuple[int, int]]] = {}
@@ -545,7 +544,7 @@ class _Listening:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        self._loader = cast(Any, _BaseDataLoaderIter)
+        self._loader = DATA_LOADER.require()
         self._next = original = self._loader.__next__
 
         self._loader.__next__ = lambda loader: self.timed(id(loader._dataset), lambda: original(loader))
@@ -642,10 +641,9 @@ class _Origins:
         if _current_mode() is not None:
             return None
         import torch
-        from torch.utils._python_dispatch import TorchDispatchMode
 
+        from nimble_core.torch_compat.dispatch import TorchDispatchMode
         from nimble_core.tracing.provenance import module_paths, place_of
-        from nimble_viz.collect.sources import pass_over_machinery
 
         pass_over_machinery()
         seen: list[Origin] = []
@@ -700,9 +698,9 @@ class _Origins:
 
 
 def _current_mode() -> Any:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
+    from nimble_core.torch_compat.dispatch import current_mode
 
-    return _get_current_dispatch_mode()
+    return current_mode()
 
 
 def _outermost_module(frame: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nimble_core.torch_compat.members import META_REGISTRATIONS
 from nimble_core.tracing.recording import Recording, Slot
 
 __all__ = ["described", "shape_inference"]
@@ -89,9 +90,7 @@ def _decode(arg: Any) -> Any:
 
 def _run(calls: Sequence[Sequence[Any]], rounds: int) -> dict[str, float]:
     """In the child: time operators on meta tensors, and as many that do nothing, in turn."""
-    from torch import _meta_registrations
-
-    getattr(_meta_registrations, _PYTHON_ONES)._destroy()
+    getattr(META_REGISTRATIONS.require(), _PYTHON_ONES)._destroy()
     ready = []
     for name, overload, args, kwargs in calls:
         func = getattr(getattr(torch.ops.aten, name), overload)

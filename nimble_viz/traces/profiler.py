@@ -297,20 +297,17 @@ def release_profiler() -> None:
 @contextmanager
 def watched_prints(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Inside, whatever makes a tensor's text (``print``, ``str``, ``repr``) runs within ``around()``."""
-    import torch._tensor_str as texts
+    from nimble_core.torch_compat.members import TENSOR_TEXT
 
-    original = texts._str
+    original = TENSOR_TEXT.require()
 
     @wraps(original)
     def watched(*args: Any, **named: Any) -> Any:
         with around():
             return original(*args, **named)
 
-    texts._str = watched
-    try:
+    with TENSOR_TEXT.replaced_by(watched):
         yield
-    finally:
-        texts._str = original
 
 
 def dispatch_floor_ns() -> float:

@@ -215,7 +215,7 @@ def typed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _results(module: fx.GraphModule) -> tuple[Any, ...]:
-    """What the graph returns: a tuple, as ``lift`` and ``cut`` make it."""
+    """What the graph returns: a tuple, as ``to_fx`` and ``partition`` make it."""
     (results,) = module.graph.output_node().args
     return tuple(results)  # type: ignore[arg-type]  # fx allows one alone
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.to_fx import arguments_of
+from nimble_core.torch_compat.dispatch import OpOverload
 
 __all__ = ["bring_seeds"]
 
@@ -54,7 +55,7 @@ def _drops_as_given(node: fx.Node) -> bool:
 
 
 @cache
-def _bringing(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def _bringing(func: OpOverload) -> OpOverload:
     """``func`` under a name of our own, which looks for seeds on the device at all times."""
     schema = func._schema
     _, _, signature = str(schema).partition("::")
@@ -67,7 +68,7 @@ def _bringing(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return func(*(one.cpu() if place in at else one for place, one in enumerate(args)), **kwargs)
 
     _define(name, signature, brought, func)
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    found: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return found
 
 

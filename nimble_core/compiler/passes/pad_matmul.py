@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from nimble_core.compiler.passes.channels_last import keep_strides, speaks_of_strides
 from nimble_core.compiler.passes.decisions import Decisions, Timer
 from nimble_core.compiler.to_fx import drop_unused, is_view, pinned, reference_of, use_calls
+from nimble_core.torch_compat.dispatch import OpOverload
 from nimble_core.tracing.strides import copy_rows, corner, laid_out, restrided, row_by_row
 
 __all__ = ["pad_products"]

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from nimble_core.compiler.to_fx import add_call, arguments_of, pinned, reference_of
+from nimble_core.torch_compat.dispatch import OpOverload
 
 __all__ = ["split_backward"]
 
@@ -74,7 +75,7 @@ def _parts(node: fx.Node) -> list[list[fx.Node]]:
 
 def _split(graph: fx.Graph, node: fx.Node, parts: Sequence[Sequence[fx.Node]]) -> None:
     given = arguments_of(node)
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     with graph.inserting_before(node):
         for items in parts:
             total = _bias_as_sum(graph, node, items)

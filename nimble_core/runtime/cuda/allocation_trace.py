@@ -10,6 +10,14 @@ import torch
 
 from nimble_core.ir.allocations import Ask, Event, Window, asks_of
 from nimble_core.runtime.cuda.graph_nodes import CaptureProbe
+from nimble_core.torch_compat.cuda import (
+    clear_cublas_workspaces,
+    history_enabled,
+    memory_metadata,
+    memory_snapshot,
+    record_memory_history,
+    set_memory_metadata,
+)
 
 __all__ = ["AllocationTrace", "CaptureCounter", "allocations_traced"]
 
@@ -29,13 +37,13 @@ class CaptureCounter:
         if self._trace is not None:
             self._first[label] = self.nodes()
             # A workspace that a library kept from the call before would not show.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch._C._cuda_setMemoryMetadata(label)
+            clear_cublas_workspaces()
+            set_memory_metadata(label)
 
     def end(self) -> None:
         """What is allocated from now on is of no call."""
         if self._trace is not None:
-            torch._C._cuda_setMemoryMetadata("")
+            set_memory_metadata("")
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
         """What each call has asked the allocator for; nothing where that was not traced."""
@@ -72,7 +80,7 @@ class AllocationTrace:
         own = self.stream.cuda_stream
         return [
             Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["user_metadata"])
-            for one in torch.cuda.memory._snapshot()["device_traces"][self.stream.device.index]
+            for one in memory_snapshot()["device_traces"][self.stream.device.index]
             if one["action"] in ("alloc", "free_requested") and one["stream"] == own
         ]
 
@@ -80,14 +88,14 @@ class AllocationTrace:
 @contextmanager
 def allocations_traced(stream: torch.cuda.Stream) -> Iterator[AllocationTrace | None]:
     """Yields what tells the allocations inside; None where someone else traces them."""
-    if torch._C._cuda_isHistoryEnabled():
+    if history_enabled():
         yield None
         return
-    label = torch._C._cuda_getMemoryMetadata()
+    label = memory_metadata()
     try:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None)
-        torch._C._cuda_setMemoryMetadata("")  # the user's could be that of a call
+        record_memory_history(enabled="all", context=None)
+        set_memory_metadata("")  # the user's could be that of a call
         yield AllocationTrace(stream)
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-        torch._C._cuda_setMemoryMetadata(label)
+        record_memory_history(enabled=None)
+        set_memory_metadata(label)

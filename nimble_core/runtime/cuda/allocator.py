@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES, next_claim
+from nimble_core.torch_compat.cuda import allocate_to_pool, custom_allocator, end_allocate_to_pool, release_pool
 
 __all__ = ["Placer"]
 
@@ -66,10 +67,10 @@ class Placer:
 
         Yields ``(allocations, bytes asked for)`` that making the blocks took.
         """
-        allocator = torch._C._cuda_customAllocator(*self._functions)
+        allocator = custom_allocator(*self._functions)
         pool = torch.cuda.MemPool(allocator, no_split=True)
         self._pools.append((pool, allocator))
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, pool.id)
+        allocate_to_pool(self._device, pool.id)
         try:
             made = []
             claim = asked = 0
@@ -83,8 +84,8 @@ class Placer:
             del made
             yield count, asked
         finally:
-            torch._C._cuda_endAllocateToPool(self._device, pool.id)
-            torch._C._cuda_releasePool(self._device, pool.id)
+            end_allocate_to_pool(self._device, pool.id)
+            release_pool(self._device, pool.id)
 
     def release(self) -> None:
         """Forget the pools; every tensor in them must be gone."""

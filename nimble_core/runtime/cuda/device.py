@@ -41,6 +41,7 @@ from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout, lay_out
 from nimble_core.scheduling.simulator import H200
 from nimble_core.scheduling.verify_capture import RawGraph, launched_ahead
+from nimble_core.torch_compat.cuda import clear_cublas_workspaces, end_allocate_to_pool
 from nimble_core.tracing.grad_accumulators import kept_graphs_apart
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.pytree import builder, flatten
@@ -419,7 +420,7 @@ class CudaDevice:
             caller = torch.cuda.current_stream(self.device)
             self.synchronize()
             # A workspace left on these streams by an earlier engine is not ours to bake into this graph.
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
             torch.cuda.set_stream(streams[0])
             pool = torch.cuda.graph_pool_handle()
             try:
@@ -437,12 +438,12 @@ class CudaDevice:
                         _end(graph)
                     # Where CUDA invalidated the capture, torch's allocator was not told that it is over.
                     with suppress(Exception):
-                        torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                        end_allocate_to_pool(self.device.index, pool)
                     _settle_generator(caller)
                     raise
             finally:
                 torch.cuda.set_stream(caller)
-                torch._C._cuda_clearCublasWorkspaces()
+                clear_cublas_workspaces()
 
 
 def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,9 @@ from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.cuda.graph_nodes import linked
 from nimble_core.runtime.cuda.memory import CudaArena
 from nimble_core.scheduling.verify_capture import RawGraph, emitted_counts
+from nimble_core.torch_compat.autograd import set_grad_enabled
+from nimble_core.torch_compat.cuda import current_stream
+from nimble_core.torch_compat.dispatch import foreach_copy_, foreach_zero_
 from nimble_core.tracing.strides import copy_rows, corner, rests
 from nimble_core.utils.errors import DeviceError, first_line
 from nimble_core.utils.locks import capturing, launching
@@ -85,18 +88,18 @@ class CudaExecutable:
             if graph is None:
                 raise _closed()
             if grad:
-                torch._C._set_grad_enabled(False)
+                set_grad_enabled(False)
             try:
                 self._follow_last_run()
                 buffers = self.buffers
                 if self._rests:
-                    torch._foreach_zero_(self._rests)
+                    foreach_zero_(self._rests)
                     for buffer, given in zip(buffers, inputs, strict=True):
                         copy_rows(buffer, given)
                 elif len(buffers) == 1:
                     buffers[0].copy_(inputs[0], non_blocking=True)
                 else:
-                    torch._foreach_copy_(buffers, list(inputs), non_blocking=True)
+                    foreach_copy_(buffers, list(inputs), non_blocking=True)
                 with launching:
                     graph.replay()
                 for position in self._written:
@@ -104,7 +107,7 @@ class CudaExecutable:
                 return list(self.outputs) if static else [output.clone() for output in self.outputs]
             finally:
                 if grad:
-                    torch._C._set_grad_enabled(True)
+                    set_grad_enabled(True)
 
     def replay(self) -> None:
         """Replay on the caller's stream."""
@@ -163,7 +166,7 @@ class CudaExecutable:
 
     def _follow_last_run(self) -> None:
         # The buffers are shared by all runs: a run on another stream waits for the previous one.
-        current = torch._C._cuda_getCurrentStream(self.device.index)[0]
+        current = current_stream(self.device.index)[0]
         if current != self._stream_id:
             stream = torch.cuda.current_stream(self.device)
             if self._stream is not None:

@@ -14,6 +14,8 @@ from nimble_core.runtime.cuda.allocator import Placer
 from nimble_core.scheduling.live_bytes import release_plan
 from nimble_core.scheduling.memory_planner import MemoryPlan
 from nimble_core.scheduling.memory_requirements import Layout
+from nimble_core.torch_compat.cuda import PLACING, clear_cublas_workspaces, memory_stats, storage_at
+from nimble_core.torch_compat.dispatch import conjugated, negated
 from nimble_core.tracing.recording import Issuer
 
 __all__ = ["CudaArena", "places_memory"]
@@ -25,8 +27,7 @@ _GUARD_BYTES = 512
 @cache
 def places_memory() -> bool:
     """Whether this torch has what placing memory takes."""
-    names = ("_cuda_customAllocator", "_cuda_beginAllocateCurrentThreadToPool", "_cuda_releasePool")
-    return torch.cuda.get_allocator_backend() == "native" and all(hasattr(torch._C, name) for name in names)
+    return torch.cuda.get_allocator_backend() == "native" and all(one.find() is not None for one in PLACING)
 
 
 class CudaArena:
@@ -122,7 +123,7 @@ class CudaArena:
             like = torch.empty_like(example, device="meta")
         else:
             like = torch.empty(tuple(sizes), dtype=dtype, device="meta")
-        memory = torch._C._construct_storage_from_data_pointer(self.inputs[storage], device, like.nbytes)
+        memory = storage_at(self.inputs[storage], device, like.nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, like.shape, like.stride())
 
     def dead_before(self, position: int) -> Sequence[int]:
@@ -137,7 +138,7 @@ class CudaArena:
             self._allocated = None
             return
         # A library's workspace that an earlier call got is not this call's: it asks for its own.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         try:
             before = self._allocated or _allocations(self._device)
             with self._placer.placing(self._planned[call]) as made:
@@ -146,7 +147,7 @@ class CudaArena:
             asked = (after[0] - before[0] - made[0], after[1] - before[1] - made[1])
             self._as_asked = self._asked[call] == asked
         finally:
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
 
     def placed(self, call: int, issuer: Issuer) -> bool:
         """Whether all results of ``call`` are where they should be, and it asked for what was planned."""
@@ -178,8 +179,8 @@ class CudaArena:
                 view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 offset = (address - start) // tensor.element_size() + tensor.storage_offset()
                 view.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())
-                view = torch._conj(view) if tensor.is_conj() else view
-                tensor = torch._neg_view(view) if tensor.is_neg() else view
+                view = conjugated(view) if tensor.is_conj() else view
+                tensor = negated(view) if tensor.is_neg() else view
             settled.append(tensor)
         return settled
 
@@ -222,5 +223,5 @@ def _last_uses(
 
 def _allocations(device: int) -> tuple[int, int]:
     """``(allocations, bytes asked for)`` so far."""
-    stats = torch._C._cuda_memoryStats(device)
+    stats = memory_stats(device)
     return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]

@@ -1,7 +1,7 @@
 """The host as a device: recorded ATen calls issued again, directly, by one worker or several.
 
 Called what it is: host replay. There is no graph to launch; what is saved is the framework's work around the calls
-(see ``hostcode``), and on several cores independent calls run side by side.
+(see ``codegen``), and on several cores independent calls run side by side.
 
 Threads: with k workers on c cores every worker gets ``max(1, c // k)`` of torch's intra-operator threads. Where that is
 fewer than the caller has, sums may be split differently, so results agree with eager to rounding; one worker keeps the
@@ -9,10 +9,10 @@ caller's setting and agrees bit for bit. The setting is put back after each run.
 thread, MKL for the whole process: while a run of several workers lasts, MKL calls elsewhere in the process see it too,
 and so does a thread that calls torch for the first time.
 
-Memory: results that calls can be told to fill lie in one arena, at the offsets of a plan made ahead (``arena``).
+Memory: results that calls can be told to fill lie in one arena, at planned offsets (``memory_planner``).
 
 Failures: a call that raises leaves parameters, buffers, inputs and random state as eager leaves them. Where a schedule
-does not order the calls that may raise and those that write such, workers wait for each other besides (``failures``).
+does not order the calls that may raise and those that write such, workers wait for each other too (``failure_order``).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from nimble_core.scheduling.memory_planner import MemoryPlan, plan_memory
 from nimble_core.scheduling.memory_requirements import Layout
 from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.scheduling.verify_capture import RawGraph
+from nimble_core.torch_compat.autograd import set_grad_enabled
+from nimble_core.torch_compat.dispatch import no_torch_function
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Recording, issuing
@@ -140,7 +142,7 @@ class HostDevice:
                 capture_range(recording.program, schedule),
                 torch.inference_mode(False),
                 issuing("cpu"),
-                torch._C.DisableTorchFunction(),
+                no_torch_function(),
             ):
                 issued, memory = failing_as_eager(recording.program, schedule, memory)
                 code = compile_recording(recording, issued, inputs, memory)
@@ -286,12 +288,12 @@ def _observation(executable: HostExecutable, recording: Recording, rounds: Seque
 
 
 class HostExecutable:
-    """A schedule as generated code; see ``hostcode``. Runs may come from any thread; they take turns.
+    """A schedule as generated code; see ``codegen``. Runs may come from any thread; they take turns.
 
     Inputs are used where they are, never copied: calls that write them write the caller's tensors, as eager does.
     Outputs are new tensors on every run; one that aliases an input or a parameter is copied unless ``static``.
 
-    ``schedule`` is the one that was asked for; ``issued``, by which it runs, may have more waits (``failures``).
+    ``schedule`` is the one that was asked for; ``issued``, by which it runs, may have more waits (``failure_order``).
     """
 
     def __init__(self, code: Code, schedule: Schedule, inputs: Sequence[torch.Tensor]) -> None:
@@ -500,7 +502,7 @@ class _Worker:
         self.wait()
 
     def _loop(self) -> None:
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         _use_threads(self._threads)
         self.finished = 1
         _open(self._done)
@@ -665,10 +667,10 @@ class _Runner:
         # What recording.issuing does, at a tenth of its price.
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         try:
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
             if cast:
                 torch.set_autocast_enabled("cpu", False)
-            with torch._C.DisableTorchFunction():
+            with no_torch_function():
                 if len(lines) == 1:
                     outputs: list[torch.Tensor] = lines[0].function(inputs, [])
                     return outputs
@@ -680,7 +682,7 @@ class _Runner:
         finally:
             # An interrupt can undo a function in Python before its first line, but not one in C.
             try:
-                torch._C._set_grad_enabled(grad)
+                set_grad_enabled(grad)
             finally:
                 if cast:
                     torch.set_autocast_enabled("cpu", True)

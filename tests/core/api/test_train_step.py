@@ -24,6 +24,7 @@ from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep, WholeStep
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.saved_plan import Plan, load_plan
+from nimble_core.tracing.provenance import label_of
 from nimble_core.tracing.pytree import flatten
 from nimble_core.training.optimizer import CapturedOptimizer
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, NimbleError, NimbleWarning, NotStaticError
@@ -1713,7 +1714,7 @@ class _Reads(_Picks):
 
 def _line(marked: str) -> str:
     lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(at for at, line in enumerate(lines, 1) if line.endswith('# ' + marked))}"
+    return f"{label_of(__file__)}:{next(at for at, line in enumerate(lines, 1) if line.endswith('# ' + marked))}"
 
 
 @pytest.mark.parametrize(
@@ -1755,7 +1756,7 @@ def test_a_loss_that_is_not_static_is_named_as_the_loss() -> None:
     net = perceptron()
     with pytest.raises(NotStaticError) as refused:
         TrainStep(net, changing, OPTIMIZERS["sgd"](net.parameters()), options=QUICK).prepare(*vectors())
-    assert " in the loss at test_train_step.py:" in refused.value.where
+    assert " in the loss at tests/core/api/test_train_step.py:" in refused.value.where
 
 
 @pytest.mark.parametrize(
@@ -2436,6 +2437,7 @@ def other_token(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
     return written[:1, 0].expand(x.shape[0], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_compiled_kernels_that_are_wrong_are_left_out_with_the_reason() -> None:
     """Inductor's backward of an unpooling before a layer norm has wrong gradients on the host (torch 2.13)."""

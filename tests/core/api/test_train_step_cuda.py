@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep
-from nimble_core.compiler.passes import padding
+from nimble_core.compiler.passes import pad_matmul
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError, NimbleError, NimbleWarning
 from tests.core.api.test_train_step import (
@@ -584,7 +584,7 @@ def test_a_checkpointed_model_trains_as_in_eager() -> None:
 @pytest.mark.parametrize("outputs", ["copy", "static"])
 def test_gradients_are_copied_into_rows_with_padding(fuse: Any, outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_LEAST_SIZE", 1), ("_LEAST_WORK", 1), ("_WORTH", 0.0)):
-        monkeypatch.setattr(padding, name, value)
+        monkeypatch.setattr(pad_matmul, name, value)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203)).to(DEVICE)
     eager = copy.deepcopy(model)

@@ -53,7 +53,7 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found - truth).norm() / truth.norm())
 
 
-@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+@pytest.mark.parametrize("fuse", ["none", "library", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradients_and_steps_are_as_near_to_float64_as_eagers(name: str, fuse: str, device: str) -> None:
     found = made(name, device)

@@ -700,10 +700,10 @@ def test_whatever_goes_wrong_with_other_kernels_leaves_them_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And is raised under ``strict`` where it is no refusal that kernels may meet."""
-    import nimble_core.autotune.autotune as tuning_
-    import nimble_core.compiler.pipeline as fusing
+    from nimble_core.autotune import autotune
+    from nimble_core.compiler import pipeline
 
-    module, name = {"fusing": fusing, "tuning": tuning_}[place.partition(".")[0]], place.partition(".")[2]
+    module, name = {"fusing": pipeline, "tuning": autotune}[place.partition(".")[0]], place.partition(".")[2]
     real = getattr(module, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -735,7 +735,7 @@ def test_whatever_goes_wrong_with_other_kernels_leaves_them_out(
 
 @pytest.mark.usefixtures("own_choices")
 def test_whatever_goes_wrong_with_an_earlier_choice_lets_it_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nimble_core.autotune.autotune as tuning_
+    from nimble_core.autotune import autotune
 
     options = Options(budget_s=1.0)
     with tuning(LikeCuda({"library": 0.1}), options):
@@ -744,7 +744,7 @@ def test_whatever_goes_wrong_with_an_earlier_choice_lets_it_be_made_again(monkey
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("gone")
 
-    monkeypatch.setattr(tuning_, "follow", failing)
+    monkeypatch.setattr(autotune, "follow", failing)
     with tuning(LikeCuda({"library": 0.1}), options) as tuned:
         assert "what an earlier process chose could not be made again: KeyError: 'gone'" in tuned.notes
         assert tuned.recorded.recording.program.fuse == "library"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import nimble_core.compiler.pipeline as fusing
 from nimble_core import Nimble, Options
 from nimble_core.api.engine import Engine
+from nimble_core.compiler import pipeline
 from nimble_core.compiler.attribution import unmapped
 from nimble_core.ir.program import Program
 from nimble_core.runtime.fake import FakeDevice
@@ -322,7 +322,7 @@ def test_an_interruption_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fusing, "share_equal", stop)
+    monkeypatch.setattr(pipeline, "share_equal", stop)
     model, draw = made("tower")
     with pytest.raises(KeyboardInterrupt):
         Nimble(model, quick("library")).prepare(draw())
@@ -370,9 +370,9 @@ def test_kernels_of_which_nothing_can_be_shown_are_left_out() -> None:
 
 
 def test_a_replay_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nimble_core.autotune.autotune as tuning
+    from nimble_core.autotune import autotune
 
-    real = tuning.capture
+    real = autotune.capture
 
     def failing(device: Any, recorded: Any, schedule: Any, **more: Any) -> Any:
         made = real(device, recorded, schedule, **more)
@@ -384,7 +384,7 @@ def test_a_replay_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr(made, "run", run)
         return made
 
-    monkeypatch.setattr(tuning, "capture", failing)
+    monkeypatch.setattr(autotune, "capture", failing)
     model, draw = made("residual")
     net = Nimble(model, quick("library")).prepare(draw())
     assert engine(net).recorded.recording.program.fuse == "none"
@@ -393,21 +393,21 @@ def test_a_replay_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("tune", ["off", "fast"])
 def test_kernels_that_cannot_be_captured_are_left_out(tune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nimble_core.autotune.autotune as tuning
+    from nimble_core.autotune import autotune
 
-    real = tuning.capture
+    real = autotune.capture
 
     def failing(device: Any, recorded: Any, schedule: Any, **more: Any) -> Any:
         if recorded.recording.program.fuse != "none":
             raise CaptureError("cannot be issued again")
         return real(device, recorded, schedule, **more)
 
-    monkeypatch.setattr(tuning, "capture", failing)
+    monkeypatch.setattr(autotune, "capture", failing)
     model, draw = made("residual")
     net = Nimble(model, quick("library", tune=tune)).prepare(draw())
     assert engine(net).recorded.recording.program.fuse == "none"
     assert any(": left out: cannot be issued again" in note for note in engine(net).notes)
-    monkeypatch.setattr(tuning, "capture", lambda *args, **more: fail())
+    monkeypatch.setattr(autotune, "capture", lambda *args, **more: fail())
     with pytest.raises(ZeroDivisionError):
         Nimble(model, quick("none")).prepare(draw())
 
@@ -424,7 +424,7 @@ def test_a_launch_that_was_not_seen_is_an_error() -> None:
     x, device = draw(), Blind()
     recorded = record_static(device, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
     with pytest.raises(CaptureError, match="2 launches of the library kernels belong to no call") as caught:
-        fusing.fuse(device, recorded, "library", step=Stopwatch())
+        pipeline.fuse(device, recorded, "library", step=Stopwatch())
     assert "after call 3" in str(caught.value)
 
 
@@ -466,7 +466,7 @@ def test_a_plan_whose_kernels_are_wrong_here_is_said(monkeypatch: pytest.MonkeyP
     model, draw = made("residual")
     x = draw()
     plan = engine(prepared("residual", "library")[2]).plan
-    real = fusing.split_constants
+    real = pipeline.split_constants
 
     def wrong(module: Any, names: Any) -> Any:
         folded = real(module, names)
@@ -474,7 +474,7 @@ def test_a_plan_whose_kernels_are_wrong_here_is_said(monkeypatch: pytest.MonkeyP
             constant.mul_(1.5)
         return folded
 
-    monkeypatch.setattr(fusing, "split_constants", wrong)
+    monkeypatch.setattr(pipeline, "split_constants", wrong)
     with pytest.warns(UserWarning, match="the plan's kernels are not right here"):
         Nimble(model).prepare(x, plan=plan)
 

@@ -100,14 +100,14 @@ def test_the_users_label_counts_for_no_call_and_is_put_back(
         events.append({"addr": address, "size": 8, "action": "alloc", "stream": 1, "user_metadata": label})
 
     for name, replacement in {
-        "_cuda_isHistoryEnabled": lambda: False,
-        "_cuda_getMemoryMetadata": lambda: label,
-        "_cuda_setMemoryMetadata": labelled,
-        "_cuda_clearCublasWorkspaces": lambda: None,
+        "history_enabled": lambda: False,
+        "memory_metadata": lambda: label,
+        "set_memory_metadata": labelled,
+        "clear_cublas_workspaces": lambda: None,
+        "record_memory_history": lambda **_: None,
+        "memory_snapshot": lambda: {"device_traces": [events]},
     }.items():
-        monkeypatch.setattr(torch._C, name, replacement, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [events]})
+        monkeypatch.setattr(f"nimble_core.runtime.cuda.allocation_trace.{name}", replacement)
     stream: Any = SimpleNamespace(cuda_stream=1, device=torch.device("cuda", 0))
     probe: Any = SimpleNamespace(nodes=lambda: 0, zeroed=lambda nodes: dict.fromkeys(nodes, range(130, 134)))
     with pytest.raises(error) if error else nullcontext(), allocations_traced(stream) as trace:

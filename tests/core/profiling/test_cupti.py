@@ -27,15 +27,14 @@ from nimble_core import Nimble, Options
 from nimble_core.ir.occupancy import Multiprocessors
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import SelfCheck
-from nimble_core.profiling import cupti, kineto
+from nimble_core.profiling import cupti, kineto, replay_hook
 from nimble_core.profiling.cupti import Activity, attached_tool, collect, unavailable
 from nimble_core.profiling.kernel_matching import TIMED
 from nimble_core.runtime.cuda.device import CudaDevice, CudaExecutable, _observation
 from nimble_core.scheduling.verify_capture import RawGraph
-from nimble_core.utils import replay_hook as replays
 from nimble_core.utils.errors import DeviceError, NimbleWarning
 from nimble_core.utils.locks import capturing, launching
-from nimble_viz.collect import profile as profiling
+from nimble_viz.collect import profile
 from nimble_viz.traces.profiler import profile_eager
 
 ROOT = Path(__file__).parents[3]
@@ -147,7 +146,7 @@ def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch:
     monkeypatch.setattr(cupti, "_names", {})
     monkeypatch.setattr(cupti, "_fields", {})
     monkeypatch.setattr(cupti, "_seen", [])
-    replays = [
+    replay_hook = [
         [
             KernelRecord("fill", at, 0),  # torch sets the random state before each replay
             CopyRecord(at + 10, GRAPH),
@@ -156,7 +155,7 @@ def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch:
         ]
         for at in (100, 200)
     ]
-    cupti._completed([*replays[0], *replays[1]])
+    cupti._completed([*replay_hook[0], *replay_hook[1]])
     assert [one.node for one in cupti._seen] == [-1, 0, 1, 3] * 2
     assert [one.kind for one in cupti._seen] == ["kernel", "memcpy", "kernel", "kernel"] * 2
     assert cupti._seen[2] == Activity("kernel", "dropout", 120, 125, 7, 1, (8, 1, 1), (64, 1, 1), 32, 20)
@@ -317,7 +316,7 @@ def installed() -> Iterator[Library]:
             patch.setattr(cupti, name, new)
         patch.setattr(cupti, "_said", threading.Event())
         yield library
-    assert not replays._counting
+    assert not replay_hook._counting
     for lock in (capturing, launching):
         assert not lock._is_owned()  # type: ignore[attr-defined]
 
@@ -483,10 +482,10 @@ def test_an_interrupted_end_of_a_profile_leaves_replays_alone(monkeypatch: pytes
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(profiling, "calibrate", interrupted)
+    monkeypatch.setattr(profile, "calibrate", interrupted)
     with pytest.raises(KeyboardInterrupt), nimble_viz.profile():
         torch.ones(2).neg()
-    assert not replays._counting
+    assert not replay_hook._counting
     assert not cupti.profiler_runs()
 
 
@@ -627,9 +626,9 @@ import torch, nimble_viz
 from nimble_core import Nimble, Options
 from nimble_core.profiling import cupti
 from nimble_core.profiling import kineto
-from nimble_core.utils import replay_hook as replays
+from nimble_core.profiling import replay_hook
 from nimble_core.utils.errors import NimbleWarning
-from nimble_viz.collect import profile as profiling
+from nimble_viz.collect import profile
 from nimble_viz.traces.profiler import profile_eager
 
 layers = [layer for _ in range(150) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())]

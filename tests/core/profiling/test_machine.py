@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nimble_core.profiling import machine as host_info
+from nimble_core.profiling import machine
 from nimble_core.profiling.machine import GpuFacts, cpu_name, environment, finish, gpu_facts, throttle_reasons
 
 
@@ -66,7 +66,7 @@ def test_finish_adds_clock_and_throttling(monkeypatch: pytest.MonkeyPatch) -> No
             GpuFacts("580.1", 1200, ("software power cap", "hardware slowdown"), ()),
         ]
     )
-    monkeypatch.setattr(host_info, "gpu_facts", lambda uuid: next(seen))
+    monkeypatch.setattr(machine, "gpu_facts", lambda uuid: next(seen))
     before = environment("cuda")
     assert (before.driver, before.sm_clock_mhz, before.throttling) == ("580.1", (1980,), ("software power cap",))
     after = finish(before)
@@ -93,7 +93,7 @@ def test_finish_leaves_the_host_alone() -> None:
     ],
 )
 def test_other_processes(processes: tuple[int, ...] | None, holds_context: bool, others: int | None) -> None:
-    assert host_info._others(processes, holds_context=holds_context) == others
+    assert machine._others(processes, holds_context=holds_context) == others
 
 
 @pytest.mark.parametrize("field", ["clocks_event_reasons.active", "clocks_throttle_reasons.active"])
@@ -105,13 +105,13 @@ def test_smi_of_new_and_old_drivers(field: str) -> None:
             return "11\n12\n"
         return "580.82, 1980, 0x0000000000000044\n" if field in text else ""
 
-    facts = host_info._from_smi("GPU-1", ask)
+    facts = machine._from_smi("GPU-1", ask)
     assert facts == GpuFacts("580.82", 1980, ("software power cap", "hardware thermal slowdown"), (11, 12))
 
 
 @pytest.mark.parametrize("answer", ["", "garbage", "580, [N/A], [N/A]", "No devices were found"])
 def test_smi_that_does_not_say(answer: str) -> None:
-    facts = host_info._from_smi("", lambda arguments: answer if "--query-gpu" in arguments[0] else "")
+    facts = machine._from_smi("", lambda arguments: answer if "--query-gpu" in arguments[0] else "")
     assert facts.sm_clock_mhz is None
     assert facts.throttling == ()
 
@@ -120,9 +120,9 @@ def test_a_hanging_smi_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 5)
 
-    monkeypatch.setattr(host_info, "_from_nvml", hang)
-    monkeypatch.setattr(host_info.shutil, "which", lambda name: name)
-    monkeypatch.setattr(host_info.subprocess, "run", hang)
+    monkeypatch.setattr(machine, "_from_nvml", hang)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.subprocess, "run", hang)
     assert gpu_facts() == GpuFacts()
 
 

@@ -116,7 +116,9 @@ def test_many_values_where_a_mask_is_true_are_refused_for_a_gpu() -> None:
 def test_a_device_that_is_not_there(name: str) -> None:
     model, args, kwargs = make(name)
     host, cuda = real(model, *args, **kwargs), dry(model, *args, device=CUDA, **kwargs)
-    assert [call.operator for call in cuda.calls] == [call.operator for call in host.calls]
+    # A torch that was built with CUDA plans cuDNN's own batch norm for it.
+    operators = [call.operator.replace("cudnn_batch_norm", "native_batch_norm") for call in cuda.calls]
+    assert operators == [call.operator for call in host.calls]
     assert build_graph(cuda) == build_graph(host)
     assert cuda.device == "cuda"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
-from nimble_core.tracing import input_aliasing as overlaps
+from nimble_core.tracing import input_aliasing
 from nimble_core.tracing.input_aliasing import Apart, share_memory
 from nimble_core.utils.errors import InputError
 
@@ -59,7 +59,7 @@ def test_no_input_may_share_memory_with_one_that_is_written(inputs: list[torch.T
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(overlaps).failed == 0
+    assert doctest.testmod(input_aliasing).failed == 0
 
 
 QUICK = Options(fuse="none", tune="off")

@@ -409,7 +409,7 @@ def test_inductors_triton_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert [run[2] for run in kernel.runs] == [True], "trials of a compiler are not the model's launches"
     # Launched again on the stream that is current then, not on the one that it was recorded on.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    monkeypatch.setattr("nimble_core.tracing.kernel_launches.current_raw_stream", lambda device: 99)
     assert isinstance(launch.launch, Relaunch)
     assert launch.launch(*launch.args, **launch.kwargs) == "ran"
     assert kernel.runs[-1] == ((x, out, count, 4), 99, False, {})
@@ -524,7 +524,7 @@ def test_kernels_that_may_reach_other_memory_are_told_of() -> None:
         told.clear()
         with launches_seen(launching, apart, told.append), pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 3, raising=False)
+            patch.setattr("nimble_core.tracing.kernel_launches.current_raw_stream", lambda device: 3)
             for kernel in kernels:
                 kernel[(1,)](x, *[x if kernel.fn.__name__ == "double" else x.data_ptr()])
             for one in inductors:
@@ -568,7 +568,7 @@ def test_a_model_with_such_a_kernel_is_not_taken_apart(inside: bool) -> None:
         return (run(y) - 1) * z
 
     told = pytest.warns(
-        UserWarning, match=r"by_address in the model at .*test_launchers\.py:\d+, which may reach other"
+        UserWarning, match=r"by_address in the model at .*test_kernel_launches\.py:\d+, which may reach other"
     )
     with nullcontext() if inside else told:
         net = Nimble(model, Options(policy="nimble", tune="off")).prepare(torch.randn(8))
@@ -599,6 +599,7 @@ TORCH_LIBRARY_IMPL(nimble_cpp_tests, CPU, m) {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
 def test_an_operator_in_cpp_is_one_call_with_the_writes_of_its_schema(fuse: Any) -> None:

@@ -985,7 +985,7 @@ def test_a_model_that_takes_no_other_values_is_refused() -> None:
         NotStaticError, match=r"not on the same in another order or scaled.*: RuntimeError: E"
     ) as caught:
         Nimble(only).prepare(torch.tensor([0.25, 0.75]))
-    assert caught.value.where.startswith("test_recorder.py:")
+    assert caught.value.where.startswith("tests/core/tracing/test_recorder.py:")
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

@@ -188,6 +188,7 @@ def test_draws_in_any_order_are_followed(steps: list[Any]) -> None:
     assert followed(steps)
 
 
+@pytest.mark.slow
 @given(STEPS, STEPS, st.sampled_from(["default", "first", "second"]))
 def test_a_seed_shows(before: list[Any], after: list[Any], which: str) -> None:
     def seed(own: dict[str, torch.Generator]) -> None:
@@ -196,6 +197,7 @@ def test_a_seed_shows(before: list[Any], after: list[Any], which: str) -> None:
     assert not followed([*before, seed, *after])
 
 
+@pytest.mark.slow
 @given(STEPS, STEPS, STEPS, st.sampled_from(["default", "first", "second"]))
 def test_a_state_that_is_put_back_shows(before: list[Any], between: list[Any], after: list[Any], which: str) -> None:
     kept: list[torch.Tensor] = []

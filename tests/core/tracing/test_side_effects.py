@@ -501,7 +501,7 @@ def test_models_that_differentiate_are_told_to_switch_gradients_on() -> None:
     x = torch.randn(2, 3)
     with pytest.raises(CaptureError, match="the model differentiates in its own forward") as caught:
         Nimble(Forces(on=False)).prepare(x)
-    assert caught.value.where.startswith("the model at test_side_effects.py:")
+    assert caught.value.where.startswith("the model at tests/core/tracing/test_side_effects.py:")
     assert "torch.enable_grad()" in caught.value.fix
     model = Forces(on=True)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.signature import Signature
-from nimble_core.training import prepare_training as trainable
+from nimble_core.training import prepare_training
 from nimble_core.training.joint_function import ForwardBackward, in_better_layout, turnable
 from tests.core.api.test_train_step import Residual, images, one_thread
 from tests.core.training.test_autograd_function import Place, assert_same_gradients, on, pair, prepared
@@ -31,7 +31,7 @@ def turn(device: Any, whole: Any, joint: Any, options: Any, step: Any) -> Any:
 @pytest.mark.parametrize("name", ["resnet", "mobilenet"])
 @pytest.mark.parametrize("fuse", ["none", "library"])
 def test_training_channels_last_equals_eager(name: str, fuse: Any, on: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainable, "in_better_layout", turn)
+    monkeypatch.setattr(prepare_training, "in_better_layout", turn)
     found, net, eager = prepared(name, Options(fuse=fuse, policy="nimble", budget_s=1.0), on.device)
     program = net.engines[0].recorded.recording.program
     images = [ref for call in program.calls for ref in call.writes if len(ref.sizes) == 4 and min(ref.sizes[1:]) > 1]
@@ -86,7 +86,7 @@ def test_copies_of_outputs_have_eagers_strides_whatever_was_turned(
     shape: str, on: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the host, where outputs are no copies, nothing is turned: there it is only seen what copies would have."""
-    monkeypatch.setattr(trainable, "in_better_layout", turn)
+    monkeypatch.setattr(prepare_training, "in_better_layout", turn)
     ways = {"image": (), "view of an image": (nn.Flatten(2),)}
     x = on(images()[0])
     net, eager = pair(on(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *ways[shape])), x)

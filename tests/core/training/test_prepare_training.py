@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from nimble_core import Nimble
 from nimble_core.runtime.host.device import HostDevice, HostExecutable
 from nimble_core.scheduling.options import Options
-from nimble_core.training import prepare_training as trainable
+from nimble_core.training import prepare_training
 from nimble_core.utils.errors import NimbleError
 from tests.core.api.test_train_step import assert_values, one_thread
 from tests.core.training.test_autograd_function import assert_same_gradients, pair, prepared
@@ -22,16 +22,17 @@ from tests.core.training.test_autograd_function import assert_same_gradients, pa
 __all__ = ["one_thread"]  # a fixture
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("strict", [False, True])
 def test_kernels_that_are_wrong_together_are_left_out(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = trainable._unlike_eager, []
+    real, asked = prepare_training._unlike_eager, []
 
     def unlike(joint: Any, forward: Any, backward: Any, count: int) -> str:
         asked.append(backward.tuned.recorded.recording.program.fuse)
         return real(joint, forward, backward, count) if asked[-1] == "none" else "replays are not what eager computes"
 
-    monkeypatch.setattr(trainable, "_unlike_eager", unlike)
+    monkeypatch.setattr(prepare_training, "_unlike_eager", unlike)
     options = Options(fuse="inductor", tune="off", strict=strict)
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(2, 3)
     if strict:
@@ -52,7 +53,7 @@ def test_a_backward_can_be_made_once_more() -> None:
     _, net, _ = prepared("resnet")
     half = net.engines[0].backward
     assert half is not None
-    spare = trainable._sparing(HostDevice(), half.tuned, None)
+    spare = prepare_training._sparing(HostDevice(), half.tuned, None)
     tensors = half.recorded.signature.tensors
     inputs = [torch.randn_like(one) if one.is_floating_point() else one for one in tensors]
     assert_values(spare.run(inputs), half.executable.run(inputs))

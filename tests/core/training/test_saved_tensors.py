@@ -18,7 +18,7 @@ from nimble_core.scheduling.memory_planner import MemoryPlan, Needs, check_memor
 from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.recording import Issuer, issuing
 from nimble_core.tracing.signature import Signature
-from nimble_core.training import prepare_training as trainable
+from nimble_core.training import prepare_training
 from nimble_core.training.joint_function import ForwardBackward
 from nimble_core.training.partition import halve
 from nimble_core.training.saved_tensors import leading, lent
@@ -73,6 +73,7 @@ def small_net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(), Block(), Block(), *head)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("policy", ["single", "nimble"])
 @pytest.mark.parametrize("kind", ["none", "library", "inductor"])
@@ -101,7 +102,7 @@ def test_a_backward_in_lent_memory_finds_what_was_saved_in_any_order(kind: Any, 
     assert lender is not None
     saved += [x for _ in halves.saved_inputs]
     gradients = [torch.randn(4, 5)]
-    recorded = trainable._recorded(halves.with_saved(saved), gradients, model)  # type: ignore[arg-type]  # not run
+    recorded = prepare_training._recorded(halves.with_saved(saved), gradients, model)  # type: ignore[arg-type]  # not run
     if kind != "none":
         recorded = fuse(device, recorded, kind, measure=False, thorough=False, step=Stopwatch())
     recording, program = recorded.recording, recorded.recording.program

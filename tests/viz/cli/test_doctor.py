@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from nimble_core.torch_compat.private import Private, all_entries
 from nimble_viz.cli.command import main
 from nimble_viz.cli.doctor import _CHECKS, Diagnosis, Finding, examine
 from nimble_viz.render.text import plain
@@ -147,6 +148,7 @@ def test_packages_that_break_on_import(error: str) -> None:
     assert {found["NVTX ranges"], found["graphviz dot"], found["statistics"]} == {"off"}
 
 
+@pytest.mark.slow
 def test_an_environment_that_takes_things_away(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     away = {"PATH": "", "NIMBLE_NVTX": "0", "HOME": "", "NIMBLE_CACHE_DIR": str(tmp_path / "file" / "plans")}
@@ -212,6 +214,27 @@ def test_a_check_that_nobody_thought_of_is_a_finding(monkeypatch: pytest.MonkeyP
         ("off", "ZeroDivisionError: nobody thought of this"),
         ("broken", "ZeroDivisionError: nobody thought of this"),
     ]
+
+
+def test_each_private_name_of_torch_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_viz.cli.doctor._CHECKS", ())
+    entries = all_entries()
+    found = examine()
+    assert [one.feature for one in found.internals] == [entry.name.replace(":", ".") for entry in entries]
+    assert {one.state for one in found.internals} <= {"works", "off"}
+    assert found.to_text().count("\n") < 10, "one line for all that are as they should be"
+    assert json.loads(found.to_json())["internals"][0]["feature"] == found.internals[0].feature
+
+    monkeypatch.setattr(Private, "find", lambda self: None)
+    found = examine()
+    states = {entry.name: one.state for entry, one in zip(entries, found.internals, strict=True)}
+    assert states["torch._C:_current_graph_task_id"] == "broken"
+    assert states["torch._C:_current_autograd_node"] == "fallback"
+    assert found.exit_code == 1
+    assert "torch._C._current_graph_task_id" in found.verdict
+    text = found.to_text()
+    assert "calls of a backward have no source line" in text
+    assert "-> a torch from 2.11 to 2.15" in text
 
 
 def test_another_profiler_is_left_alone() -> None:

@@ -391,6 +391,7 @@ def test_a_result_that_is_returned_twice_is_free_only_where_both_are() -> None:
         assert {one.is_contiguous() for one in module(x)} == {free < 2}
 
 
+@pytest.mark.slow
 def test_results_that_a_compiler_padded_are_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
     results_are_padded(monkeypatch)
     given, step, eager = both("mlp", options=Options(fuse="inductor", policy="single"))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from nimble_core import Nimble, Options, TrainStep
-from nimble_core.compiler import pipeline as fusing
+from nimble_core.compiler import pipeline
 from nimble_core.compiler.inductor import compile_graph
-from nimble_core.compiler.passes import padding
+from nimble_core.compiler.passes import pad_matmul
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.pad_matmul import pad_products
 from nimble_core.compiler.rerecord import tracked
@@ -33,9 +33,9 @@ _aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _every_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padding, "_LEAST_SIZE", 1)
-    monkeypatch.setattr(padding, "_LEAST_WORK", 1)
-    monkeypatch.setattr(padding, "_WORTH", 0.0)
+    monkeypatch.setattr(pad_matmul, "_LEAST_SIZE", 1)
+    monkeypatch.setattr(pad_matmul, "_LEAST_WORK", 1)
+    monkeypatch.setattr(pad_matmul, "_WORTH", 0.0)
 
 
 def pad(module: fx.GraphModule, *, compiled: bool = True, constant: bool = False) -> int:
@@ -137,17 +137,18 @@ def test_a_gradient_that_is_written_in_place_stays_row_after_row(rows: int, colu
     assert counted == [count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", ["library", "inductor"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_language_model_trains_as_in_eager(fuse: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten, counts = fusing._rewritten, []
+    rewritten, counts = pipeline._rewritten, []
 
     def padded(device: Any, one: Any, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
         module = rewritten(device, one, decisions, compiled=compiled)
         counts.append(pad(module, compiled=compiled))
         return module
 
-    monkeypatch.setattr(fusing, "_rewritten", padded)
+    monkeypatch.setattr(pipeline, "_rewritten", padded)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 203, bias=bias)).train()
     eager = copy.deepcopy(model)
@@ -212,14 +213,14 @@ def test_nothing_is_padded_without_a_measurement_or_where_it_does_not_pay(monkey
     one = recorded(lambda x: x.sin() @ weight.t(), torch.randn(6, 4))
     unmeasured = Decisions()
     assert pad_products(lift(one.recording), CPU, unmeasured, compiled=True, constant=False) == 0
-    monkeypatch.setattr(padding, "_WORTH", 1.05)
+    monkeypatch.setattr(pad_matmul, "_WORTH", 1.05)
     times = iter([[10.0, 9.0, 1.0], [10.0, 8.0, 1.0], [10.0, None, 1.0]])
     found = [
         pad_products(lift(one.recording), CPU, Decisions(lambda calls: next(times)), compiled=True, constant=False)
         for _ in range(3)
     ]
     assert found == [0, 1, 0]
-    monkeypatch.setattr(padding, "_LEAST_WORK", 1 << 30)
+    monkeypatch.setattr(pad_matmul, "_LEAST_WORK", 1 << 30)
     assert pad(lift(one.recording)) == 0
 
 
@@ -291,7 +292,7 @@ def test_a_gradient_that_is_copied_is_asked_for_with_its_padding(flat: bool) -> 
     assert widen(module) == 2
     module.graph.lint()
     module.recompile()
-    signature = fusing._widened(one.signature, module)
+    signature = pipeline._widened(one.signature, module)
     assert [tuple(each.shape) for each in signature.tensors] == [(*gradient.shape[:-1], 8), (6, 4)]
     padded = [node for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
     assert [node.args[0].op for node in padded] == ["get_attr"], "the weight alone is padded by a copy"
@@ -322,7 +323,7 @@ def test_sums_by_parts_round_as_whole_ones_do() -> None:
     """The sum of all but the last terms may be too large for its type."""
     left, right = torch.full((2, 129), 10.0).half(), torch.full((129, 4), 100.0).half()
     left[:, 128] = -640
-    found = padding._in_parts(F.pad(left, (0, 7)), right, 129)
+    found = pad_matmul._in_parts(F.pad(left, (0, 7)), right, 129)
     assert torch.equal(found, torch.full((2, 4), 64_000.0).half())
 
 
@@ -330,7 +331,7 @@ def test_conjugated_gradients_stay_as_they_are() -> None:
     weight = torch.randn(7, 4, dtype=torch.complex64)
     one = recorded(lambda g: g.conj() @ weight, torch.randn(6, 7, dtype=torch.complex64))
     module = unchanged_by(widen, one, 1e-5)
-    assert fusing._widened(one.signature, module) is one.signature
+    assert pipeline._widened(one.signature, module) is one.signature
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -351,7 +352,7 @@ def test_kernels_that_do_not_look_at_strides_get_what_they_got(view: bool) -> No
 def test_a_weight_is_padded_for_each_product_that_reads_it(
     each_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(padding, "_WORTH", 1.0)
+    monkeypatch.setattr(pad_matmul, "_WORTH", 1.0)
     weight = torch.randn(7, 4)
     one = recorded(lambda x: (x.sin() @ weight.t(), x.cos() @ weight.t()), torch.randn(6, 4))
     decisions = Decisions(lambda calls: [1.5, 1.0, each_ns])  # two products, two of padded ones, two paddings
@@ -365,7 +366,7 @@ def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
     module = lift(one.recording)
     widen(module)
     module.recompile()
-    inputs = fusing._widened(one.signature, module).tensors
+    inputs = pipeline._widened(one.signature, module).tensors
     with torch.no_grad():
         found = compile_graph(module, inputs)(*inputs)
     for mine, wanted in zip(found, backward(gradient, x), strict=True):
@@ -389,20 +390,20 @@ def test_compiled_kernels_read_a_padded_gradient(rows: int) -> None:
 def test_inputs_that_others_look_at_stay_as_they_are(forward: Any, sizes: tuple[int, ...]) -> None:
     one = recorded(forward, torch.randn(sizes, dtype=torch.float64))
     module = unchanged_by(widen, one)
-    assert fusing._widened(one.signature, module) is one.signature
+    assert pipeline._widened(one.signature, module) is one.signature
 
 
 def test_only_inputs_that_are_copied_are_asked_for_with_padding() -> None:
     one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
     module = unchanged_by(pad, one)
-    assert fusing._widened(one.signature, module) is one.signature
+    assert pipeline._widened(one.signature, module) is one.signature
 
 
 @pytest.mark.parametrize(("padded_copy_ns", "count"), [(5.0, 2), (40.0, 0)])
 def test_a_padded_input_pays_where_its_copy_and_the_products_take_less(
     padded_copy_ns: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(padding, "_WORTH", 1.05)
+    monkeypatch.setattr(pad_matmul, "_WORTH", 1.05)
     one = recorded(backward, torch.randn(6, 7).double(), torch.randn(6, 4).double())
     # Two products and the copy as they are; padded products, the padding of the weight, the padded copy.
     times = [20.0, 20.0, 2.0, 15.0, 15.0, 1.0, padded_copy_ns]

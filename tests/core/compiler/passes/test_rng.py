@@ -121,6 +121,7 @@ def test_compiled_kernels_draw_what_eager_draws(name: str) -> None:
     net.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_compiled_step_with_dropout_learns_what_eager_learns(device: str) -> None:
     given, step, eager = both("dropout", device=device, options=Options(fuse="inductor", policy="single", tune="full"))

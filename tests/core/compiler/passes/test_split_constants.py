@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import fx, nn
 
-from nimble_core.compiler.passes import constants
+from nimble_core.compiler.passes import split_constants as constants
 from nimble_core.compiler.passes.channels_last import to_channels_last
 from nimble_core.compiler.passes.cse import share_equal
 from nimble_core.compiler.passes.decisions import Decisions

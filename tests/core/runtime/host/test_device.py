@@ -30,8 +30,8 @@ from nimble_core.autotune.capture_pipeline import capture
 from nimble_core.ir.call_graph import CallGraph, build_graph
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.schedule import Schedule
-from nimble_core.runtime import filling, hostcode
 from nimble_core.runtime.device import PlacementError
+from nimble_core.runtime.host import codegen, out_variants
 from nimble_core.runtime.host.device import HostDevice, HostExecutable
 from nimble_core.scheduling.memory_planner import MemoryPlan, check_memory, plan_memory
 from nimble_core.scheduling.memory_requirements import Layout
@@ -891,8 +891,8 @@ def test_batch_norm_of_what_is_not_contiguous(how: Callable[[torch.Tensor], torc
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which no call was tried yet."""
-    monkeypatch.setattr(filling, "_refused", set())
-    monkeypatch.setattr(filling, "_accepted", set())
+    monkeypatch.setattr(out_variants, "_refused", set())
+    monkeypatch.setattr(out_variants, "_accepted", set())
 
 
 @pytest.mark.usefixtures("untried")
@@ -912,7 +912,7 @@ def test_losses_leave_their_neighbours_in_the_arena_alone(measure: Callable[...,
     for _ in range(3):
         x = torch.randn(40, 50)
         assert torch.equal(executable.run([x])[0], loss(x))
-    refused = any("binary" in str(kind) or "huber" in str(kind) for kind in filling._refused)
+    refused = any("binary" in str(kind) or "huber" in str(kind) for kind in out_variants._refused)
     assert refused is (reduction != "none")
 
 
@@ -949,12 +949,12 @@ def test_memory_that_a_call_does_not_fill_is_planned_once_only() -> None:
 def test_calls_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    class Counted(filling.Trial):
+    class Counted(out_variants.Trial):
         def __init__(self, step: Step, *args: Any) -> None:
             tried.append(str(step.func))
             super().__init__(step, *args)
 
-    monkeypatch.setattr(hostcode, "Trial", Counted)
+    monkeypatch.setattr(codegen, "Trial", Counted)
 
     def model(x: torch.Tensor) -> torch.Tensor:
         for _ in range(5):
@@ -1142,7 +1142,7 @@ def test_an_interrupt_at_any_moment_while_an_entry_is_sought_leaves_no_mode_in_f
     result = x * 2
 
     def sought() -> Callable[..., Any]:
-        return hostcode._entry(torch.ops.aten.mul.Tensor, [x, 2], {}, result)
+        return codegen._entry(torch.ops.aten.mul.Tensor, [x, 2], {}, result)
 
     assert sought() is torch._C._VariableFunctions.mul  # the first mode of a process imports much
     for _ in interrupted(sought):

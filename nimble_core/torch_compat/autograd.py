@@ -1,0 +1,222 @@
+"""Autograd: its engine, its nodes, version counters, and the transforms of ``torch.func``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import py_object, pythonapi
+from functools import cache
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from nimble_core.torch_compat.private import function, private
+
+if TYPE_CHECKING:
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+else:
+    preserve_version_counter = private(
+        "torch.autograd.grad_mode:_unsafe_preserve_version_counter",
+        "put values back without a backward that saved them being refused",
+    ).require()
+
+__all__ = [
+    "ENGINE_RUN",
+    "KNOWN_WHETHER_KEPT",
+    "STALE_CAPTURE_STREAM",
+    "STASHES",
+    "batched_or_wrapped",
+    "current_node",
+    "engine_run_is_own",
+    "forward_ad_level",
+    "graph_is_kept",
+    "graph_task",
+    "preserve_version_counter",
+    "profiler_enabled",
+    "queue_callback",
+    "sequence_number",
+    "set_grad_enabled",
+    "set_stale_capture_stream",
+    "set_version_counter",
+    "stale_capture_stream",
+    "stash",
+    "stashed",
+    "transforms_active",
+    "will_execute",
+    "wrapped",
+]
+
+set_grad_enabled: Callable[[bool], None] = function(
+    "torch._C:_set_grad_enabled",
+    "switch gradients in C, which an interrupt cannot leave half done",
+    "torch.set_grad_enabled, which is Python: slower, and an interrupt may leave it switched",
+    fallback=torch.set_grad_enabled,
+)
+sequence_number: Callable[[], int] = function(
+    "torch._C:_autograd._get_sequence_nr",
+    "know which nodes of autograd's graph an operator made",
+    "calls of a backward have no source line",
+    fallback=lambda: 0,
+)
+current_node: Callable[[], Any] = function(
+    "torch._C:_current_autograd_node",
+    "know which node a call of a backward belongs to",
+    "calls of a backward have no source line",
+    fallback=lambda: None,
+)
+set_version_counter: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = function(
+    "torch._C:_autograd._unsafe_set_version_counter",
+    "leave version counters as they were after a preparation",
+    "autograd refuses a backward whose forward ran before the preparation",
+    fallback=lambda tensors, versions: None,
+)
+profiler_enabled: Callable[[], bool] = function(
+    "torch._C:_autograd._profiler_enabled",
+    "leave CUPTI to a profiler that runs on this thread",
+    "only profilers that torch.autograd.profiler knows of are noticed",
+    fallback=lambda: False,
+)
+graph_task: Callable[[], int] = function(
+    "torch._C:_current_graph_task_id", "tell which backward runs, for hooks of several tensors"
+)
+will_execute: Callable[[Any], bool] = function(
+    "torch._C:_will_engine_execute_node", "tell backward() from a search for some gradients"
+)
+_KEPT = "torch._C:_autograd._get_current_graph_task_keep_graph"
+graph_is_kept: Callable[[], bool] = function(
+    _KEPT,
+    "know whether another backward may follow (retain_graph=True)",
+    "a backward's memory is never lent its forward's: it takes more",
+    fallback=lambda: False,
+)
+KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+"""Whether ``graph_is_kept`` knows."""
+
+STALE_CAPTURE_STREAM = private(
+    "torch._C:_set_override_stale_capture_stream",
+    "capture a backward while older graphs are kept",
+    "such a capture is refused; the error says to let go of old losses",
+    since="2.13",
+)
+set_stale_capture_stream: Callable[[bool], None] | None = STALE_CAPTURE_STREAM.find()
+stale_capture_stream: Callable[[], bool] = function(
+    "torch._C:_override_stale_capture_stream",
+    "put that setting back",
+    "such a capture is refused; the error says to let go of old losses",
+    fallback=lambda: False,
+    since="2.13",
+)
+
+_ENGINE = private("torch.autograd:Variable._execution_engine", "run something when a backward ends")
+
+
+def queue_callback(do: Callable[[], None]) -> None:
+    """Call ``do`` when the backward that runs on this thread ends. Raises DeviceError if torch cannot."""
+    _ENGINE.require().queue_callback(do)
+
+
+_NO_SEARCHES = "autograd's graph leads to every parameter, which costs a backward 2 µs for each"
+_STASH = private(
+    "torch._C:_stash_obj_in_tls", "tell a node's backward which search runs it, on whichever thread", _NO_SEARCHES
+)
+_STASHED = private("torch._C:_get_obj_in_tls", "the same: read it there", _NO_SEARCHES)
+_IS_STASHED = private("torch._C:_is_key_in_tls", "the same: know whether there is one", _NO_SEARCHES)
+_UNSTASH = private(
+    "torch._C:_remove_obj_from_tls", "the same: remove it", "it stays as None until its thread ends", since="2.13"
+)
+_keep, _kept, _is_kept, _remove = (one.find() for one in (_STASH, _STASHED, _IS_STASHED, _UNSTASH))
+STASHES = None not in (_keep, _kept, _is_kept)
+"""Whether objects can be handed from the thread that calls autograd's engine to those that run nodes for it."""
+
+
+@cache
+def _steals() -> bool:
+    """Whether this torch takes over the reference that it is given, as 2.11 does: one more is due for each object."""
+    probe, key = object(), "nimble_core.probe"
+    before = getrefcount(probe)
+    # Two references first, so that the probe outlives what torch lets go of.
+    pythonapi.Py_IncRef(py_object(probe))
+    _keep(key, probe)
+    steals = getrefcount(probe) == before + 1
+    pythonapi.Py_IncRef(py_object(None))
+    _keep(key, None)
+    if not steals:
+        pythonapi.Py_DecRef(py_object(probe))
+        pythonapi.Py_DecRef(py_object(None))
+    return steals
+
+
+def stash(key: str, value: object) -> None:
+    """Keep ``value`` for this thread, and for the threads that run nodes of the backwards that it starts."""
+    if value is None and _remove is not None:
+        if _is_kept(key):
+            _remove(key)
+        return
+    if _steals():
+        pythonapi.Py_IncRef(py_object(value))
+    _keep(key, value)
+
+
+def stashed(key: str) -> Any:
+    """What ``stash`` keeps for this thread; None if nothing."""
+    return _kept(key) if STASHES and _is_kept(key) else None
+
+
+private("torch.autograd.graph:_engine_run_backward", "notice that torch's own run is back in its place", _NO_SEARCHES)
+ENGINE_RUN = private(
+    "torch.autograd:_engine_run_backward",
+    "answer torch.autograd.grad for parameters behind a replayed backward",
+    _NO_SEARCHES,
+    replaced=True,
+)
+
+
+def engine_run_is_own() -> bool | None:
+    """Whether ``backward`` calls torch's own run of the engine; None where this torch has another way. 0.1 µs."""
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    return None if run is None else run is getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+_TRANSFORMS = "refuse calls inside of torch.func's transforms, which a replay cannot follow"
+_innermost: Callable[[], Any] = function("torch._C:_functorch.peek_interpreter_stack", _TRANSFORMS)
+transforms_active: Callable[[], bool] = function(
+    "torch._C:_are_functorch_transforms_active",
+    _TRANSFORMS,
+    "the innermost transform is asked for, which takes longer",
+    fallback=lambda: _innermost() is not None,
+)
+_NO_WRAPPER = "batches of gradients end in an error of torch's"
+_WRAPPERS: tuple[Callable[[torch.Tensor], bool], ...] = (
+    function(
+        "torch._C:_functorch.is_functorch_wrapped_tensor",
+        "notice tensors of torch.func's transforms",
+        _NO_WRAPPER,
+        fallback=lambda tensor: False,
+    ),
+    function(
+        "torch._C:_functorch.is_legacy_batchedtensor",
+        "notice batches of gradients (is_grads_batched=True)",
+        _NO_WRAPPER,
+        fallback=lambda tensor: False,
+    ),
+)
+wrapped: Callable[[torch.Tensor], bool] = _WRAPPERS[0]
+
+
+def batched_or_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether this stands for several tensors: a transform's, or a batch of gradients."""
+    return any(asked(tensor) for asked in _WRAPPERS)
+
+
+private(
+    "torch.autograd.forward_ad:_current_level",
+    "refuse calls under forward-mode AD, which a replay cannot follow",
+    "each call looks at all inputs for tangents, which takes longer",
+)
+_forward_ad = vars(forward_ad)
+
+
+def forward_ad_level() -> int:
+    """How deep forward-mode AD is nested now; -1 outside of it, 0 where this torch does not say."""
+    return int(_forward_ad.get("_current_level", 0))

@@ -1,0 +1,150 @@
+"""The dispatcher: modes that see each operator, operators and their kernels, fake tensors, and trees of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from nimble_core.torch_compat.private import function, private
+
+if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as modes_off
+else:
+    OpOverload = private("torch._ops:OpOverload", "tell operators of the dispatcher from other callables").require()
+    HigherOrderOperator = private("torch._ops:HigherOrderOperator", "refuse operators that run functions").require()
+    TorchDispatchMode = private(
+        "torch.utils._python_dispatch:TorchDispatchMode", "see each operator that a model calls"
+    ).require()
+    modes_off = private(
+        "torch.utils._python_dispatch:_disable_current_modes", "run operators of our own out of a mode's sight"
+    ).require()
+    pytree = private("torch.utils:_pytree", "walk nested inputs and outputs as torch does").require()
+    _FAKE = "torch._subclasses.fake_tensor"
+    FakeTensor = private(f"{_FAKE}:FakeTensor", "plan without running: tensors without memory").require()
+    FakeTensorMode = private(f"{_FAKE}:FakeTensorMode", "make such tensors").require()
+    _SHAPES = "name an operator whose result depends on values"
+    DataDependentOutputException = private(f"{_FAKE}:DataDependentOutputException", _SHAPES).require()
+    DynamicOutputShapeException = private(f"{_FAKE}:DynamicOutputShapeException", _SHAPES).require()
+    UnsupportedFakeTensorException = private(f"{_FAKE}:UnsupportedFakeTensorException", _SHAPES).require()
+    UnsupportedOperatorException = private(f"{_FAKE}:UnsupportedOperatorException", _SHAPES).require()
+
+__all__ = [
+    "ANY_KEY",
+    "BINDINGS",
+    "COMPOSITE",
+    "FAKE_TENSOR",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "conjugated",
+    "current_mode",
+    "current_modes",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_kernels",
+    "foreach_mul",
+    "foreach_zero_",
+    "fused_kernels",
+    "has_kernel",
+    "keys_excluded",
+    "lifts_host_tensors",
+    "modes_off",
+    "negated",
+    "no_torch_function",
+    "pop_mode",
+    "pop_stack",
+    "push_stack",
+    "pytree",
+    "scale_checked_",
+    "set_lifts_host_tensors",
+    "update_scale_",
+]
+
+_dispatch = "torch.utils._python_dispatch"
+current_mode: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode", "know the mode in force")
+current_modes: Callable[[], Any] = function(f"{_dispatch}:_get_current_dispatch_mode_stack", "know all modes in force")
+pop_mode: Callable[..., Any] = function(f"{_dispatch}:_pop_mode", "take modes that a failed run left out of force")
+push_stack: Callable[[Any], None] = function(
+    "torch._C:_push_on_torch_dispatch_stack", "put a mode in force in C, which an interrupt cannot leave half done"
+)
+pop_stack: Callable[[Any], Any] = function("torch._C:_pop_torch_dispatch_stack", "take it out of force likewise")
+no_torch_function: Callable[[], AbstractContextManager[None]] = function(
+    "torch._C:DisableTorchFunction", "look at tensors past __torch_function__ and the caller's modes"
+)
+keys_excluded: Callable[[Any], AbstractContextManager[None]] = function(
+    "torch._C:_ExcludeDispatchKeyGuard", "compare containers of tensors by identity, in C"
+)
+ANY_KEY: Any = function("torch._C:_dispatch_keyset_full", "the same: every kernel of the dispatcher")()
+has_kernel: Callable[..., bool] = function(
+    "torch._C:_dispatch_has_kernel_for_dispatch_key", "know whether an operator has a kernel of its own"
+)
+COMPOSITE: Any = private(
+    "torch._C:DispatchKey.CompositeImplicitAutograd", "take an operator apart that inference mode keeps whole"
+).require()
+lifts_host_tensors: Callable[[], bool] = function(
+    "torch._C:_only_lift_cpu_tensors",
+    "put that setting back",
+    "torch.tensor(..., device=...) is refused in captures",
+    fallback=lambda: False,
+)
+set_lifts_host_tensors: Callable[[bool], None] = function(
+    "torch._C:_set_only_lift_cpu_tensors",
+    "see the copy of torch.tensor(..., device=...)",
+    "torch.tensor(..., device=...) is refused in captures",
+    fallback=lambda on: None,
+)
+BINDINGS: tuple[Any, ...] = tuple(
+    found
+    for name in ("_VariableFunctions", "_nn", "TensorBase")
+    if (
+        found := private(
+            f"torch._C:{name}",
+            "call operators through the functions behind torch's interface: 0.35 µs less for each",
+            "operators are called through their overloads",
+        ).find()
+    )
+    is not None
+)
+"""Where torch keeps the functions behind its Python interface."""
+FAKE_TENSOR = private(
+    "torch._subclasses:FakeTensor",
+    "hide from libraries that tensors are fake: they keep another branch for those",
+    "masks of Hugging Face's models are planned as they are for captures",
+    replaced=True,
+)
+conjugated: Callable[[Any], Any] = function("torch:_conj", "make lazy views again")
+negated: Callable[[Any], Any] = function("torch:_neg_view", "make lazy views again")
+
+_MANY = "handle many tensors in one call"
+foreach_add_: Callable[..., Any] = function("torch:_foreach_add_", _MANY)
+foreach_copy_: Callable[..., Any] = function("torch:_foreach_copy_", _MANY)
+foreach_mul: Callable[..., Any] = function("torch:_foreach_mul", _MANY)
+foreach_zero_: Callable[..., Any] = function("torch:_foreach_zero_", _MANY)
+scale_checked_: Callable[..., Any] = function(
+    "torch:_amp_foreach_non_finite_check_and_unscale_", "unscale gradients inside of a step, as GradScaler does"
+)
+update_scale_: Callable[..., Any] = function("torch:_amp_update_scale_", "update the scale as GradScaler does")
+foreach_kernels: Callable[[], list[str]] = function(
+    "torch.utils._foreach_utils:_get_foreach_kernels_supported_devices", "choose the optimizer's form as torch does"
+)
+fused_kernels: Callable[[], list[str]] = function(
+    "torch.utils._foreach_utils:_get_fused_kernels_supported_devices", "choose the optimizer's form as torch does"
+)

@@ -1,0 +1,24 @@
+"""Public names of torch that we replace for the whole process at times."""
+
+from __future__ import annotations
+
+from nimble_core.torch_compat.private import Private, private
+
+__all__ = ["GRAPH_REPLAY", "IS_CAPTURING", "TENSOR_METHODS"]
+
+IS_CAPTURING = private(
+    "torch.cuda:is_current_stream_capturing",
+    "tell libraries on the recording thread whether a capture is under way",
+    replaced=True,
+)
+GRAPH_REPLAY = private("torch.cuda:CUDAGraph.replay", "hold replays back while CUPTI comes and goes", replaced=True)
+TENSOR_METHODS: dict[str, Private] = {
+    name: private(f"torch:Tensor.{name}", purpose, replaced=True)
+    for name, purpose in (
+        ("numpy", "notice memory that a model hands out"),
+        ("__dlpack__", "notice memory that a model hands out"),
+        ("tolist", "notice numbers that a model reads on the host"),
+        ("cpu", "notice copies to the host where the host stands in for the device"),
+        ("to", "notice copies to the host where the host stands in for the device"),
+    )
+}
