@@ -223,16 +223,17 @@ class Nimble(torch.nn.Module):
         unlike = backward.unlike(tensors, engine.signature.paths) if torch.is_grad_enabled() else ""
         if unlike and self._options.on_new_shape != "eager":
             raise InputError(f"prepared for something else: {unlike}", fix="prepare(..., training=True) again")
-        pending = backward.fixed and backward.pending
+        with backward.using_memory:  # where that is one for all forwards: no thread's may come in between
+            pending = backward.fixed and backward.pending
+            if not (unlike or pending):
+                if torch.is_grad_enabled():
+                    return engine.build(backward.attach(run, tensors, self))
+                backward.overwrite()
+                return engine.build(backward.own(run(tensors)))
         if pending:
             early = "a forward before the backward of the last one"
             self._say(f"{early} runs in eager: the replay's memory is still needed")
-        if unlike or pending:
-            return self._model(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            backward.overwrite()
-            return engine.build(backward.own(run(tensors)))
-        return engine.build(backward.attach(run, tensors, self))
+        return self._model(*args, **kwargs)
 
     def refresh(self) -> None:
         """Compute folded weights again from the parameters and buffers as they are now.

@@ -1,20 +1,21 @@
 """Training as in eager: a prepared forward whose outputs carry a prepared backward.
 
 ``out = net(x); loss_fn(out, y).backward(); optimizer.step()``: forward and backward are replays of their own, made by
-``trainable`` and joined here by an autograd function. What the forward saves stays where it is until the backward has
-read it: on CUDA in the forward's own memory, so that there the next forward overwrites it.
+``prepare_training`` and joined here by an autograd function. What the forward saves stays where it is until the
+backward has read it: on CUDA in the forward's own memory, so that there the next forward overwrites it.
 
 Gradients of parameters go into ``.grad`` past autograd's accumulation, which would copy or keep each of them singly:
 where there is none yet the engine's own tensor becomes ``.grad``, and another one is added to. In autograd's graph are
-only those with hooks, which get copies; searches (``torch.autograd.grad``) for others are answered by ``searches``.
+only those with hooks, which get copies; ``autograd_hooks`` answers searches (``torch.autograd.grad``) for others.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -26,20 +27,26 @@ from torch.utils.hooks import RemovableHandle
 from nimble_core.autotune.autotune import Tuned
 from nimble_core.ir.program import Call
 from nimble_core.runtime.device import Executable
+from nimble_core.torch_compat.autograd import (
+    batched_or_wrapped,
+    graph_is_kept,
+    graph_task,
+    queue_callback,
+    will_execute,
+)
+from nimble_core.torch_compat.dispatch import foreach_add_
 from nimble_core.tracing.autocast import autocast_name, autocast_type
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.strides import copied
 from nimble_core.training.autograd_hooks import ACCUMULATING as _ACCUMULATING
-from nimble_core.training.autograd_hooks import Behind, searches_are_answered
+from nimble_core.training.autograd_hooks import Behind, current_search, searches_are_answered
 from nimble_core.training.missing_gradients import any_number, branch_of, issued_without, vanishing
 from nimble_core.utils.errors import InputError
 
-__all__ = ["KNOWN_WHETHER_KEPT", "Backward", "Fixed"]
+__all__ = ["Backward", "Fixed"]
 
-KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-"""Whether this torch tells if another backward may follow the one that runs."""
 
 _version = attrgetter("_version")
 _gradient = attrgetter("grad")
@@ -47,13 +54,6 @@ _trained = attrgetter("requires_grad")
 _hooks = attrgetter("_backward_hooks")
 _late_hooks = attrgetter("_post_accumulate_grad_hooks")
 _kind = attrgetter("dtype", "device", "shape")
-# Private names of torch: without them batches end in an error of torch's.
-_of_vmap: tuple[Callable[[torch.Tensor], bool], ...] = tuple(
-    getattr(torch._C._functorch, name)
-    for name in ("is_legacy_batchedtensor", "is_functorch_wrapped_tensor")
-    if hasattr(torch._C._functorch, name)
-)
-
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -87,7 +87,7 @@ class _Spared:
             return self.hook(gradient)
         gathered = _gathered(self.hook)
         if gathered is not None:
-            _at_the_end(partial(_tell_of_none, self.hook, gathered))
+            queue_callback(partial(_tell_of_none, self.hook, gathered))
         return None
 
 
@@ -129,12 +129,7 @@ def _spare_hooks(parameters: Iterable[torch.Tensor]) -> None:
     """Until this backward ends, keep None from hooks of these."""
     sparing = _Sparing(parameters)
     if sparing:
-        _at_the_end(sparing)
-
-
-def _at_the_end(do: Callable[[], None]) -> None:
-    """Of the backward that runs on this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(do)
+        queue_callback(sparing)
 
 
 def _callers_stream_follows(device: torch.device) -> None:
@@ -149,7 +144,7 @@ def _callers_stream_follows(device: torch.device) -> None:
         if callers != issued:
             callers.wait_stream(issued)
 
-    _at_the_end(follow)
+    queue_callback(follow)
 
 
 def _gathered(hook: Callable[..., Any]) -> Mapping[int, object] | None:
@@ -161,7 +156,7 @@ def _gathered(hook: Callable[..., Any]) -> Mapping[int, object] | None:
 
 def _tell_of_none(hook: Callable[[torch.Tensor | None], Any], gathered: Mapping[int, object]) -> None:
     """It waits for all tensors that autograd's graph leads to, a gradient or not; eager's leads to none of these."""
-    if torch._C._current_graph_task_id() in gathered:  # else no gradient came at all
+    if graph_task() in gathered:  # else no gradient came at all
         hook(None)
 
 
@@ -197,6 +192,9 @@ class Backward:
             in autograd's graph each output stands for itself.
         read: tensors that exist before the forward and that the backward reads, by name: parameters, trained or not,
             buffers and constants.
+        using_memory: held while the forward's memory is written, or read for a backward, so that no other thread's
+            forward comes between a run and what belongs to it. On the host each forward has memory of its own, and
+            nothing is held.
     """
 
     tuned: Tuned
@@ -226,8 +224,8 @@ class Backward:
     _said: bool = False
     _node: Any = None
     _without: dict[frozenset[int], tuple[frozenset[int], bool]] = field(default_factory=dict)
-    _hooked: frozenset[int] = frozenset()
-    _registered: int = -1
+    _hooked: tuple[frozenset[int], int] = (frozenset(), -1)
+    using_memory: AbstractContextManager[Any] = field(init=False)
     _flagged: list[torch.Tensor] = field(init=False)
     _read: list[torch.Tensor] = field(init=False)
     _required: list[bool] = field(init=False)
@@ -237,6 +235,7 @@ class Backward:
     _kinds: list[tuple[object, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.using_memory = threading.RLock() if self.fixed else nullcontext()
         self._flagged = [parameter for parameter, _, _ in self.flags]
         self._required = [flag for _, _, flag in self.flags]
         self._read = [tensor for _, tensor in self.read]
@@ -280,23 +279,25 @@ class Backward:
 
     def attach(self, run: Run, tensors: Sequence[torch.Tensor], owner: object) -> list[torch.Tensor]:
         """Run the forward on ``tensors``; its outputs carry the backward, and keep ``owner``, which would close it."""
-        self.renew()
         # torch's own ``apply`` looks through all arguments for those of a transform that is over.
         apply = super(torch.autograd.Function, _Replay).apply
         # Reducers of processes that train together look for parameters in the graph itself.
         alone = not _distributed() and searches_are_answered()
         linked = sorted(self.hooked()) if alone else range(len(self.parameters))
         reached = [self.parameters[at] for at in linked]
-        return list(apply(self, run, owner, self._anchor, linked, len(tensors), *tensors, *reached))  # type: ignore[no-untyped-call]  # torch's has no types
+        with self.using_memory:
+            self.renew()
+            return list(apply(self, run, owner, self._anchor, linked, len(tensors), *tensors, *reached))  # type: ignore[no-untyped-call]  # torch's has no types
 
     def hooked(self) -> frozenset[int]:
         """Parameters, by position, with a hook that waits for their gradient."""
         registered = RemovableHandle.next_id  # read before hooks are: who registers meanwhile is noticed
-        if self._hooked or registered != self._registered:
+        hooked, seen = self._hooked
+        if hooked or registered != seen:
             waiting = zip(map(_hooks, self.parameters), map(_late_hooks, self.parameters), strict=True)
-            self._hooked = frozenset(at for at, (early, late) in enumerate(waiting) if early or late)
-            self._registered = registered
-        return self._hooked
+            hooked = frozenset(at for at, (early, late) in enumerate(waiting) if early or late)
+            self._hooked = hooked, registered  # in one write, as several threads may look at once
+        return hooked
 
     def behind(self, linked: Collection[int]) -> Behind | None:
         """Parameters that the graph does not lead to; None if it leads to all."""
@@ -338,12 +339,18 @@ class Backward:
         return self._spare
 
     def replay(
-        self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], *, accumulate: bool, keep: bool
+        self,
+        given: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor],
+        *,
+        accumulate: bool,
+        hooked: Collection[int],
+        keep: bool,
     ) -> list[torch.Tensor | None]:
         """Replay on gradients of the outputs; gradients of inputs and parameters that are autograd's to hand on.
 
-        With ``accumulate``, those of parameters without hooks go into ``.grad``. With ``keep``, another backward of the
-        same forward may follow.
+        With ``accumulate``, those of parameters that are not ``hooked`` go into ``.grad``. With ``keep``, another
+        backward of the same forward may follow.
         """
         inputs = [one if one is not None else self._zero(at) for at, one in enumerate(given)]
         without = self._left_out(given, saved)
@@ -354,7 +361,9 @@ class Backward:
             used = (
                 [at for at, one in enumerate(map(_gradient, self.parameters)) if _same(one, mine[at])] if mine else []
             )
-            before = [mine[at].clone() for at in used]
+            # The last run, and what was added to its results, may be under way on another stream.
+            with executable.paused() if executable is not None and used else nullcontext():
+                before = [mine[at].clone() for at in used]
             if executable is None:
                 found = issued_without(self.plain, [*inputs, *saved], without, self.templates[0].device.type)
             else:
@@ -365,7 +374,7 @@ class Backward:
             for at in self.borrowed:
                 found[at] = found[at].clone()
             wanted = self.wanted(given)
-            taken = self._taken(wanted) if accumulate else frozenset[int]()
+            taken = self._taken(wanted, hooked) if accumulate else frozenset[int]()
             with _ACCUMULATING:
                 self._keep(dict(zip(used, before, strict=True)), found, taken)
                 self._accumulate(found, taken.difference(used))
@@ -374,7 +383,7 @@ class Backward:
         ]
 
     def _left_out(self, given: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Calls that must not run on zeros for the gradients that there are not: see ``branches``.
+        """Calls that must not run on zeros for the gradients that there are not: see ``missing_gradients``.
 
         Raises:
             InputError: what is left would still add something of its own.
@@ -450,17 +459,17 @@ class Backward:
             return self._all
         return frozenset[int]().union(*(self.reached[at] for at, one in enumerate(given) if one is not None))
 
-    def _taken(self, wanted: frozenset[int]) -> frozenset[int]:
+    def _taken(self, wanted: frozenset[int], hooked: Collection[int]) -> frozenset[int]:
         """Parameters whose gradients go into ``.grad`` without autograd: those that no hook waits for."""
         trained = list(map(_trained, self.parameters))
-        wanted = wanted.intersection(self._numbered) - self.hooked()
+        wanted = wanted.intersection(self._numbered).difference(hooked)
         return wanted if all(trained) else frozenset(at for at in wanted if trained[at])
 
     def _keep(self, before: Mapping[int, torch.Tensor], found: Sequence[torch.Tensor], taken: frozenset[int]) -> None:
         """Where ``.grad`` was the memory that the replay has written anew: add what was there, or put it elsewhere."""
         sums = [at for at in before if at in taken]
         if sums:
-            torch._foreach_add_([found[at] for at in sums], [before[at] for at in sums])
+            foreach_add_([found[at] for at in sums], [before[at] for at in sums])
         for at in before.keys() - taken:
             self.parameters[at].grad = before[at]
 
@@ -476,7 +485,7 @@ class Backward:
                 sums.append(gradient)
                 new.append(found[at])
         if sums:
-            torch._foreach_add_(sums, new)
+            foreach_add_(sums, new)
 
     def _handed(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.clone() if self.fixed else gradient
@@ -488,8 +497,9 @@ class Backward:
 
     def overwrite(self) -> None:
         """The forward's memory is about to be used for something else: no earlier backward may follow."""
-        self._round += 1
-        self.renew()
+        with self.using_memory:
+            self._round += 1
+            self.renew()
 
     def say_of_casts(self, casts: torch.dtype) -> None:
         """Warn, once, that a backward was called under autocast, which a replay is not."""
@@ -552,7 +562,7 @@ class Backward:
         """Whether this is ``backward()``, not a search for the gradients of some tensors."""
         if self._node is None:
             self._node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        return bool(torch._C._will_engine_execute_node(self._node))
+        return bool(will_execute(self._node))
 
 
 _ZEROS = "zeros in its place may not make zeros"
@@ -571,11 +581,6 @@ def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
     return type(one) is torch.Tensor and one.layout is torch.strided and one.data_ptr() == other.data_ptr()
 
 
-def _graph_is_kept() -> bool:
-    """Whether another backward may follow the one that runs on this thread (``retain_graph=True``)."""
-    return KNOWN_WHETHER_KEPT and torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -587,7 +592,7 @@ def _described(kind: tuple[Any, ...]) -> str:
 
 def _in_batch(gradient: torch.Tensor | None) -> bool:
     """Whether this stands for several gradients, each of which is to be handed on by itself."""
-    return gradient is not None and any(asked(gradient) for asked in _of_vmap)
+    return gradient is not None and batched_or_wrapped(gradient)
 
 
 class _Replay(torch.autograd.Function):
@@ -623,7 +628,6 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         half: Backward = ctx.half
-        behind: Behind | None = ctx.behind
         if torch.is_grad_enabled():
             raise InputError(
                 "a replayed backward cannot be differentiated itself (create_graph=True)",
@@ -640,6 +644,14 @@ class _Replay(torch.autograd.Function):
         if casts is not None:
             half.say_of_casts(casts)
         saved = () if half.fixed and ctx.saved_tensors else ctx.saved_tensors
+        with half.using_memory:
+            return _Replay.follow(ctx, gradients, saved)
+
+    @staticmethod
+    def follow(ctx: Any, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor]) -> Any:
+        """The backward, where nothing stands against it, while no other thread's forward overwrites what it reads."""
+        half: Backward = ctx.half
+        behind: Behind | None = ctx.behind
         half.end(ctx.pending, ctx.round)
         versions = half.versions()
         if ctx.versions != versions:
@@ -659,22 +671,25 @@ class _Replay(torch.autograd.Function):
                 f"{moved}: a gradient of that forward does not fit it",
                 fix="call backward() before moving or converting the model, or the forward again after it",
             )
-        late = half.hooked().difference(ctx.linked)
+        hooked = half.hooked()
+        late = hooked.difference(ctx.linked)
         if late:
             raise InputError(
                 f"{half.name(min(late))} got a hook between the forward and its backward, which would pass it by",
                 fix="register hooks before the forward",
             )
         given = [gradients[at] for at in half.differentiable]
-        asked = behind is not None and behind.asked
-        keep = _graph_is_kept()
-        found = half.replay(given, saved, accumulate=not asked and half.everything_is_wanted(), keep=keep)
+        search = current_search()
+        keep = graph_is_kept()
+        # A search runs this node for what it seeks, or, where it is not asked itself, for what lies ahead of it.
+        accumulate = search is None and half.everything_is_wanted()
+        found = half.replay(given, saved, accumulate=accumulate, hooked=hooked, keep=keep)
         if half.templates[0].is_cuda:
             _callers_stream_follows(half.templates[0].device)
         if not keep:
             ctx.owner = None  # it may hold a result of this graph, which Python's collector does not see through
-        if behind is not None and asked:
-            behind.found = {at: one for at in behind.tensors if (one := found[at]) is not None}
+        if behind is not None and search is not None and behind in search:
+            search[behind] = {at: one for at in behind.tensors if (one := found[at]) is not None}
         if any(one is None for one in given):
             wanted = half.wanted(given)
             _spare_hooks(one for at, one in enumerate(half.parameters) if at not in wanted)

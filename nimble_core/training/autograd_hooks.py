@@ -4,6 +4,9 @@ A replayed backward puts gradients of parameters into ``.grad`` by itself. If au
 well, its engine would look at each of them after every backward, for about 2 µs apiece, to hand on nothing. So the
 graph ends at the replay, and whoever searches for a parameter behind it is answered here: the replay is asked for what
 it would have put into ``.grad``, and that is added to what the engine finds.
+
+Several threads may search one graph at once, so what a search asks for and what it finds is kept with the thread that
+runs it, not with the graph's nodes.
 """
 
 from __future__ import annotations
@@ -11,15 +14,20 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, wraps
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 
-__all__ = ["ACCUMULATING", "Behind", "searches_are_answered"]
+from nimble_core.torch_compat.autograd import ENGINE_RUN, STASHES, engine_run_is_own, stash, stashed
+from nimble_core.torch_compat.compiler import EVAL_FRAME
+
+__all__ = ["ACCUMULATING", "Behind", "current_search", "searches_are_answered"]
+
+_SEARCH = "nimble_core.search"
 
 ACCUMULATING = threading.RLock()
 """Held while gradients go into ``.grad``, as autograd's accumulation holds a lock: backwards may run on any threads."""
@@ -38,21 +46,17 @@ _NAMES = ("grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreach
 """Arguments of autograd's engine after its outputs."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Behind:
     """Tensors behind a node of autograd's graph that no edge leads to; the node keeps it as ``behind``.
 
     Args:
         tensors: leaves that the node computes gradients of, by position.
         anchor: a leaf that an edge does lead to: the engine runs the node to find its gradient, which is none.
-        asked: whether the node is to leave gradients in ``found`` this time.
-        found: gradients by position.
     """
 
     tensors: dict[int, torch.Tensor]
     anchor: torch.Tensor
-    asked: bool = False
-    found: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def expect(holder: object, tensors: Iterable[torch.Tensor]) -> None:
@@ -63,21 +67,45 @@ class Behind:
         weakref.finalize(holder, _expected.pop, id(holder)).atexit = False
 
 
-@cache
+Search = dict[Behind, dict[int, torch.Tensor]]
+"""Gradients that were found, by position, for each node that is asked; the node puts them there."""
+
+
+def current_search() -> Search | None:
+    """The search that autograd's engine runs on this thread; None if it runs none, or something else within one."""
+    found: Search | None = stashed(_SEARCH)
+    return found
+
+
+@contextmanager
+def _searching(search: Search | None) -> Iterator[None]:
+    """Inside, runs of the engine that this thread starts are part of ``search``, or of none."""
+    around = current_search()
+    stash(_SEARCH, search)
+    try:
+        yield
+    finally:
+        stash(_SEARCH, around)
+
+
 def searches_are_answered() -> bool:
-    """Whether searches are seen before they begin, which they are from now on if torch has not changed in between."""
-    run = getattr(torch.autograd, "_engine_run_backward", None)
-    if run is None:
+    """Whether searches are seen before they begin, which they are from now on if torch has what that takes.
+
+    Asked at each forward: who replaces the engine's run for a while may put torch's own back instead of ours.
+    """
+    own = engine_run_is_own()
+    if own is None or not STASHES:
         return False
-    answering = _answering(run)
-    _pass_by(answering)
-    setattr(torch.autograd, "_engine_run_backward", answering)  # noqa: B010  # torch's own stub lacks it
+    if own:
+        answering = _answering(ENGINE_RUN.require())
+        _pass_by(answering)
+        ENGINE_RUN.replace(answering)
     return True
 
 
 def _pass_by(function: Any) -> None:
     """Where code around a backward is compiled, let Dynamo not look into this, as it does not into what was there."""
-    frames: Any = torch._C._dynamo.eval_frame
+    frames: Any = EVAL_FRAME.find()
     with suppress(AttributeError):  # one graph break more
         action = frames._FrameAction
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
@@ -88,6 +116,10 @@ def _answering(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def answering(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if current_search() is not None:
+            # Called by a hook during a search: what that asks of nodes is not asked of them by this run.
+            with _searching(None):
+                return answering(outputs, *args, **kwargs)
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         inputs = given.get("inputs")
         if not inputs:  # all gradients are wanted
@@ -100,15 +132,10 @@ def _answering(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(outputs, *args, **kwargs)
         anchors = {id(one.anchor): one.anchor for one in behind}
         asked = given | {"inputs": (*inputs, *anchors.values()), "allow_unreachable": True}
-        for one in behind:
-            one.asked = True
-        try:
+        search: Search = {one: {} for one in behind}
+        with _searching(search):
             found = run(outputs, **asked)
-            added = [_added(one, behind) for one in sought]
-        finally:
-            for one in behind:
-                one.asked = False
-                one.found.clear()
+        added = [_added(one, search) for one in sought]
         if given.get("accumulate_grad"):
             # One that is sought twice gets its gradient once, as in eager.
             each = {id(leaf): (leaf, gradient) for leaf, gradient in zip(sought, added, strict=True)}
@@ -155,13 +182,13 @@ def _behind(outputs: Iterable[Any]) -> list[Behind]:
     return found
 
 
-def _added(leaf: torch.Tensor | None, behind: Iterable[Behind]) -> torch.Tensor | None:
+def _added(leaf: torch.Tensor | None, search: Search) -> torch.Tensor | None:
     """Sum of what nodes have left for a tensor; None if nothing."""
     total = None
-    for one in behind:
-        for at, tensor in one.tensors.items():
+    for behind, found in search.items():
+        for at, tensor in behind.tensors.items():
             if tensor is leaf:
-                total = _sum(total, one.found.get(at))
+                total = _sum(total, found.get(at))
     return total
 
 

@@ -8,9 +8,12 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multiple, rule, run_state_machine_as_test
 from torch import nn
 
-from nimble_core import DeviceError, Nimble, Options
+from nimble_core import DeviceError, InputError, Nimble, Options
 from nimble_core.api.train_step import TrainStep
 from nimble_core.autotune.capture_pipeline import capture, device_for, schedule_by
 from nimble_core.ir.costs import uniform_costs
@@ -239,6 +242,77 @@ def test_threads_replay_one_engine(device: str, options: Options) -> None:
     net.close()
 
 
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns far more often than usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.filterwarnings("ignore:.*runs in eager")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("name", ["branches", "residual"])
+def test_threads_train_one_engine(name: str, locked: bool, device: str) -> None:
+    """Each with inputs of its own. On a GPU a forward may overwrite what an earlier one has saved, which the backward
+    of that says; who holds a lock from the forward to the end of the backward does not meet it.
+    """
+    model, eager = made(name, device).train(), made(name, device).train()
+    example = drawn(device).requires_grad_()
+    net = Nimble(model, OPTIONS[1]).prepare(example, training=True)
+    lock = threading.Lock() if locked else nullcontext()
+    early: list[InputError] = []
+
+    def job(seed: int) -> None:
+        inputs = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            x = torch.randn(4, 8, generator=inputs).to(device).requires_grad_()
+            expected = eager(x)
+            gradients = torch.autograd.grad(expected.square().sum(), [x, *eager.parameters()])
+            with lock:
+                out = net(x)
+                torch.testing.assert_close(out, expected)
+                try:
+                    found = torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
+                except InputError as error:
+                    early.append(error)
+                    continue
+            torch.testing.assert_close(found, gradients)
+
+    in_threads([partial(job, seed) for seed in range(8)])
+    assert all("the backward of an earlier forward" in str(error) for error in early)
+    assert not early or (device == "cuda" and not locked)
+    assert all(one.grad is None for one in model.parameters())
+    net.close()
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.filterwarnings("ignore:.*runs in eager")
+@pytest.mark.parametrize("device", DEVICES)
+def test_backwards_of_eight_threads_add_up(device: str) -> None:
+    """On a GPU what is in ``.grad`` is memory that the next backward overwrites."""
+    model, eager = made("branches", device).train(), made("branches", device).train()
+    net = Nimble(model, OPTIONS[1]).prepare(drawn(device), training=True)
+    inputs = [drawn(device) for _ in range(8)]
+    for x in inputs:
+        eager(x).square().sum().backward()
+    lock = threading.Lock() if device == "cuda" else nullcontext()
+
+    def job(x: torch.Tensor) -> None:
+        with lock:
+            net(x).square().sum().backward()
+
+    for _ in range(10):
+        in_threads([partial(job, x) for x in inputs])
+        found = [one.grad for one in model.parameters()]
+        torch.testing.assert_close(found, [one.grad for one in eager.parameters()], rtol=1e-5, atol=1e-5)
+        net.zero_grad()
+    net.close()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_closing_waits_for_the_run_and_later_runs_are_refused(device: str) -> None:
     model = made("branches", device)
@@ -305,6 +379,7 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
 @pytest.mark.usefixtures("settled")
 def test_rounds_on_the_host_leave_nothing_behind() -> None:
@@ -397,7 +472,7 @@ def _used_on_gpu_nbytes() -> int:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("settled")
 def test_a_thousand_rounds_on_a_gpu_leave_nothing_behind() -> None:
-    from nimble_core.runtime import cuda_streams
+    from nimble_core.runtime.cuda import streams as cuda_streams
 
     def held() -> dict[str, int]:
         gc.collect()

@@ -6,10 +6,11 @@ import copy
 import gc
 import io
 import os
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import Nimble, NotStaticError, TrainStep
+from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.pytree import flatten
-from nimble_core.training import autograd_function as differentiable
+from nimble_core.training import autograd_function
 from nimble_core.utils.errors import InputError, NimbleError, NimbleWarning
 from tests.core.api.test_train_step import (
     OPTIMIZERS,
@@ -374,6 +376,88 @@ def test_backwards_on_several_threads_add_up(forwards: str) -> None:
     net.close()
 
 
+class Overwriting:
+    """A host executable whose inputs and outputs always are at the same place, as those of a captured graph."""
+
+    def __init__(self, inner: Any, inputs: Sequence[torch.Tensor]) -> None:
+        self.inner, self.arena, self.lock = inner, None, threading.Lock()
+        self.buffers = [one.detach().clone() for one in inputs]
+        self.outputs = [one.detach().clone() for one in inner.run(self.buffers, static=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        with self.lock, torch.no_grad():
+            for buffer, one in zip(self.buffers, inputs, strict=True):
+                buffer.copy_(one)
+            for output, one in zip(self.outputs, self.inner.run(self.buffers, static=True), strict=True):
+                output.copy_(one)
+            return list(self.outputs) if static else [one.clone() for one in self.outputs]
+
+
+@pytest.fixture
+def overwriting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is prepared on the host keeps its results in memory that the next run overwrites, as on a GPU."""
+    capture = HostDevice.capture
+
+    def captured(self: HostDevice, recording: Any, schedule: Any, inputs: Any, *args: Any) -> Any:
+        made = capture(self, recording, schedule, inputs, *args)
+        return made if isinstance(made, Overwriting) else Overwriting(made, inputs)
+
+    monkeypatch.setattr(HostDevice, "capture", captured)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("overwriting")
+@pytest.mark.filterwarnings("ignore:.*runs in eager")
+def test_no_thread_gets_numbers_of_another_ones_forward() -> None:
+    """Its outputs are eager's; its backward is, or says that a later forward has overwritten what it needs."""
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    (engine,) = net.engines
+    assert engine.backward is not None
+    assert engine.backward.fixed
+    failed: list[BaseException] = []
+    late: list[InputError] = []
+    together = threading.Barrier(8)
+
+    def train(seed: int) -> None:
+        inputs = torch.Generator().manual_seed(seed)
+        together.wait(60)
+        for _ in range(50):
+            x = torch.randn(6, 8, generator=inputs)
+            expected = eager(x)
+            gradients = torch.autograd.grad(expected.sin().sum(), list(eager.parameters()))
+            out = net(x)
+            torch.testing.assert_close(out, expected)
+            try:
+                found = torch.autograd.grad(out.sin().sum(), list(net.parameters()))
+            except InputError as error:
+                late.append(error)
+            else:
+                torch.testing.assert_close(found, gradients)
+
+    def guarded(seed: int) -> None:
+        try:
+            train(seed)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    assert all("the backward of an earlier forward" in str(error) for error in late)
+    net.close()
+
+
 def test_an_alias_of_a_gradient_is_the_gradient(on: Place) -> None:
     model = on(perceptron())
     x = on(torch.randn(6, 8))
@@ -410,10 +494,10 @@ def test_a_loss_kept_on_the_model_keeps_nothing_after_its_backward() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_while_gradients_are_added_up_holds_no_lock() -> None:
-    with differentiable._ACCUMULATING:
+    with autograd_function._ACCUMULATING:
         child = os.fork()
         if child == 0:
-            thread = threading.Thread(target=lambda: differentiable._ACCUMULATING.acquire(timeout=5) or os._exit(1))
+            thread = threading.Thread(target=lambda: autograd_function._ACCUMULATING.acquire(timeout=5) or os._exit(1))
             thread.start()
             thread.join()
             os._exit(0)
@@ -536,6 +620,7 @@ def test_the_measured_choice_equals_eager() -> None:
     net.close()
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_compiled_kernels_of_recurrent_layers(kind: Any) -> None:

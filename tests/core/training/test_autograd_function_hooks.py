@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from nimble_core import Nimble, Options
-from nimble_core.training import autograd_hooks as searches
+from nimble_core.training import autograd_hooks
 from nimble_core.utils.errors import InputError
 from tests.core.api.test_train_step import one_thread
 
@@ -274,13 +274,13 @@ def test_a_parameter_that_is_sought_twice_gets_its_gradient_once(accumulated: bo
 
 def test_gradients_that_are_sought_are_added_while_no_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
-    add = searches._accumulate
+    add = autograd_hooks._accumulate
 
     def seen(*given: Any) -> None:
-        held.append(searches.ACCUMULATING._is_owned())
+        held.append(autograd_hooks.ACCUMULATING._is_owned())
         add(*given)
 
-    monkeypatch.setattr(searches, "_accumulate", seen)
+    monkeypatch.setattr(autograd_hooks, "_accumulate", seen)
     model, x = Heads(), torch.randn(3, 4)
     net = Nimble(model, QUICK).prepare(x, training=True)
     net(x)[0].sum().backward(inputs=[model.a.weight, model.a.bias])
