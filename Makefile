@@ -1,7 +1,8 @@
 # Needs Python 3.11 or 3.12, git and make. Everything else goes into $(VENV).
 #
 #   make demo     compare two models from transformers; writes report.html and report-bert.html
-#   make test     lint, types, import contract, and every test that this machine can run
+#   make test     lint, types, import contracts, and the tests of the inner loop: under 8 minutes on two cores
+#   make test-all the slow compiler, browser and notebook tests too; before submitting what touches any of these
 #   make bench    scheduling and replay benchmarks (benchmarks/README.md)
 #   make clean    remove what these made
 #
@@ -21,16 +22,20 @@ WORKERS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),0,2)
 
 BIN := $(VENV)/bin
 PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint constraints.txt)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .

@@ -35,6 +35,10 @@ def _has_compiler() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # Pages and texts of the largest sample report take seconds each; its views are tested always.
+        if "[ten thousand" in item.name and "analysis" not in item.path.parts:
+            item.add_marker(pytest.mark.slow)
     for marker, present, reason in (
         ("gpu", _has_cuda, "needs a CUDA GPU"),
         ("browser", _has_chromium, "needs chromium"),

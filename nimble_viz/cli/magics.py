@@ -28,7 +28,10 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.units import format_percent
+from nimble_viz.analysis.profiled import profiled_verdict
 from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_fields, profiling, split
+from nimble_viz.cli.cell import Calls, cell_number, compile_body, why_not_captured
+from nimble_viz.collect.progress import default_progress
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, SimpleMatcherResult
@@ -143,11 +146,8 @@ class _Magic:
 
     def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
         """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
-        from nimble_viz.analysis.profiled import profiled_verdict
-        from nimble_viz.cli.cell import Calls, cell_number, compile_body, why_not_captured
         from nimble_viz.collect.compare import compare
         from nimble_viz.collect.profile import Profiling, profile
-        from nimble_viz.collect.progress import default_progress
 
         shell = self.shell
         how = self._keywords(given, compare, shell.user_ns)

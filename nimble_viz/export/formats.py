@@ -8,7 +8,12 @@ from typing import Literal, get_args
 
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import file_path, write_file
+from nimble_viz.export.chrome import chrome_json
 from nimble_viz.export.dot import DRAWN, write_dot
+from nimble_viz.export.nsys import write_nsys
+from nimble_viz.export.perfetto import perfetto_bytes
+from nimble_viz.export.tables import KINDS, write_table, write_tables
+from nimble_viz.export.trace import make_trace
 from nimble_viz.report.data import ReportData
 
 __all__ = ["FORMATS", "Format", "export", "format_of"]
@@ -74,12 +79,9 @@ def export(report: ReportData, path: str | os.PathLike[str], format: str | None 
     if kind == "csv":
         return _write_csv(report, target)
     if kind == "nsys":
-        from nimble_viz.export.nsys import write_nsys
-
         return write_nsys(report, target)
     if kind == "dot" or kind in DRAWN:
         return write_dot(report, target, kind)
-    from nimble_viz.export.trace import make_trace
 
     trace = make_trace(report)
     if not trace.processes:
@@ -88,17 +90,12 @@ def export(report: ReportData, path: str | os.PathLike[str], format: str | None 
             fix="export the tables (a folder of CSV files), or take a report of compare() that was not interrupted",
         )
     if kind == "perfetto":
-        from nimble_viz.export.perfetto import perfetto_bytes
-
         return write_file(target, perfetto_bytes(trace))
-    from nimble_viz.export.chrome import chrome_json
 
     return write_file(target, chrome_json(trace).encode())
 
 
 def _write_csv(report: ReportData, target: Path) -> Path:
-    from nimble_viz.export.tables import KINDS, write_table, write_tables
-
     if target.suffix != ".csv" or target.is_dir():
         return write_tables(report, target)
     if target.stem not in KINDS:

@@ -50,6 +50,7 @@ from nimble_viz.render.dashboard_views import (
     summary_html,
     syncs_html,
 )
+from nimble_viz.render.html import still
 from nimble_viz.render.pane import notebook_bundle
 from nimble_viz.report.data import ReportData
 
@@ -261,8 +262,6 @@ class Dashboard(widgets.VBox):
     def _ipython_display_(self) -> None:
         """The widget, then what a saved notebook shows without its kernel: a page in an output of its own."""
         from IPython.display import display
-
-        from nimble_viz.render.html import still
 
         bundle = self._repr_mimebundle_()
         shown = dict(bundle if isinstance(bundle, dict) else bundle[0])

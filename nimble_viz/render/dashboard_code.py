@@ -100,7 +100,7 @@ def code_html(views: Views) -> str:
 
 
 def holders_html(run: Mapping[str, Any]) -> str:
-    """What is alive at the peak of a run of ``views.live``, largest first; a row is picked by the call that made it."""
+    """What is alive at the peak of a ``live_memory`` run, largest first; a row is picked by the call that made it."""
     rows = [
         f'<button type="button" class="nimble-row" data-key="call {row["call"]}" '
         f'style="--heat:{row["bytes"] / run["peak"]:.3f}">'

@@ -473,7 +473,7 @@ def timeline_marks(runs: Sequence[Mapping[str, Any]], marked: Selection, colours
 
 
 def memory_figure(views: Views, run: Mapping[str, Any], colours: Palette) -> Figure:
-    """Live bytes while each call of ``run`` (of ``views.live``) runs, in the order of issue; sizes to compare as lines.
+    """Live bytes while each call of ``run`` (``live_memory``) runs, in the order of issue; sizes to compare as lines.
 
     ``customdata`` of a step is its call, which the trace's ``meta`` is the run of, ``"eager"`` counting in eager calls.
     """

@@ -9,6 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.utils.errors import InputError
+from nimble_core.utils.files import write_file
+from nimble_viz.analysis.dag import dag
+from nimble_viz.analysis.live_memory import live_memory, live_text
+from nimble_viz.analysis.overhead import overhead
+from nimble_viz.analysis.source import source, source_text
+from nimble_viz.analysis.summary import summary
+from nimble_viz.analysis.syncs import host_syncs
+from nimble_viz.analysis.timeline import timelines
+from nimble_viz.render.html import fragment, page
+from nimble_viz.render.text import columns, pane_text, plain_text
 
 if TYPE_CHECKING:
     from nimble_viz.report.data import ReportData
@@ -45,10 +55,6 @@ class Pane:
 
     def to_text(self, width: int | None = None) -> str:
         """The view as plain text, ``width`` wide as ``Report.to_text`` is; lines of code stay as long as they are."""
-        from nimble_viz.analysis.live_memory import live_text
-        from nimble_viz.analysis.source import source_text
-        from nimble_viz.render.text import columns, pane_text
-
         text = pane_text(self.report, self.name, width)
         if self.name == "source":
             return f"{text}\n{source_text(self.report)}"
@@ -58,9 +64,6 @@ class Pane:
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""
-        from nimble_core.utils.files import write_file
-        from nimble_viz.render.html import page
-
         return write_file(path, page(self.report, self.name).encode())
 
     def __str__(self) -> str:
@@ -80,9 +83,6 @@ def notebook_bundle(shown: ReportData | Pane, report: ReportData, pane: str = "s
     """
     bundle = {"text/plain": repr(shown)}
     try:
-        from nimble_viz.render.html import fragment
-        from nimble_viz.render.text import plain_text
-
         bundle["text/plain"] = shown.to_text(100) if isinstance(shown, Pane) else plain_text(shown, 100)
 
         bundle["text/html"] = fragment(report, pane)
@@ -92,14 +92,6 @@ def notebook_bundle(shown: ReportData | Pane, report: ReportData, pane: str = "s
 
 
 def _views() -> Mapping[str, Callable[[ReportData], Any]]:
-    from nimble_viz.analysis.dag import dag
-    from nimble_viz.analysis.live_memory import live_memory
-    from nimble_viz.analysis.overhead import overhead
-    from nimble_viz.analysis.source import source
-    from nimble_viz.analysis.summary import summary
-    from nimble_viz.analysis.syncs import host_syncs
-    from nimble_viz.analysis.timeline import timelines
-
     return {
         "summary": summary,
         "overhead": overhead,

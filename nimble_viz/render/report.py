@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Self
 
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
+from nimble_viz.export.dot import digraph
+from nimble_viz.export.formats import export
+from nimble_viz.export.tables import to_dataframe
+from nimble_viz.render.html import page
+from nimble_viz.render.pane import Pane, notebook_bundle
+from nimble_viz.render.statistics_figure import statistics_figure
+from nimble_viz.render.text import plain_text, report_text
+from nimble_viz.render.verdicts import diff
 from nimble_viz.report import file
 from nimble_viz.report.data import ReportData
 
@@ -54,8 +62,6 @@ class Report(ReportData):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page with all views to ``path``, as ``save`` does. Raises OSError if it cannot."""
-        from nimble_viz.render.html import page
-
         return write_file(path, page(self).encode())
 
     def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
@@ -73,8 +79,6 @@ class Report(ReportData):
             InputError: no such format or table, no timelines to trace, an empty path, or a package is missing.
             OSError: it cannot be written.
         """
-        from nimble_viz.export.formats import export
-
         return export(self, path, format)
 
     def graphviz(self, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
@@ -89,8 +93,6 @@ class Report(ReportData):
         Raises:
             InputError: no such schedule.
         """
-        from nimble_viz.export.dot import digraph
-
         return digraph(self, policy, transitive=transitive)
 
     def to_dataframe(self, kind: str = "calls") -> pandas.DataFrame:
@@ -101,8 +103,6 @@ class Report(ReportData):
         Raises:
             InputError: no such table, or pandas is not installed.
         """
-        from nimble_viz.export.tables import to_dataframe
-
         return to_dataframe(self, kind)
 
     def diff(self, other: ReportData) -> Difference:
@@ -111,22 +111,16 @@ class Report(ReportData):
         Raises:
             InputError: ``other`` is no report.
         """
-        from nimble_viz.render.verdicts import diff
-
         if not isinstance(other, ReportData):
             raise InputError(f"expected a Report, given {type(other).__name__}", fix="nimble_viz.load(path) reads one")
         return diff(self, other)
 
     def to_text(self, width: int | None = None) -> str:
         """This report as plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
-        from nimble_viz.render.text import plain_text
-
         return plain_text(self, width)
 
     def figure(self) -> Figure:
         """Statistics of the raw samples as a plotly figure."""
-        from nimble_viz.render.statistics_figure import statistics_figure
-
         return statistics_figure(self)
 
     def pane(self, name: str) -> Pane:
@@ -138,8 +132,6 @@ class Report(ReportData):
         Raises:
             InputError: no such view; names those there are.
         """
-        from nimble_viz.render.pane import Pane
-
         return Pane(self, name)
 
     def source(self) -> Pane:
@@ -173,18 +165,14 @@ class Report(ReportData):
         return Dashboard(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from nimble_viz.render.text import report_text
-
         yield report_text(self)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from nimble_viz.render.pane import notebook_bundle
-
         return notebook_bundle(self, self)
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = file.MAX_BYTES) -> Report:
-    """Read a report that ``Report.save`` wrote, of this or an older version; see ``nimble_viz.report.data.file.read``.
+    """Read a report that ``Report.save`` wrote, of this or an older version; see ``nimble_viz.report.file.read``.
 
     Raises:
         ReportFileError: it is no report, is damaged or too large, or holds what no report can.

@@ -145,6 +145,7 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.Cap
     assert "test tiny" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_row_has_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     assert main(asked(out, models="test tiny,test raises")) == 1
@@ -171,6 +172,7 @@ def test_warming_compiles_and_writes_nothing(tmp_path: Path, monkeypatch: pytest
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler: g++")
 def test_compiled_ahead_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = tmp_path / "results.json", tmp_path / "cache"

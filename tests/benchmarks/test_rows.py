@@ -1,6 +1,6 @@
 """Suites of rows: processes of their own, rows kept as they come, several GPUs, and the arithmetic of verdicts.
 
-The suite is this module itself: ``python -m test_benchmarks_rows --child …`` is a row's own process.
+The suite is this module itself: ``python -m tests.benchmarks.test_rows --child …`` is a row's own process.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def said(results: Mapping[str, Any]) -> list[str]:
 
 
 SUITE = Suite(
-    "test_benchmarks_rows",
+    "tests.benchmarks.test_rows",
     dict(MODELS),
     {"measure": measure, "warm": warm},
     selected,
@@ -346,7 +346,7 @@ def test_warming_says_of_each_row_what_took_how_long_and_which_are_left(
 def started(out: Path, *more: str) -> subprocess.Popen[str]:
     """A run of its own on ``out``; what it says can be read."""
     return subprocess.Popen(
-        [sys.executable, "-m", "test_benchmarks_rows", "--out", str(out), *more],
+        [sys.executable, "-m", "tests.benchmarks.test_rows", "--out", str(out), *more],
         cwd=rows.ROOT,
         env={**os.environ, "NAPS": str(out.parent)},
         stdout=subprocess.PIPE,
@@ -377,6 +377,7 @@ def napping(out: Path) -> list[int]:
     return [int(one) for one in place.read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_a_run_that_is_terminated_keeps_its_rows_and_goes_on(out: Path, gpus: str) -> None:
     chosen = ("--models", "fine,naps" if gpus == "1" else "naps,fine", "--gpus", gpus)
@@ -398,6 +399,7 @@ def test_a_run_that_is_terminated_keeps_its_rows_and_goes_on(out: Path, gpus: st
     assert list(results(out)["failed"]) == ["raises, float32, batch 1"]
 
 
+@pytest.mark.slow
 def test_a_terminated_warming_says_what_it_has_done(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(out, "--models", "fine,naps,dies", "--warm-only", "--jobs", "1")
     pids = napping(out)
@@ -409,6 +411,7 @@ def test_a_terminated_warming_says_what_it_has_done(out: Path, monkeypatch: pyte
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_outlive_a_run_that_is_killed(out: Path) -> None:
     run = started(out, "--models", "fine,naps")
     pids = napping(out)

@@ -272,6 +272,7 @@ def test_autocast_reaches_every_way() -> None:
         assert found["losses"][name]["error"] < found["losses"][name]["error from float64"]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", ["compile", training.WHOLE])
 def test_compiled_steps_learn_what_eager_learns(name: str) -> None:
@@ -419,6 +420,7 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.Cap
     assert "test tiny" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_row_has_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     assert main(asked(out, models="test tiny,test dies")) == 1

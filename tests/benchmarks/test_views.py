@@ -37,6 +37,7 @@ def test_what_is_timed_moves(tmp_path: Path) -> None:
     assert found["longest_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     with chromium():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import nimble_core.compiler.pipeline as fusing
+from nimble_core.compiler import pipeline
 
 __all__ = ["MODELS", "Attention", "Residual", "Tower", "compiler_broken", "made", "mistaken"]
 
@@ -97,7 +97,7 @@ def made(name: str) -> tuple[Callable[..., Any], Callable[[], torch.Tensor]]:
 
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rewrite that takes every ReLU for another function."""
-    real = fusing.affine_norms
+    real = pipeline.affine_norms
 
     def wrong(module: Any) -> int:
         for node in module.graph.nodes:
@@ -105,7 +105,7 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
                 node.target = torch.ops.aten.leaky_relu.default
         return real(module)
 
-    monkeypatch.setattr(fusing, "affine_norms", wrong)
+    monkeypatch.setattr(pipeline, "affine_norms", wrong)
 
 
 @contextmanager

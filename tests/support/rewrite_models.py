@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from nimble_core.compiler import pipeline as fusing
+from nimble_core.compiler import pipeline
 from nimble_core.compiler.passes.decisions import Timer
 from nimble_core.compiler.to_fx import calls_of, lift
 from nimble_core.runtime.device import Timed
@@ -362,7 +362,7 @@ def fake_timer(numbers: Sequence[float]) -> Timer:
 
 def results_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Inductor does on GPUs with products of odd widths; here it is done to all results with two dimensions."""
-    compile_graph = fusing.compile_graph
+    compile_graph = pipeline.compile_graph
 
     def compiled_and_padded(module: Any, inputs: Any, **how: Any) -> Any:
         compiled = compile_graph(module, inputs, **how)
@@ -372,4 +372,4 @@ def results_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(fusing, "compile_graph", compiled_and_padded)
+    monkeypatch.setattr(pipeline, "compile_graph", compiled_and_padded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Iterator
 
@@ -20,7 +21,9 @@ def shell() -> Iterator[object]:
 
     shell = interactiveshell.InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     yield shell
-    shell.reset(new_session=False)
+    # reset(), which IPython calls at exit, collects garbage: over a second for each shell.
+    atexit.unregister(shell.atexit_operations)
+    shell.user_ns.clear()
 
 
 @pytest.mark.parametrize(

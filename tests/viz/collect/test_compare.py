@@ -15,7 +15,7 @@ from nimble_core.ir.observation import Observation
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import nimble
-from nimble_core.tracing import provenance as origins
+from nimble_core.tracing import provenance
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, NimbleWarning, NotStaticError
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.progress import Progress
@@ -175,7 +175,7 @@ def test_costs_that_a_replay_refutes_twice_are_unknown() -> None:
 
 
 def test_a_model_without_code_of_its_own_comes_from_the_line_that_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origins, "_passed", origins._passed[:2])
+    monkeypatch.setattr(provenance, "_passed", provenance._passed[:2])
     report = on_fake(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4))
     files = {one.file for call in report.program.calls for one in call.origins}
     assert {file.rpartition("/")[2] for file in files} == {"test_compare.py"}

@@ -542,6 +542,7 @@ def test_a_peer_that_draws_other_random_numbers_is_measured_and_said() -> None:
     assert found.measurement("own") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [None, "all"])
 def test_compile_trains(how: str | None) -> None:
     pytest.importorskip("torch._inductor")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nimble_core import Options
 from nimble_core.ir.program import Call, Origin
-from nimble_core.tracing.provenance import place_of
+from nimble_core.tracing.provenance import label_of, place_of
 from nimble_viz import compare, load, plan, profile
 from nimble_viz.collect.sources import code_around, pass_over_machinery, read_sources
 from nimble_viz.render.report import Report
@@ -243,5 +243,5 @@ def test_where_python_fails_to_parse_the_report_says_so(monkeypatch: pytest.Monk
         raise SystemError("AST constructor recursion depth mismatch (before=33, after=29)")
 
     monkeypatch.setattr("nimble_viz.collect.sources.ast.parse", fail)
-    (source,) = read_sources([call(Path(__file__).name, 3)])
+    (source,) = read_sources([call(label_of(__file__), 3)])
     assert source.note == "not read: Python failed to parse it"

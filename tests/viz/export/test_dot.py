@@ -59,6 +59,7 @@ def agrees(report: Report, policy: str | None = None) -> None:
     assert bold == {f"c{call}" for call in report.critical_path}
 
 
+@pytest.mark.slow
 @needs_dot
 @pytest.mark.parametrize("name", list(RENDERED))
 def test_dot_reads_every_call_and_edge(name: str) -> None:

@@ -74,6 +74,7 @@ def report(request: pytest.FixtureRequest) -> Report:
     return training_report() if request.param == "training" else fused_report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".pftrace", ".json"])
 def test_imported_without_loss(load: Callable[[Path], Query], report: Report, suffix: str, tmp_path: Path) -> None:
     if suffix == ".pftrace":

@@ -77,7 +77,7 @@ def words(markup: str) -> str:
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_those_of_the_page(dark: bool) -> None:
     colours = figures.palette(dark)
-    script = (ROOT / "nimble_viz" / "viewer" / "viewer.js").read_text(encoding="utf-8")
+    script = (ROOT / "nimble_viz" / "render" / "viewer" / "viewer.js").read_text(encoding="utf-8")
     assert len(colours.streams) == 8
     assert f"{'dark' if dark else 'light'}: [{', '.join(map(repr, colours.streams))}]".replace("'", '"') in script
     wanted = {

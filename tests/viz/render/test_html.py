@@ -67,6 +67,7 @@ def test_fragment_is_a_sandboxed_frame_with_readable_text():
     assert "<pre>" in outside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1_000, 10_000])
 def test_a_notebook_grows_by_at_most_a_megabyte(calls):
     report = sample_report(calls, width=8)

@@ -133,6 +133,7 @@ def click_a_node_see_its_bar(area: Any) -> None:
     assert "addmm" in frame.locator("aside").inner_text()
 
 
+@pytest.mark.slow
 def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -> None:
     """Whatever was measured: on a busy machine one stream may be as fast as several, and be chosen."""
     shown = compared.frame_locator("iframe").locator(".nv-verdict").inner_text()
@@ -143,6 +144,7 @@ def test_the_value_of_the_magic_is_a_linked_view(lab: Notebook, compared: Any) -
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_what_is_left_of_the_progress_takes_no_room(compared: Any, saved: dict[str, Any]) -> None:
     left = saved["cells"][NAMES.index("compare")]["outputs"]
     assert ["".join(one["data"]["text/plain"]) for one in left if one["output_type"] == "display_data"] == [""]
@@ -150,6 +152,7 @@ def test_what_is_left_of_the_progress_takes_no_room(compared: Any, saved: dict[s
     assert [height > 0 for height in heights] == [one["output_type"] == "execute_result" for one in left]
 
 
+@pytest.mark.slow
 def test_a_cell_is_profiled(lab: Notebook) -> None:
     shown = lab.run(NAMES.index("profile"))
     assert "Not captured" not in shown.inner_text()
@@ -243,6 +246,7 @@ def shown(board: Any) -> Iterator[Board]:
     one.clear()
 
 
+@pytest.mark.slow
 def test_a_clicked_node_marks_its_bar_and_its_row(lab: Notebook, shown: Board) -> None:
     shown.click(shown.tab("DAG"), ".scatterlayer .points path", 3)
     shown.wait_for_call(3)
@@ -251,6 +255,7 @@ def test_a_clicked_node_marks_its_bar_and_its_row(lab: Notebook, shown: Board) -
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_a_clicked_bar_marks_its_node_and_its_row(lab: Notebook, shown: Board) -> None:
     call = int(re.match(r"\d+", shown.click(shown.tab("Overhead"), ".barlayer .point path", 3))[0])
     shown.wait_for_call(call)
@@ -259,6 +264,7 @@ def test_a_clicked_bar_marks_its_node_and_its_row(lab: Notebook, shown: Board) -
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_a_picked_row_marks_node_and_bar(lab: Notebook, shown: Board) -> None:
     shown.rows.select_option(index=4)
     shown.wait_for_call(4)
@@ -267,6 +273,7 @@ def test_a_picked_row_marks_node_and_bar(lab: Notebook, shown: Board) -> None:
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_a_line_of_code_selects_its_calls_and_is_marked_by_them(lab: Notebook, shown: Board) -> None:
     shown.front("Source")
     lines = shown.shown.locator(".nimble-code .nimble-row[data-key]")
@@ -285,6 +292,7 @@ def test_a_line_of_code_selects_its_calls_and_is_marked_by_them(lab: Notebook, s
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_the_hottest_lines_are_sorted_by_a_head(lab: Notebook, shown: Board) -> None:
     shown.front("Source")
     pressed = shown.shown.locator(".nimble-head button[aria-pressed=true]")
@@ -297,6 +305,7 @@ def test_the_hottest_lines_are_sorted_by_a_head(lab: Notebook, shown: Board) -> 
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_a_clicked_step_of_memory_marks_its_node_and_what_holds_the_peak(lab: Notebook, shown: Board) -> None:
     call = int(re.match(r"\d+", shown.click(shown.tab("Memory"), ".nsewdrag", 0, across=0.45))[0])
     shown.wait_for_call(call)
@@ -309,6 +318,7 @@ def test_a_clicked_step_of_memory_marks_its_node_and_what_holds_the_peak(lab: No
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_the_colour_of_the_graph_is_chosen_and_written_on_its_nodes(lab: Notebook, shown: Board) -> None:
     figure = shown.tab("DAG")
     texts = "node => node.data.find((one) => one.customdata).text.join(' ')"
@@ -321,6 +331,7 @@ def test_the_colour_of_the_graph_is_chosen_and_written_on_its_nodes(lab: Noteboo
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_plotly_is_sent_once(saved: dict[str, Any], lab: Notebook) -> None:
     assert 1_500_000 < lab.sent < 4_500_000
 
@@ -328,6 +339,7 @@ def test_plotly_is_sent_once(saved: dict[str, Any], lab: Notebook) -> None:
 # -- themes, trust, size -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_follow_the_theme_of_jupyterlab(lab: Notebook, compared: Any, board: Any) -> None:
     inside = compared.frame_locator("iframe").locator("html")
     text = "node => node.layout.font.color"
@@ -347,6 +359,7 @@ def test_both_follow_the_theme_of_jupyterlab(lab: Notebook, compared: Any, board
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_a_report_adds_at_most_a_megabyte(saved: dict[str, Any]) -> None:
     for name in ("compare", "board"):
         outputs = saved["cells"][NAMES.index(name)]["outputs"]
@@ -355,6 +368,7 @@ def test_a_report_adds_at_most_a_megabyte(saved: dict[str, Any]) -> None:
     assert "widgets" not in saved["metadata"]
 
 
+@pytest.mark.slow
 def test_an_untrusted_notebook_shows_text(browser: Any, server: Server, saved: dict[str, Any]) -> None:
     other = json.loads(json.dumps(saved))
     other["cells"][0]["source"] = "# made by somebody else"
@@ -370,6 +384,7 @@ def test_an_untrusted_notebook_shows_text(browser: Any, server: Server, saved: d
         assert notebook.troubles == []
 
 
+@pytest.mark.slow
 def test_a_saved_dashboard_without_its_kernel_shows_the_page(
     browser: Any, server: Server, saved: dict[str, Any]
 ) -> None:
@@ -383,6 +398,7 @@ def test_a_saved_dashboard_without_its_kernel_shows_the_page(
         assert notebook.complaints("widget model not found") == []
 
 
+@pytest.mark.slow
 def test_the_page_is_not_seen_beside_the_dashboard(board: Any, lab: Notebook) -> None:
     assert lab.cell(NAMES.index("board")).locator(".nimble-still").is_hidden()
 
@@ -390,6 +406,7 @@ def test_the_page_is_not_seen_beside_the_dashboard(board: Any, lab: Notebook) ->
 # -- interrupts ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_interrupts_leave_everything_usable(lab: Notebook) -> None:
     cell = lab.start(NAMES.index("stop"))
     cell.locator(".jp-OutputArea", has_text=re.compile(r"measure.* \d+/\d+")).wait_for(timeout=60_000)
@@ -411,6 +428,7 @@ def test_interrupts_leave_everything_usable(lab: Notebook) -> None:
     assert lab.troubles == []
 
 
+@pytest.mark.slow
 def test_the_extension_is_unloaded_and_loaded_again(lab: Notebook) -> None:
     assert lab.run(NAMES.index("extension")).inner_text().strip() == "[True, True] (None, None) True"
 
@@ -418,6 +436,7 @@ def test_the_extension_is_unloaded_and_loaded_again(lab: Notebook) -> None:
 # -- elsewhere -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_notebook_7_shows_what_the_kernel_has_and_runs_more(
     browser: Any, server: Server, saved: dict[str, Any]
 ) -> None:

@@ -85,7 +85,7 @@ def test_a_notebook_shows_it(case: str, name: str) -> None:
 
 
 def test_a_display_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_viz.render.html.fragment", lambda *_: 1 / 0)
+    monkeypatch.setattr("nimble_viz.render.pane.fragment", lambda *_: 1 / 0)
     bundle = sample_report(3).source()._repr_mimebundle_()
     assert "ZeroDivisionError" in bundle["text/plain"]
     assert "text/html" not in bundle

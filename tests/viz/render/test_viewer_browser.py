@@ -91,6 +91,7 @@ def test_every_case_shows_every_tab_without_a_word_on_the_console_or_the_network
     assert shown.page.evaluate("window.hacked") is None
 
 
+@pytest.mark.slow
 def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
     shown = opened(page(CASES["many candidates"]()))
     text = shown.page.inner_text("#nv-pane-summary")
@@ -111,6 +112,7 @@ def test_the_summary_shows_what_was_tried_emitted_held_and_worth_it(opened):
     assert "Inside calls" in shown.page.inner_text("#nv-pane-syncs")
 
 
+@pytest.mark.slow
 def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
     for report, missing in (
         (plan_report(), ("Same outputs", "Memory", "Kernels in flight", "Fork", "worth it", "not read")),
@@ -126,6 +128,7 @@ def test_a_plan_and_an_old_file_show_only_what_they_know(opened):
         assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
     shown = opened(page(profile_report()))
     assert "host-bound: 51.8%" in shown.page.inner_text(".nv-verdict")
@@ -152,6 +155,7 @@ def test_a_profile_shows_its_bound_and_says_what_it_has_not(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_arrow_keys_move_between_tabs(opened):
     shown = opened(page(sample_report(10)))
     shown.page.focus("#nv-tab-summary")
@@ -161,6 +165,7 @@ def test_arrow_keys_move_between_tabs(opened):
     assert shown.page.get_attribute("#nv-tab-memory", "aria-selected") == "true"
 
 
+@pytest.mark.slow
 def test_a_clicked_node_selects_its_row_its_bar_and_its_sync(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-dag")
@@ -174,6 +179,7 @@ def test_a_clicked_node_selects_its_row_its_bar_and_its_sync(opened):
     assert "4 addmm" in shown.page.inner_text("#nv-pane-syncs tr.nv-on")
 
 
+@pytest.mark.slow
 def test_a_clicked_bar_or_row_selects_everywhere(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-timeline")
@@ -187,6 +193,7 @@ def test_a_clicked_bar_or_row_selects_everywhere(opened):
     assert "addmm" in shown.page.inner_text("aside")
 
 
+@pytest.mark.slow
 def test_an_eager_call_marks_the_fused_call_that_stands_for_it_and_back(opened):
     report = fused_report()
     shown = opened(page(report))
@@ -219,6 +226,7 @@ def test_an_eager_call_marks_the_fused_call_that_stands_for_it_and_back(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_the_tip_of_a_fused_call_says_what_it_stands_for(opened):
     shown = opened(page(fused_report()))
     shown.page.click("#nv-tab-dag")
@@ -231,6 +239,7 @@ def test_the_tip_of_a_fused_call_says_what_it_stands_for(opened):
         assert part in shown.page.inner_text(".nv-tip")
 
 
+@pytest.mark.slow
 def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
     text = opened(page(fused_report())).page.inner_text("#nv-pane-summary")
     for part in (
@@ -248,6 +257,7 @@ def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
         assert part in text
 
 
+@pytest.mark.slow
 def test_a_clicked_line_selects_its_calls_everywhere_and_a_call_marks_its_line(opened):
     report = sample_report(60)
     own = [call.index for call in report.program.calls if call.origins[0].line == 31]
@@ -271,6 +281,7 @@ def test_a_clicked_line_selects_its_calls_everywhere_and_a_call_marks_its_line(o
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_a_line_of_fused_code_marks_what_its_eager_calls_became(opened):
     report = fused_report()
     eager = [call.index for call in report.eager_calls if call.origins[0].line == 32]
@@ -285,6 +296,7 @@ def test_a_line_of_fused_code_marks_what_its_eager_calls_became(opened):
     assert not shown.page.is_visible("aside")
 
 
+@pytest.mark.slow
 def test_heat_is_a_number_too_and_lines_are_sorted_by_what_is_asked_for(opened):
     report = sample_report(60)
     found = source(report)
@@ -308,6 +320,7 @@ def test_heat_is_a_number_too_and_lines_are_sorted_by_what_is_asked_for(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_code_without_calls_is_folded_and_opens(opened):
     report = sample_report(60)
     long = replace(report.sources[0], lines=(*report.sources[0].lines, *["    # quiet"] * 300))
@@ -323,6 +336,7 @@ def test_code_without_calls_is_folded_and_opens(opened):
     assert shown.page.is_visible(f"{text} .nv-lines")
 
 
+@pytest.mark.slow
 def test_a_training_step_has_forward_and_backward_columns(opened):
     shown = opened(page(training_report()))
     shown.page.click("#nv-tab-source")
@@ -333,6 +347,7 @@ def test_a_training_step_has_forward_and_backward_columns(opened):
     assert "backward" in shown.page.inner_text("aside")
 
 
+@pytest.mark.slow
 def test_the_memory_curve_is_walked_clicked_and_zoomed(opened):
     report = sample_report(60)
     shown = opened(page(report))
@@ -357,18 +372,21 @@ def test_the_memory_curve_is_walked_clicked_and_zoomed(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_what_a_call_is_not_known_to_hold_is_said(opened):
     shown = opened(page(profile_report()))
     shown.page.click("#nv-tab-memory")
     assert "is not known" in shown.page.inner_text("#nv-pane-memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pane", PANES)
 def test_a_page_opens_at_the_pane_that_is_asked_for(opened, pane):
     shown = opened(page(sample_report(20), pane))
     assert shown.page.is_visible(f"#nv-pane-{pane}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pane", ["source", "memory"])
 def test_code_and_memory_of_ten_thousand_calls_open(opened, pane):
     report = CASES["ten thousand"]()
@@ -384,6 +402,7 @@ def test_code_and_memory_of_ten_thousand_calls_open(opened, pane):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_timeline_zooms_to_a_microsecond_and_no_further(opened):
     shown = opened(page(sample_report(60)))
     shown.page.click("#nv-tab-timeline")
@@ -392,6 +411,7 @@ def test_timeline_zooms_to_a_microsecond_and_no_further(opened):
     assert high - low == pytest.approx(1000)
 
 
+@pytest.mark.slow
 def test_folding_and_opening_modules(opened):
     shown = opened(page(CASES["thousand"]()))
     shown.page.click("#nv-tab-dag")
@@ -406,6 +426,7 @@ def test_folding_and_opening_modules(opened):
 _COLOUR = "#nv-pane-dag select[aria-label=Colour]"
 
 
+@pytest.mark.slow
 def test_colour_is_chosen_with_the_keyboard_and_stays(opened):
     shown = opened(page(training_report()))
     shown.page.click("#nv-tab-dag")
@@ -426,6 +447,7 @@ def test_colour_is_chosen_with_the_keyboard_and_stays(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_a_colour_that_is_not_known_cannot_be_chosen_and_says_why(opened):
     shown = opened(page(plan_report()))
     shown.page.click("#nv-tab-dag")
@@ -438,6 +460,7 @@ def test_a_colour_that_is_not_known_cannot_be_chosen_and_says_why(opened):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_steps_of_the_scale_have_numbers_and_hold_the_values(opened, dark):
     report = sample_report(60)
@@ -475,6 +498,7 @@ def _lightness(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+@pytest.mark.slow
 def test_text_on_every_step_can_be_read(opened):
     for dark in (False, True):
         shown = opened(page(CASES["thousand"]()), dark=dark)
@@ -493,6 +517,7 @@ def test_text_on_every_step_can_be_read(opened):
                 assert (max(levels) + 0.05) / (min(levels) + 0.05) >= 4.5
 
 
+@pytest.mark.slow
 def test_calls_without_a_value_say_so(opened):
     report = fused_report()
     shown = opened(page(report))
@@ -510,6 +535,7 @@ def test_calls_without_a_value_say_so(opened):
     assert f"Exposed overhead: {format_ns(exposed(report)[1])}" in shown.page.inner_text(".nv-tip")
 
 
+@pytest.mark.slow
 def test_calls_and_folded_groups_name_their_phase(opened):
     report = training_report()
     shown = opened(page(report))
@@ -549,6 +575,7 @@ _CROSSED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_no_edge_runs_behind_a_box(opened, seed):
     shown = opened(page(tangled_report(seed)))
@@ -561,6 +588,7 @@ def test_no_edge_runs_behind_a_box(opened, seed):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_an_edge_says_what_it_is(opened):
     shown = opened(page(CASES["narrow"]()))
     shown.page.click("#nv-tab-dag")
@@ -572,6 +600,7 @@ def test_an_edge_says_what_it_is(opened):
     assert "to 2 gelu" in text
 
 
+@pytest.mark.slow
 def test_boxes_and_the_map_do_not_hide_each_other(opened):
     shown = opened(page(CASES["thousand"]()))
     shown.page.click("#nv-tab-dag")
@@ -588,6 +617,7 @@ def test_boxes_and_the_map_do_not_hide_each_other(opened):
     shown.page.wait_for_selector(".nv-map", state="hidden")
 
 
+@pytest.mark.slow
 def test_an_idle_stretch_says_which_call_waited_for_which_and_why(opened):
     report = sample_report(60)
     line, plan = report.timeline("nimble"), report.schedule("nimble")
@@ -608,6 +638,7 @@ def test_an_idle_stretch_says_which_call_waited_for_which_and_why(opened):
     assert "nothing ready" in text
 
 
+@pytest.mark.slow
 def test_figures_of_a_run_open_below_its_lanes_and_lead_to_calls(opened):
     report = sample_report(60)
     line = report.timeline("nimble")
@@ -627,6 +658,7 @@ def test_figures_of_a_run_open_below_its_lanes_and_lead_to_calls(opened):
     assert shown.page.evaluate("nimbleViewer.selected()") >= 0
 
 
+@pytest.mark.slow
 def test_an_unreliable_replay_is_marked_and_has_no_gaps(opened):
     report = sample_report(60)
     lines = [replace(line, reliable=False, note="59 of 60 nodes seen in every replay") for line in report.timelines]
@@ -638,6 +670,7 @@ def test_an_unreliable_replay_is_marked_and_has_no_gaps(opened):
     assert "not derived: kernels are missing" in shown.page.locator(".nv-figures").last.inner_text()
 
 
+@pytest.mark.slow
 def test_the_timeline_zooms_to_the_replays_and_back(opened):
     report = sample_report(60)
     shown = opened(page(report))
@@ -653,6 +686,7 @@ def test_the_timeline_zooms_to_the_replays_and_back(opened):
     assert shown.page.evaluate("nimbleViewer.timelineRange()")[1] == pytest.approx(whole)
 
 
+@pytest.mark.slow
 def test_the_timeline_opens_where_the_replays_can_be_read(opened):
     report = sample_report(60)
     shown = opened(page(report))
@@ -669,6 +703,7 @@ def test_the_timeline_opens_where_the_replays_can_be_read(opened):
     assert shown.page.get_attribute("text=Fit all", "aria-pressed") == "true"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["googlenet-h200", "nasnet-a-mobile-h200", "resnet18-training-h200"])
 def test_the_page_derives_what_runs_side_by_side_and_where_gaps_are(opened, name):
     report = nimble_viz.load(RECORDINGS / f"{name}.nimble")
@@ -685,6 +720,7 @@ def test_the_page_derives_what_runs_side_by_side_and_where_gaps_are(opened, name
         assert derived["gaps"]["length"] == pytest.approx([gap.end_ns - gap.start_ns for gap in gaps], abs=1)
 
 
+@pytest.mark.slow
 def test_modules_hold_what_is_in_them(opened):
     report = sample_report(120)
     shown = opened(page(report))
@@ -715,6 +751,7 @@ def test_modules_hold_what_is_in_them(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
     report = training_report()
     calls = tuple(replace(call, origins=()) if call.phase == "optimizer" else call for call in report.program.calls)
@@ -730,6 +767,7 @@ def test_calls_of_the_optimizer_are_not_put_down_to_the_model_itself(opened):
     assert ["the bare replay" in text for text in lengths] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row(opened):
     report = CASES["eager optimizer"]()
     name, told = "optimizer", "eager runs other operators: 0 of 2 calls found"
@@ -751,6 +789,7 @@ def test_an_optimizer_whose_calls_eager_did_not_make_has_one_row(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_themes_follow_the_system_and_the_button(opened):
     shown = opened(page(sample_report(10)), dark=True)
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -763,6 +802,7 @@ def test_themes_follow_the_system_and_the_button(opened):
     assert shown.page.evaluate(ground) == dark
 
 
+@pytest.mark.slow
 def test_the_theme_of_the_page_around_is_followed_until_another_is_chosen(opened):
     shown = opened(page(sample_report(10)))
     button, theme = shown.page.locator(".nv-theme"), "document.documentElement.dataset.theme"
@@ -773,6 +813,7 @@ def test_the_theme_of_the_page_around_is_followed_until_another_is_chosen(opened
     assert (button.inner_text(), shown.page.evaluate(theme)) == ("Theme: light", "light")
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_graph_lie_in_one_row(opened):
     shown = opened(page(CASES["two streams"]()), width=1250)
     shown.page.click("#nv-tab-dag")
@@ -783,6 +824,7 @@ def test_the_tools_of_the_graph_lie_in_one_row(opened):
     assert stage["y"] < fit["y"] < stage["y"] + stage["height"] - fit["height"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [500, 800, 1100, 1440])
 def test_a_long_name_of_a_plan_gives_way_in_the_tools(opened, width):
     report = CASES["two streams"]()
@@ -800,6 +842,7 @@ def test_a_long_name_of_a_plan_gives_way_in_the_tools(opened, width):
     assert len(set(tops)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two streams", "fused"])
 @pytest.mark.parametrize("width", [400, 2560])
 def test_no_sideways_scrolling_of_the_page(opened, width, name):
@@ -810,6 +853,7 @@ def test_no_sideways_scrolling_of_the_page(opened, width, name):
         assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.slow
 def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
     shown = opened(f"<!doctype html><title>t</title>{fragment(sample_report(60))}")
     frame = shown.page.frame_locator("iframe")
@@ -819,6 +863,7 @@ def test_the_frame_of_a_notebook_works_in_its_sandbox(opened):
     assert shown.page.inner_text("summary") == "Summary as text"
 
 
+@pytest.mark.slow
 def test_ten_thousand_calls_open(opened):
     shown = opened(page(CASES["ten thousand"]()))
     shown.page.click("#nv-tab-dag")
