@@ -2,8 +2,8 @@
 ``doctor``.
 
 Exit codes: 0 done, 1 the model could not be compared or a replay is wrong, 2 bad usage or input (files that are missing
-or damaged included), 130 interrupted. ``gate``: 1 fail, 3 not decided. ``annotate``: 1 if not everything matched.
-``doctor``: 1 something needed is broken. ``profile``: that of the script.
+or damaged and packages that are missing included), 130 interrupted. ``gate``: 1 fail, 3 not decided. ``annotate``: 1 if
+not everything matched. ``doctor``: 1 something needed is broken. ``profile``: that of the script.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["load_factory", "main"]
 
+_NEEDED = ("anywidget", "graphviz", "ipywidgets", "msgspec", "networkx", "nvtx", "plotly", "rich", "torch")
+"""What pyproject.toml requires: a checkout that was never installed has no metadata to read it from."""
+
 _ABOUT_GATE = (
     "Exit codes: 0 every rule passed, 1 a rule failed, 2 bad usage, an unreadable report or a baseline that does not "
     "compare, 3 not decided: an interval holds the bound, or something was not measured."
@@ -52,8 +55,9 @@ _TRAINING_FACTORY = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (``sys.argv`` if None) and return its exit code.
 
-    Errors that this project raises on purpose are printed as their message, with ``--traceback`` in full; errors of
-    the user's own code are not caught. A file that says nothing, missing or damaged, is never a 1: that is an answer.
+    Errors that this project raises on purpose are printed as their message, with ``--traceback`` in full, and so are
+    missing packages that it requires, whoever imports them; other errors of the user's own code are not caught. A file
+    that says nothing, missing or damaged, is never a 1: that is an answer.
     """
     given = _parser().parse_args(argv)
     try:
@@ -63,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError | ReportFileError) else 1
+    except ModuleNotFoundError as error:
+        if given.traceback or error.name not in _NEEDED:  # a part of an installed package has a dot in its name
+            raise
+        fix = f"pip install {error.name}"
+        print(f"error: {error.name} is not installed, and nimble_viz needs it: {fix}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted before anything was measured", file=sys.stderr)
         return 130

@@ -1,18 +1,29 @@
-"""What is installed: the wheel's contents, light imports, requirements that never push a torch out."""
+"""What is handed out: light imports, requirements that push no torch out, what distributions hold, and what the
+command line says without a package.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from nimble_viz import __version__
+from nimble_viz.cli.command import _NEEDED, _parser
+from tests.support.hidden import hiding
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+RECORDING = "examples/recordings/clip-h200.nimble"
 HEAVY = ("torch", "plotly", "IPython", "ipywidgets", "networkx", "rich", "transformers")
 
 
@@ -45,8 +56,13 @@ def within(have: str, requirement: str) -> bool:
 
 def fresh(code: str) -> str:
     """What ``code`` prints in a new interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    return said(["-c", code], ROOT)
+
+
+def said(line: list[str], cwd: Path) -> str:
+    """What Python prints with these arguments."""
+    done = subprocess.run([sys.executable, *line], cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return done.stdout.strip()
 
 
@@ -98,31 +114,221 @@ def test_bounds_are_checked() -> None:
     assert not within("13.1.0", "x>=13.0,<13.1")
 
 
-def test_wheel_holds_types_and_viewer(tmp_path: Path) -> None:
-    built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-        + ["--wheel-dir", str(tmp_path), str(_copy(tmp_path / "source"))],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert built.returncode == 0, built.stderr
-    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
-    assert {"nimble_core/py.typed", "nimble_viz/py.typed"} <= names
-    for package in ("nimble_core", "nimble_viz"):
-        sources = [path for path in (ROOT / package).rglob("*") if path.suffix in {".py", ".js", ".css", ".html"}]
-        assert {path.relative_to(ROOT).as_posix() for path in sources} <= names
-    assert any(name.endswith(".js") for name in names)
-    assert not any(name.startswith(("tests", "examples", "benchmarks")) for name in names)
+# -- distributions ----------------------------------------------------------------------------------------------------
+
+JUNK = (
+    "benchmarks/results/new.svg",
+    "nimble_core/__pycache__/old.cpython-311.pyc",
+    "notebooks/.ipynb_checkpoints/quickstart-checkpoint.ipynb",
+    "report.html",
+    "tests/__pycache__/old.cpython-311.pyc",
+)
+"""What running things leaves in the tree."""
+
+BUILD = """
+import sys
+from setuptools import build_meta
+build_meta.build_sdist(sys.argv[1])
+"""
 
 
-def _copy(target: Path) -> Path:
-    """The files a build reads: building in the tree would leave a build directory behind."""
-    import shutil
+def in_git(*which: str) -> list[str]:
+    """Files of the project as git lists them; none where there is no git, as in an unpacked source distribution."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return []
+    listed = subprocess.run(["git", "ls-files", "-z", *which], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return [name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
 
-    target.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, target)
-    for package in ("nimble_core", "nimble_viz"):
-        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__"))
-    return target
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree to build in: building leaves files behind, and others may be at work in the tree."""
+    listed = ROOT / "nimble_viz.egg-info" / "SOURCES.txt"  # a source distribution says itself what is in it
+    names = in_git("--cached", "--others", "--exclude-standard")
+    if not names and not listed.exists():
+        pytest.skip("neither git nor a source distribution says which files are the project's")
+    copy = tmp_path_factory.mktemp("clean")
+    for name in names or listed.read_text(encoding="utf-8").splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(clean: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, built where neither package can be imported: its version is read, not run."""
+    for name in JUNK:
+        (clean / name).parent.mkdir(exist_ok=True)
+        (clean / name).write_text("junk")
+    out = tmp_path_factory.mktemp("sdist")
+    said(["-c", hiding(["nimble_core", "nimble_viz", "torch"]) + BUILD, str(out)], clean)
+    return next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """The wheel, built from the source distribution."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "."]
+    said(["-m", "pip", "wheel", *options, str(sdist)], sdist.parent)
+    return next(sdist.parent.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as opened:
+        name = next(name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(opened.read(name))
+
+
+def held(sdist: Path) -> set[str]:
+    """Files in a source distribution, but what setuptools adds."""
+    with tarfile.open(sdist) as opened:
+        names = {member.name.partition("/")[2] for member in opened.getmembers() if member.isfile()}
+    return {name for name in names if name not in ("PKG-INFO", "setup.cfg") and ".egg-info/" not in name}
+
+
+def test_the_source_distribution_holds_every_file(sdist: Path) -> None:
+    tracked = set(in_git())
+    if not tracked:
+        pytest.skip("no git to say which files are the project's")
+    assert tracked - held(sdist) == set()
+
+
+def test_the_source_distribution_holds_no_junk(sdist: Path) -> None:
+    names = held(sdist)
+    assert names & set(JUNK) == set()
+    assert names <= {*in_git("--cached", "--others", "--exclude-standard")} or not in_git()
+    assert sdist.stat().st_size < 8_000_000
+
+
+def test_tests_are_found_in_the_unpacked_source_distribution(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    # Of these, collecting alone reads the README, results of benchmarks and recordings.
+    chosen = ("tests/repository", "tests/viz/report")
+    listed = said(["-m", "pytest", "--quiet", "--collect-only", *chosen], unpacked)
+    assert "test_file.py::" in listed
+    assert "clip-h200.nimble" in listed
+    assert (unpacked / ".ci" / "run").stat().st_mode & 0o100
+
+
+def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packages = {name for name in names if not re.match(r"nimble_viz-[\d.]+\.dist-info/", name)}
+    suffixes = {".py", ".js", ".css", ".html", ".typed"}
+    sources = {path for one in ("nimble_core", "nimble_viz") for path in (ROOT / one).rglob("*")}
+    assert packages == {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in suffixes}
+    assert {"nimble_core/py.typed", "nimble_viz/py.typed"} <= packages
+    assert any(name.endswith(".js") for name in packages)
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_runs_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    said(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)], tmp_path)
+    assert Path(said(["-c", "import nimble_viz; print(nimble_viz.__file__)"], target)).is_relative_to(target)
+    assert said(["-m", "nimble_viz", "--version"], target) == f"nimble_viz {__version__}"
+    assert "CLIP" in said(["-m", "nimble_viz", "show", str(ROOT / RECORDING)], target)
+
+
+# -- the description that an index shows ------------------------------------------------------------------------------
+
+
+def targets(page: str) -> list[str]:
+    """Where a page's links and pictures lead, in Markdown and in HTML; those in its code are none."""
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(\s*([^)\s]+)|^\s*\[[^\]]+\]:\s*(\S+)|(?:src|href)=[\"']?([^\"'\s>]+)", prose, re.MULTILINE)
+    return [next(filter(None, groups)) for groups in found]
+
+
+def test_the_description_leads_nowhere_that_an_index_does_not_show(metadata: Message) -> None:
+    assert metadata["Version"] == __version__
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    described = metadata.get_payload()
+    assert isinstance(described, str)
+    assert described.startswith("# nimble_viz")
+    assert [target for target in targets(described) if not target.startswith("https://")] == []
+
+
+def test_relative_links_would_be_noticed() -> None:
+    page = "[a](b.md) ![c](d.png) `[e](f.md)` [g](#h)\n[i]: j.md\n<img src='k.png'>\n```python\nx[0](y)\n```\n[l](https://m)"
+    assert targets(page) == ["b.md", "d.png", "#h", "j.md", "k.png", "https://m"]
+    assert "docs/images/clip-dag.png" in targets((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_the_description_agrees_with_the_readme() -> None:
+    page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/pypi.md", "README.md"))
+    examples = re.findall(r"^```python\n.*?^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:  # the README's are run
+        assert example in readme
+    commands = re.findall(r"^python -m nimble_viz ([^#\n]*)", page, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        _parser().parse_args(command.split())
+    assert set(re.findall(r"nimble-viz\[(\w+)\]", page)) <= set(PROJECT["optional-dependencies"])
+
+
+# -- the command line without a package -------------------------------------------------------------------------------
+
+
+def without(names: list[str], *line: str) -> subprocess.CompletedProcess[str]:
+    """``python -m nimble_viz`` where the packages ``names`` are not installed."""
+    code = "import runpy\nrunpy.run_module('nimble_viz', run_name='__main__', alter_sys=True)\n"
+    command = [sys.executable, "-c", hiding(names) + code, *line]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def message(name: str) -> str:
+    """The one line about a package that is missing."""
+    return f"error: {name} is not installed, and nimble_viz needs it: pip install {name}\n"
+
+
+def test_all_that_is_required_is_known_to_the_command_line() -> None:
+    assert sorted(_NEEDED) == sorted(re.split(r"[<>=]", one)[0] for one in PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize("name", _NEEDED)
+def test_a_missing_package_is_named(name: str, tmp_path: Path) -> None:
+    module = tmp_path / "needs_it.py"
+    module.write_text(f"import {name}.part\n")
+    ended = without([name], "compare", f"{module}:factory")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", message(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("msgspec", f"show {RECORDING}"),
+        ("msgspec", f"diff {RECORDING} {RECORDING}"),
+        ("msgspec", f"gate {RECORDING}"),
+        ("rich", f"show {RECORDING}"),
+        ("graphviz", f"export {RECORDING} graph.gv"),
+        ("torch", "compare examples/models.py:bert_small"),
+        ("torch", "profile examples/models.py"),
+    ],
+)
+def test_commands_name_what_they_miss(name: str, line: str) -> None:
+    ended = without([name], *line.split())
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", message(name))
+
+
+def test_without_any_package_there_is_help() -> None:
+    for line in ("--version", "--help", "compare --help", "gate --help"):
+        ended = without([*_NEEDED], *line.split())
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert "nimble_viz" in ended.stdout
+
+
+def test_other_modules_that_are_missing_keep_their_traceback(tmp_path: Path) -> None:
+    module = tmp_path / "wants_more.py"
+    for wanted in ("no_such_module_at_all", "msgspec.no_such_part"):
+        module.write_text(f"import {wanted}\n")
+        ended = without([], "compare", f"{module}:factory")
+        assert ended.returncode == 1
+        assert "Traceback" in ended.stderr
+    ended = without(["msgspec"], "show", RECORDING, "--traceback")
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr

@@ -361,6 +361,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return run
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
