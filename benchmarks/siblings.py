@@ -2,7 +2,7 @@
 
     python -m benchmarks.siblings --out benchmarks/results/siblings-h200.json
 
-Each model is prepared twice with ``fuse="library"``, once with ``rewrites/merge`` kept from convolutions, and both are
+Each model is prepared twice with ``fuse="library"``, once with ``merge_siblings`` kept from convolutions, and both are
 replayed in turn, in a process of its own. A ratio above 1 says that merging is faster. Rows that the file holds are not
 measured again.
 """

@@ -1,0 +1,257 @@
+"""Two checkouts of this project side by side on one GPU: does the newer one take as long as the older?
+
+    git worktree add ../older REVISION
+    python -m benchmarks.revisions --older ../older --out benchmarks/results/revisions-h200.json
+
+For each row, each checkout prepares the same seeded model in a process of its own. The older one goes first and keeps
+the plan it chose; the newer one finds that plan, so that both replay the same kernels on the same streams. Then the two
+are timed in turn: host time of a call, time a call when calls follow each other (throughput), and device time of the
+CUDA graphs that a call replays. Two processes of one checkout differ by a few percent, so each has two, the second pair
+in the other order. What disturbs a host only adds time, so ratios are those of lower quartiles, the newer over the
+older, with the lowest and highest of rounds.
+
+Only the public API is used, which both checkouts have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+ROWS = (
+    ("ResNet-50", "float16", "inference"),
+    ("GoogLeNet", "float16", "inference"),
+    ("MobileNetV2", "float16", "inference"),
+    ("BERT-base 128", "float16", "inference"),
+    ("MobileNetV2 CIFAR", "tf32", "whole step"),
+    ("MobileNetV2 CIFAR", "tf32", "drop-in"),
+)
+"""Model, precision, and what is prepared; training at batch 32."""
+
+MEASURES = ("host_us", "throughput_us", "device_us")
+BAND = 0.03
+"""What a change of code that changes no kernel may move a ratio by."""
+
+CALLS = 50
+ROUNDS = 15
+ROOT = Path(__file__).parents[1]
+
+
+def ratios(older: list[dict[str, float]], newer: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """For each measure the newer over the older, by lower quartiles, and the lowest and highest ratio of a round.
+
+    >>> samples = [{"host_us": value} for value in (2.0, 3.0, 4.0, 9.0)]
+    >>> ratios(samples, samples[::-1])["host_us"]["ratio"]
+    1.0
+    """
+    found = {}
+    for name in older[0]:
+        each = [new[name] / old[name] for old, new in zip(older, newer, strict=True)]
+        first = quantiles([one[name] for one in newer])[0] / quantiles([one[name] for one in older])[0]
+        found[name] = {"ratio": first, "low": min(each), "high": max(each)}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the rows that the file does not hold yet; 1 if one moved by more than the band."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--older", type=Path, required=True, help="the other checkout")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of results; what it holds is kept")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times each is sampled (default: %(default)s)")
+    parser.add_argument("--rows", default="", help="only rows whose name holds this")
+    given = parser.parse_args(arguments)
+    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"rows": {}}
+    for name, dtype, kind in ROWS:
+        row = f"{name}, {dtype}, {kind}"
+        if row in results["rows"] or given.rows not in row:
+            continue
+        results["rows"][row] = _measured((name, dtype, kind), given.older, given.rounds)
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(row, {name: round(one["ratio"], 3) for name, one in results["rows"][row]["ratios"].items()}, flush=True)
+    moved = [
+        f"{row}: {name} {one['ratio']:.3f}"
+        for row, found in results["rows"].items()
+        for name, one in found["ratios"].items()
+        if name != "host_us" and abs(one["ratio"] - 1) > BAND
+    ]
+    print("\n".join(moved) or f"all throughputs and device times within {BAND:.0%}")
+    return int(bool(moved))
+
+
+def _measured(row: tuple[str, str, str], older: Path, rounds: int) -> dict[str, Any]:
+    samples: dict[Path, list[dict[str, float]]] = {older: [], ROOT: []}
+    prepared: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as plans:
+        for order in ((older, ROOT), (ROOT, older)):
+            running: dict[Path, subprocess.Popen[str]] = {}
+            try:
+                for place in order:  # one after the other: the second finds the plan of the first
+                    running[place] = _start(row, place, plans)
+                    found = _told(running[place])
+                    if prepared and found != prepared:
+                        raise RuntimeError(f"{place} prepared {found}, and another checkout {prepared}")
+                    prepared = found
+                for _ in range(rounds):
+                    for place, process in running.items():
+                        samples[place].append(_asked(process))
+            finally:
+                for process in running.values():
+                    process.kill()
+                    process.communicate()  # and close its pipes
+    was, now = samples[older], samples[ROOT]
+    return {"ratios": ratios(was, now), "prepared": prepared, "older": was, "newer": now}
+
+
+def _start(row: tuple[str, str, str], place: Path, plans: str) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "NIMBLE_CACHE_DIR": plans,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(place.resolve()), os.environ.get("PYTHONPATH", "")))),
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), *row]
+    return subprocess.Popen(
+        command, env=environment, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _asked(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdin is not None
+    process.stdin.write("sample\n")
+    process.stdin.flush()
+    return _told(process)
+
+
+def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    raise RuntimeError(f"the process of a checkout ended with {process.wait()}")
+
+
+# -- in a process of a checkout --------------------------------------------------------------------------------------
+
+
+def child(name: str, dtype: str, kind: str) -> None:
+    """Prepare one row with the packages on the path, say so, and take a sample for each line that comes in."""
+    import torch
+
+    from benchmarks.zoo import precision
+
+    cuda = torch.cuda.is_available()
+    synchronize: Callable[[], Any] = torch.cuda.synchronize if cuda else lambda: None
+    with precision(dtype):
+        call, engine = _prepared(name, dtype, kind, "cuda" if cuda else "cpu")
+        for _ in range(10):
+            call()
+        synchronize()
+        graphs = _graphs_of(call) if cuda else []
+        schedule, program = engine.schedule, engine.recorded.recording.program
+        about = {
+            "plan": schedule.policy,
+            "fuse": program.fuse,
+            "calls": len(program.calls),
+            "streams": schedule.streams,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+        }
+        print(json.dumps(about), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(_sample(call, graphs, synchronize)), flush=True)
+
+
+def _prepared(name: str, dtype: str, kind: str, device: str) -> tuple[Callable[[], Any], Any]:
+    import torch
+
+    from benchmarks import train_zoo, zoo
+    from nimble_core import Nimble, Options, TrainStep
+
+    options = Options(budget_s=60.0)
+    if kind == "inference":
+        model, args, kwargs = zoo.load(name, dtype, device=device)
+        net = Nimble(model, options).prepare(*args, **kwargs)
+        return lambda: net(*args, **kwargs), net.engines[0]
+    task = train_zoo.load(name, dtype, 32, device)
+    optimizer = task.make_optimizer(fused=True)
+    inputs, targets = task.batches[0]
+    if kind == "whole step":
+        step = TrainStep(task.model, task.loss_fn, optimizer, options=options).prepare(inputs, targets)
+        return lambda: step(inputs, targets), step.engine
+    net = Nimble(task.model, options).prepare(*inputs, training=True)
+
+    def drop_in() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = task.loss_fn(net(*inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return drop_in, net.engines[0]
+
+
+def _graphs_of(call: Callable[[], Any]) -> list[Any]:
+    """The CUDA graphs that one call replays."""
+    import torch
+
+    seen: list[Any] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def noted(graph: Any) -> None:
+        seen.append(graph)
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]  # for one call
+    try:
+        call()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    return seen
+
+
+def _sample(call: Callable[[], Any], graphs: list[Any], synchronize: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds: until a call returns, a call among many, and what its graphs take on the device."""
+    host = []
+    for _ in range(7):
+        synchronize()
+        start = time.perf_counter_ns()
+        call()
+        host.append((time.perf_counter_ns() - start) / 1e3)
+    synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(CALLS):
+        call()
+    synchronize()
+    found = {"host_us": median(host), "throughput_us": (time.perf_counter_ns() - start) / 1e3 / CALLS}
+    return found | ({"device_us": _device_us(graphs)} if graphs else {})
+
+
+def _device_us(graphs: list[Any]) -> float:
+    import torch
+
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for graph in graphs:
+        graph.replay()
+    first.record()
+    for _ in range(CALLS):
+        for graph in graphs:
+            graph.replay()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / CALLS * 1e3
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4 and not sys.argv[1].startswith("-"):
+        sys.path[0] = os.getcwd()  # not this file's folder: the packages are those of the checkout
+        child(*sys.argv[1:])
+    else:
+        sys.exit(main())
