@@ -25,7 +25,11 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem == "quickstart" else pytest.param(path, marks=pytest.mark.slow) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(FOLDER)}}).execute()

@@ -44,23 +44,116 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "model.nimble").stat().st_size > 100
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PACKAGES = ("nimble_core", "nimble_viz")
+
+
 def test_architecture_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "architecture"}
-    found = blocks("python", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    found = blocks("python", ARCHITECTURE)
     assert len(found) == 5
     for number, source in enumerate(found):
         exec(compile(source, f"docs/architecture.md block {number}", "exec"), namespace)
 
 
-def test_architecture_names_every_module() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([\w/]+)`", page))
-    for package in ("nimble_core", "nimble_viz"):
-        for path in (ROOT / package).rglob("*.py"):
-            if path.name != "__init__.py":
-                module = path.relative_to(ROOT / package).with_suffix("").as_posix()
-                assert module in named or f"{path.parent.name}/" in named, f"{package}/{module} is not described"
+def modules_of(package: str) -> dict[str, set[str]]:
+    """Names of the modules in each folder of ``package``; those beside its ``__init__`` are under ``"."``."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / package).rglob("*.py"):
+        folder = path.parent.relative_to(ROOT / package).as_posix()
+        found.setdefault(folder, set()).update({path.stem} - {"__init__"})
+    return found
+
+
+def described(package: str, page: str) -> dict[str, set[str]]:
+    """Folders of ``package`` in the order of the page, each with the names that its entry gives to modules."""
+    _, _, rest = page.partition(f"## The folders of `{package}`\n")
+    _, *parts = re.split(r"^- \*\*`([\w/]+)/`\*\*", rest.partition("\n## ")[0], flags=re.MULTILINE)
+    return {
+        folder: set(re.findall(r"`([a-z_\d]+)/?`", text)) for folder, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def misdescribed(package: str, page: str) -> list[str]:
+    """Folders and modules of ``package`` that the page does not describe, and those it describes that are not there."""
+    found, there = described(package, page), modules_of(package)
+    alone = there.pop(".")  # modules beside __init__ may be named in any entry
+    wrong = sorted({folder for folder in there if there[folder]} ^ found.keys())
+    for folder, named in found.items():
+        inner = {one.removeprefix(f"{folder}/") for one in there if one.startswith(f"{folder}/")}
+        here = there.get(folder, set())
+        wrong += [f"{folder}/{name}" for name in sorted((here - named) | (named - here - inner - alone))]
+    return wrong + sorted(alone - set().union(*found.values()))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_architecture_describes_every_folder_and_module(package: str) -> None:
+    assert misdescribed(package, ARCHITECTURE) == []
+
+
+def test_a_module_that_is_not_described_would_be_noticed() -> None:
+    assert misdescribed("nimble_core", ARCHITECTURE.replace("`matching`", "matching")) == ["algorithms/matching"]
+    assert misdescribed("nimble_core", ARCHITECTURE.replace("`matching`", "`matchmaking`")) == [
+        "algorithms/matching",
+        "algorithms/matchmaking",
+    ]
+    assert misdescribed("nimble_viz", ARCHITECTURE.replace("**`traces/`**", "traces"))[0] == "traces"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_architecture_lists_folders_in_the_order_of_the_layers(package: str) -> None:
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (layers,) = [one["layers"] for one in settings["contracts"] if one.get("containers") == [package]]
+    wanted = [name.strip() for layer in layers for name in layer.split("|")]
+    shown = dict.fromkeys(folder.partition("/")[0] for folder in described(package, ARCHITECTURE))
+    assert [name for name in shown if name in wanted] == wanted
+
+
+def not_there(page: str) -> list[str]:
+    """Names such as ```ir/costs.py:Costs``` that lead to nothing."""
+    import ast
+
+    wrong = []
+    for file, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", page):
+        paths = [path for package in PACKAGES if (path := ROOT / package / file).exists()]
+        body: list[ast.stmt] = ast.parse(paths[0].read_text(encoding="utf-8")).body if len(paths) == 1 else []
+        for part in name.split("."):
+            named = [one for one in body if getattr(one, "name", "") == part]
+            body = getattr(named[0], "body", []) if named else []
+        if not body:
+            wrong.append(f"{file}:{name}")
+    return wrong
+
+
+def test_functions_that_architecture_names_exist() -> None:
+    assert len(re.findall(r"`[\w/]+\.py:[\w.]+`", ARCHITECTURE)) > 40
+    assert not_there(ARCHITECTURE) == []
+    assert not_there("`ir/costs.py:Costs.total_ns` `ir/costs.py:Cost` `ir/cost.py:Costs`") == [
+        "ir/costs.py:Cost",
+        "ir/cost.py:Costs",
+    ]
+
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_files_and_modules_that_are_named_exist(name: str) -> None:
+    from pkgutil import resolve_name
+
+    page = (ROOT / name).read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:nimble_core|nimble_viz|tests|benchmarks|examples|docs)/[\w./-]*)`", page):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+    for dotted in re.findall(r"`((?:nimble_core|nimble_viz)(?:\.\w+)+)(?:\(\))?`", page):
+        resolve_name(dotted)
 
 
 def test_make_targets_exist() -> None:
@@ -102,9 +195,7 @@ def test_extras_that_are_named_exist() -> None:
     assert {"cuda", "cuda12", "cuda13"} <= named <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/dependencies.md", "docs/kernels.md"]
-)
+@pytest.mark.parametrize("name", sorted(PAGES))
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
