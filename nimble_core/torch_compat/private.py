@@ -72,8 +72,7 @@ class Private:
     def find(self) -> Any:
         """Its value; None where this torch has none. Imports the module it is in."""
         owner, attribute = self._place()
-        found = getattr(owner, attribute, _ABSENT)
-        return None if found is _ABSENT else found
+        return getattr(owner, attribute, None)
 
     def require(self) -> Any:
         """Its value. Raises DeviceError where this torch has none."""

@@ -152,8 +152,7 @@ def paste_lines(report: ReportData) -> str:
     return "\n".join(
         [
             f'# once: report.plan.save("{name}.plan.json")',
-            "from nimble_core import Nimble",
-            "from nimble_core.scheduling.saved_plan import load_plan",
+            "from nimble_core import Nimble, load_plan",
             "",
             f'plan = load_plan("{name}.plan.json")',
             "net = Nimble(model).prepare(*args, plan=plan, **kwargs)",
