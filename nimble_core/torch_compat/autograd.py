@@ -62,7 +62,7 @@ sequence_number: Callable[[], int] = function(
 current_node: Callable[[], Any] = function(
     "torch._C:_current_autograd_node",
     "know which node a call of a backward belongs to",
-    "calls of a backward have no source line",
+    "calls of a backward have the source line of the call before them",
     fallback=lambda: None,
 )
 set_version_counter: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = function(
@@ -139,11 +139,15 @@ def _steals() -> bool:
     pythonapi.Py_IncRef(py_object(probe))
     _keep(key, probe)
     steals = getrefcount(probe) == before + 1
-    pythonapi.Py_IncRef(py_object(None))
-    _keep(key, None)
+    if _remove is not None:
+        _remove(key)
+    else:
+        pythonapi.Py_IncRef(py_object(None))
+        _keep(key, None)
     if not steals:
         pythonapi.Py_DecRef(py_object(probe))
-        pythonapi.Py_DecRef(py_object(None))
+        if _remove is None:
+            pythonapi.Py_DecRef(py_object(None))
     return steals
 
 
@@ -186,18 +190,17 @@ transforms_active: Callable[[], bool] = function(
     "the innermost transform is asked for, which takes longer",
     fallback=lambda: _innermost() is not None,
 )
-_NO_WRAPPER = "batches of gradients end in an error of torch's"
 _WRAPPERS: tuple[Callable[[torch.Tensor], bool], ...] = (
     function(
         "torch._C:_functorch.is_functorch_wrapped_tensor",
         "notice tensors of torch.func's transforms",
-        _NO_WRAPPER,
-        fallback=lambda tensor: False,
+        "every tensor under a transform counts as one of its",
+        fallback=lambda tensor: transforms_active(),
     ),
     function(
         "torch._C:_functorch.is_legacy_batchedtensor",
         "notice batches of gradients (is_grads_batched=True)",
-        _NO_WRAPPER,
+        "batches of gradients end in an error of torch's",
         fallback=lambda tensor: False,
     ),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
@@ -70,9 +70,13 @@ class Private:
         return self.needs == "" or _has_triton()
 
     def find(self) -> Any:
-        """Its value; None where this torch has none. Imports the module it is in."""
+        """Its value, which may be a module; None where this torch has none. Imports the module it is in."""
         owner, attribute = self._place()
-        return getattr(owner, attribute, None)
+        found = getattr(owner, attribute, None)
+        if found is None:
+            with suppress(ImportError):
+                found = import_module(self.name.replace(":", "."))
+        return found
 
     def require(self) -> Any:
         """Its value. Raises DeviceError where this torch has none."""

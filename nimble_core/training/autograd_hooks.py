@@ -42,6 +42,9 @@ of them is sought. No weak references to the tensors themselves: ``torch.utils.s
 any, and with it ``.to()`` where modules swap their parameters.
 """
 
+_installed = False
+"""Whether searches were ever answered in this process."""
+
 _NAMES = ("grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
 """Arguments of autograd's engine after its outputs."""
 
@@ -93,10 +96,12 @@ def searches_are_answered() -> bool:
 
     Asked at each forward: who replaces the engine's run for a while may put torch's own back instead of ours.
     """
+    global _installed
     own = engine_run_is_own()
     if own is None or not STASHES:
         return False
-    if own:
+    if own or not _installed:  # later, what is not torch's own is ours, or somebody's around ours
+        _installed = True
         answering = _answering(ENGINE_RUN.require())
         _pass_by(answering)
         ENGINE_RUN.replace(answering)

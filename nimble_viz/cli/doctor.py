@@ -499,7 +499,12 @@ def _internals() -> tuple[Finding, ...]:
 
 def _internal(entry: Private) -> Finding:
     name = entry.name.replace(":", ".")
-    if entry.find() is not None:
+    try:
+        found = entry.find()
+    except Exception as error:  # a module of torch's that fails to import
+        state: State = "broken" if entry.essential else "fallback"
+        return Finding(_INTERNALS, name, state, f"{type(error).__name__}: {_first_line(error)}", _OTHER_TORCH)
+    if found is not None:
         return Finding(_INTERNALS, name, "works", f"{entry.purpose}; checked on {', '.join(entry.checked)}")
     if not entry.expected:
         return Finding(_INTERNALS, name, "off", f"this torch has no {entry.needs}")

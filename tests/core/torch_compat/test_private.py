@@ -47,9 +47,14 @@ options = Options(tune="off", fuse="none")
 with torch.no_grad():
     replayed = Nimble(net, options).prepare(x)
     assert torch.equal(replayed(x), net(x))
-    for transform in (torch.func.vmap, lambda one: lambda x: torch.func.jvp(one, (x,), (x,))):
+    many = torch.stack([x, x])
+    for transform in (
+        lambda: torch.func.vmap(replayed)(many),
+        lambda: torch.func.grad(lambda one: replayed(one).sum())(x),
+        lambda: torch.func.jvp(replayed, (x,), (x,)),
+    ):
         try:
-            transform(replayed)(x)
+            transform()
         except InputError:
             continue
         raise AssertionError("a transform was not noticed")
@@ -100,6 +105,15 @@ def test_what_has_no_fallback_raises_when_it_is_used_and_names_this_torch() -> N
     finally:
         ENTRIES.pop("torch._C:_no_such_name", None)
         ENTRIES.pop("torch.no.such.module:name", None)
+
+
+def test_a_name_may_be_a_module_that_nothing_has_imported_yet() -> None:
+    code = (
+        "from nimble_core.torch_compat.compiler import TRITON_ANALYSIS\n"
+        "print(hasattr(TRITON_ANALYSIS.find(), 'generate_ttir'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 class _Above:

@@ -471,6 +471,27 @@ def test_what_puts_torchs_own_run_back_is_noticed(pair: tuple[Two, Nimble]) -> N
     assert torch.autograd._engine_run_backward is ours, "it is not wrapped again"
 
 
+WRAPPED_BEFORE = """
+from functools import wraps
+import torch
+run = torch.autograd._engine_run_backward
+torch.autograd._engine_run_backward = wraps(run)(lambda *args, **kwargs: run(*args, **kwargs))  # some tool's
+
+from nimble_core import Nimble, Options
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
+x = torch.randn(2, 4)
+net = Nimble(model, Options(tune="off")).prepare(x, training=True)
+expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+for _ in range(2):
+    torch.testing.assert_close(torch.autograd.grad(net(x).sum(), list(net.parameters())), expected)
+"""
+
+
+def test_a_run_that_somebody_wrapped_before_is_wrapped_too() -> None:
+    done = subprocess.run([sys.executable, "-c", WRAPPED_BEFORE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 COMPILED = """
 import torch
 from torch._dynamo.utils import counters

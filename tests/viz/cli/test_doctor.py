@@ -233,7 +233,7 @@ def test_each_private_name_of_torch_has_a_row(monkeypatch: pytest.MonkeyPatch) -
     assert found.exit_code == 1
     assert "torch._C._current_graph_task_id" in found.verdict
     text = found.to_text()
-    assert "calls of a backward have no source line" in text
+    assert "calls of a backward have the source line of the call before" in text
     assert "-> a torch from 2.11 to 2.15" in text
 
 
