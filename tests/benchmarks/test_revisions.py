@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ def test_examples_in_the_code() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkout_against_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_against_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     older = tmp_path / "older"
     older.symlink_to(ROOT)
     pytest.importorskip("transformers", reason="needs transformers: make test installs it")
@@ -26,10 +29,28 @@ def test_a_checkout_against_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert main(["--older", str(ROOT), "--out", str(out), "--rounds", "2", "--rows", "no such"]) == 0
     assert not out.exists()
     main(["--older", str(older), "--out", str(out), "--rounds", "1"])  # times may differ by anything here
+    if not out.exists():  # on a busy machine two processes may choose differently
+        assert "not compared: one process prepared" in capsys.readouterr().out
+        return
     (row,) = json.loads(out.read_text())["rows"].values()
     assert len(row["older"]) == len(row["newer"]) == 2
     assert set(row["ratios"]) == {"host_us", "throughput_us"}
     assert row["prepared"]["device"] == "cpu"
+
+
+def test_rows_of_different_plans_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = iter(["single", "contention"])
+    monkeypatch.setattr(revisions, "ROWS", (("ViT-B/16", "float32", "inference"),))
+    monkeypatch.setattr(
+        revisions, "_start", lambda row, place, plans: subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    )
+    monkeypatch.setattr(revisions, "_told", lambda process: {"plan": next(plans)})
+    out = tmp_path / "results.json"
+    assert main(["--older", str(tmp_path), "--out", str(out)]) == 1
+    assert not out.exists()
+    assert "one process prepared {'plan': 'single'}, another {'plan': 'contention'}" in capsys.readouterr().out
 
 
 def test_what_moved_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
