@@ -222,7 +222,7 @@ def _graphs_of(call: Callable[[], Any]) -> list[Any]:
     try:
         call()
     finally:
-        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]  # what was there
     torch.cuda.synchronize()
     return seen
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from nimble_core.torch_compat.private import function, private
+from nimble_core.torch_compat.private import ENTRIES, function, private
 
 if TYPE_CHECKING:
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
@@ -24,7 +24,6 @@ else:
 __all__ = [
     "ENGINE_RUN",
     "KNOWN_WHETHER_KEPT",
-    "STALE_CAPTURE_STREAM",
     "STASHES",
     "batched_or_wrapped",
     "current_node",
@@ -90,16 +89,15 @@ graph_is_kept: Callable[[], bool] = function(
     "a backward's memory is never lent its forward's: it takes more",
     fallback=lambda: False,
 )
-KNOWN_WHETHER_KEPT = hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+KNOWN_WHETHER_KEPT = ENTRIES[_KEPT].find() is not None
 """Whether ``graph_is_kept`` knows."""
 
-STALE_CAPTURE_STREAM = private(
+set_stale_capture_stream: Callable[[bool], None] | None = private(
     "torch._C:_set_override_stale_capture_stream",
     "capture a backward while older graphs are kept",
     "such a capture is refused; the error says to let go of old losses",
     since="2.13",
-)
-set_stale_capture_stream: Callable[[bool], None] | None = STALE_CAPTURE_STREAM.find()
+).find()
 stale_capture_stream: Callable[[], bool] = function(
     "torch._C:_override_stale_capture_stream",
     "put that setting back",
@@ -135,19 +133,16 @@ def _steals() -> bool:
     """Whether this torch takes over the reference that it is given, as 2.11 does: one more is due for each object."""
     probe, key = object(), "nimble_core.probe"
     before = getrefcount(probe)
-    # Two references first, so that the probe outlives what torch lets go of.
-    pythonapi.Py_IncRef(py_object(probe))
     _keep(key, probe)
-    steals = getrefcount(probe) == before + 1
+    steals = getrefcount(probe) == before
+    if steals:
+        pythonapi.Py_IncRef(py_object(probe))
     if _remove is not None:
         _remove(key)
     else:
-        pythonapi.Py_IncRef(py_object(None))
+        if steals:
+            pythonapi.Py_IncRef(py_object(None))
         _keep(key, None)
-    if not steals:
-        pythonapi.Py_DecRef(py_object(probe))
-        if _remove is None:
-            pythonapi.Py_DecRef(py_object(None))
     return steals
 
 

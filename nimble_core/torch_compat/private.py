@@ -31,6 +31,9 @@ CHECKED = ("2.11", "2.13", "2.15")
 CHECKED_ON_GPU = ("2.11",)
 """Those on which names that need a GPU were."""
 
+REMEDY = f"a torch from {CHECKED[0]} to {CHECKED[-1]}, or a newer nimble-viz"
+"""What to install where an essential name is missing."""
+
 ENTRIES: dict[str, Private] = {}
 """All entries by name; each module of this folder adds its own when it is imported."""
 
@@ -196,7 +199,7 @@ def _missing(entry: Private) -> DeviceError:
 
     return DeviceError(
         f"torch {torch.__version__} has no {entry.name.replace(':', '.')}, needed to {entry.purpose}",
-        fix=f"install a torch from {CHECKED[0]} to {CHECKED[-1]}, or a newer nimble-viz",
+        fix=f"install {REMEDY}",
     )
 
 

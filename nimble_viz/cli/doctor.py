@@ -43,7 +43,6 @@ _SIGNS: dict[State, tuple[str, str]] = {
 }
 _STATE_WIDTH = max(len(f"{sign} {state}") for state, (sign, _) in _SIGNS.items())
 _INSTALL = "pip install --upgrade nimble-viz"
-_OTHER_TORCH = "a torch from 2.11 to 2.15, or a newer nimble-viz"
 _TIMEOUT_S = 10
 
 
@@ -498,19 +497,21 @@ def _internals() -> tuple[Finding, ...]:
 
 
 def _internal(entry: Private) -> Finding:
+    from nimble_core.torch_compat.private import REMEDY
+
     name = entry.name.replace(":", ".")
     try:
         found = entry.find()
     except Exception as error:  # a module of torch's that fails to import
         state: State = "broken" if entry.essential else "fallback"
-        return Finding(_INTERNALS, name, state, f"{type(error).__name__}: {_first_line(error)}", _OTHER_TORCH)
+        return Finding(_INTERNALS, name, state, f"{type(error).__name__}: {_first_line(error)}", REMEDY)
     if found is not None:
         return Finding(_INTERNALS, name, "works", f"{entry.purpose}; checked on {', '.join(entry.checked)}")
     if not entry.expected:
         return Finding(_INTERNALS, name, "off", f"this torch has no {entry.needs}")
     if not entry.essential:
         return Finding(_INTERNALS, name, "fallback", f"missing: {entry.without}")
-    return Finding(_INTERNALS, name, "broken", f"missing, needed to {entry.purpose}", _OTHER_TORCH)
+    return Finding(_INTERNALS, name, "broken", f"missing, needed to {entry.purpose}", REMEDY)
 
 
 # -- seeing ----------------------------------------------------------------------------------------------------------
