@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from importlib import import_module
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,10 @@ os.environ["NIMBLE_CACHE_DIR"] = tempfile.mkdtemp(prefix="nimble-choices-")
 
 # Tensors of tests are small: torch's threads wait for each other longer than they compute, most of all on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Most verdicts of tests are of no interest: no patience where the machine is too noisy for one.
+vars(import_module("nimble_core.autotune.autotune"))["_PATIENCE_S"].update(fast=0.0, full=0.0)
+vars(import_module("nimble_viz.collect.compare"))["_PATIENCE_S"] = 0.0
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import add
@@ -15,9 +15,9 @@ import torch
 from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
 from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
 from nimble_core.compiler.pipeline import follow, fuse
-from nimble_core.ir.candidates import Candidate, EqualityCheck
+from nimble_core.ir.candidates import Candidate, EqualityCheck, simplicity
 from nimble_core.ir.costs import Costs
-from nimble_core.ir.measurement import TIE, interleave
+from nimble_core.ir.measurement import SAME, Measurement, interleave, not_slower, ratio, undecided
 from nimble_core.ir.observation import Observation
 from nimble_core.ir.program import Fuse
 from nimble_core.ir.schedule import Schedule
@@ -43,7 +43,8 @@ _TAKEN = ("single", "eager", "whole", "none", "library", "inductor")
 _CAPTURED = {"cuda": 3}
 """Candidates beside one stream that ``tune="fast"`` captures: the first two policies above and the most promising of
 the others; only the most promising one where not listed."""
-_ROUNDS = {"fast": 15, "full": 101}
+_PATIENCE_S = {"fast": 2.0, "full": 10.0}
+"""How long to go on measuring while it is open which candidate is best; at most a tenth of the budget."""
 _HOPELESS = 1.25
 """Kernels whose best simulated plan takes this much longer than that of others are tried on one stream only."""
 _HEAVY, _HEAVY_NBYTES = 1.22, 8 << 20
@@ -178,6 +179,7 @@ class _Tuning:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     wrong: str = ""
+    decided: bool = True
     began: float = field(default_factory=time.perf_counter)
 
     def tuned(self, measure_single: bool) -> Tuned:
@@ -194,7 +196,7 @@ class _Tuning:
                 checks += self._tried(kinds, measure_single)
         best = self._choose(kinds)
         kind = self.candidates[best].fuse
-        if len(kinds) > 1 and self.options.policy == "auto" and not recalled:
+        if len(kinds) > 1 and self.options.policy == "auto" and not recalled and self.decided:
             variant = self.variants[kind]
             remember(self._key(), make_plan(variant.recording.program, variant.graph, self.executables[best].schedule))
         self._close_losers(best)
@@ -386,7 +388,7 @@ class _Tuning:
         """
         lighter = max(self.candidates[than].nbytes, self._light(name))
         excess = (self.candidates[name].nbytes - lighter) / self._eager_total(self._single(name))
-        return max(TIE, min(worth, 1 + _RATE * excess))
+        return max(SAME, min(worth, 1 + _RATE * excess))
 
     def _made(self, kind: Fuse) -> bool:
         """Whether there are kernels of this kind: made now, if they can be and the budget allows."""
@@ -558,12 +560,15 @@ class _Tuning:
         return tuple(checks)
 
     def _time(self, executables: Mapping[str, Executable]) -> None:
+        budget_s = self.options.budget_s
         taken = interleave(
             {name: executable.replay for name, executable in executables.items()},
             clock_ns=self.device.clock_ns,
             synchronize=self.device.synchronize,
-            rounds=_ROUNDS[self.options.tune],
-            budget_s=max(self.options.budget_s - (time.perf_counter() - self.began), 0.1 * self.options.budget_s),
+            budget_s=max(budget_s - (time.perf_counter() - self.began), 0.1 * budget_s),
+            patience_s=min(_PATIENCE_S[self.options.tune], 0.1 * budget_s),
+            open_names=lambda taken: undecided(taken, [name for name in taken if not self._wrong(name)]),
+            interruptions=self.device.interruptions,
             rehearse=True,
             on_interrupt=_interrupt,
         )
@@ -577,11 +582,11 @@ class _Tuning:
         wants), or less (``_price``).
         """
         worth = self.worth if worth is None else worth
-        taken: dict[str, float] = {}
+        taken: dict[str, Measurement] = {}
         for name in self.executables:
             measurement = self.candidates[name].measurement
             if measurement is not None and not self._wrong(name):
-                taken[name] = measurement.median_ns
+                taken[name] = measurement
         taken = {name: one for name, one in taken.items() if self._asked(name, wanted)} or taken
         if taken:
             return self._worth_it(taken, worth)
@@ -589,24 +594,33 @@ class _Tuning:
         asked_right = [name for name in right if self.candidates[name].fuse in wanted]
         return (asked_right or right or [next(iter(self.executables))])[-1]
 
-    def _worth_it(self, taken: Mapping[str, float], worth: float) -> str:
-        """The fastest of those that do not hold much, or what is worth holding more, from the lightest on.
+    def _worth_it(self, taken: Mapping[str, Measurement], worth: float) -> str:
+        """The simplest of the best of those that do not hold much, or what is worth holding more, from the lightest on.
 
         Args:
-            taken: nanoseconds by name.
+            taken: measurements by name.
             worth: as of ``_best``.
         """
         found = self.candidates
         heavy = [name for name in taken if worth > 1 and self._heavy(name)]
-        heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, taken[name]))
-        light = [name for name in taken if name not in heavy] or heavy[:1]
-        fastest = min(taken[name] for name in light)
-        close = [name for name in light if taken[name] <= fastest * TIE]
-        best = min(close, key=lambda name: (found[name].streams, taken[name]))
+        heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, taken[name].median_ns))
+        light = {name: taken[name] for name in taken if name not in heavy} or {name: taken[name] for name in heavy[:1]}
+        close = not_slower(light)
+        self.decided = len(light) == 1 or any(
+            ratio(light[close[0]], light[name]).decided for name in light if name != close[0]
+        )
+        best = min(close, key=lambda name: simplicity(found[name])) if self.decided else self._usual(light)
         for name in heavy:
-            if taken[name] * self._price(name, best, worth) < taken[best]:
+            if ratio(taken[name], taken[best]).low > self._price(name, best, worth):
                 best = name
         return best
+
+    def _usual(self, names: Collection[str]) -> str:
+        """What to run where nothing could be decided: what was kept last, compiled kernels on one stream on CUDA."""
+        kept = recall(self._key()) if self.options.policy == "auto" else None
+        usual = ["inductor, single", "library, single"] if self.device.kind == "cuda" else []
+        wanted = [*([kept.policy] if kept else []), *usual, "single"]
+        return next((name for name in wanted if name in names), next(iter(names)))
 
     def _choose(self, wanted: Sequence[Fuse]) -> str:
         """Mark the best."""

@@ -7,7 +7,10 @@ from typing import Literal
 
 from nimble_core.ir.measurement import Measurement
 
-__all__ = ["Candidate", "EqualityCheck"]
+__all__ = ["Candidate", "EqualityCheck", "simplicity"]
+
+
+_KERNELS = ("none", "library", "inductor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +90,8 @@ class Candidate:
     fuse_s: float = 0.0
     chosen: bool = False
     note: str = ""
+
+
+def simplicity(one: Candidate) -> tuple[bool, int, int, int]:
+    """Sort key, the simplest first: eager's kernels on one stream, compiled ones on one stream, several streams."""
+    return one.streams > 1, one.streams, _KERNELS.index(one.fuse), one.syncs

@@ -28,6 +28,8 @@ class Environment:
         load: one-minute load average of the host when measuring began; -1 if unknown.
         settings: flags that change speed or numbers (``"matmul.allow_tf32"``: ``"False"``), sorted by name.
         date: ISO date and time, UTC.
+        others: threads of other programs that ran or waited for a core, mean of readings while measuring; -1 if
+            unknown.
     """
 
     device: str
@@ -46,3 +48,4 @@ class Environment:
     load: float = -1.0
     settings: tuple[tuple[str, str], ...] = ()
     date: str = ""
+    others: float = -1.0

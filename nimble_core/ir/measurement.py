@@ -1,12 +1,38 @@
-"""Measurements that carry their doubt: raw samples, median, spread, drift, warnings."""
+"""Measurements that carry their doubt: raw samples, median, spread, drift, warnings; and verdicts on their ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
-__all__ = ["DRIFT_BOUND", "SPREAD_BOUND", "TIE", "Measurement", "Ratio", "interleave", "ratio", "summarize"]
+from nimble_core.algorithms.median_interval import ERROR, FIRST_LOOK, median_interval
+
+__all__ = [
+    "ACROSS",
+    "DRIFT_BOUND",
+    "SAME",
+    "SPREAD_BOUND",
+    "TIE",
+    "Measurement",
+    "Ratio",
+    "Verdict",
+    "across",
+    "interleave",
+    "not_slower",
+    "ratio",
+    "summarize",
+    "undecided",
+]
+
+SAME = 1.02
+"""Speeds closer than this factor make no difference."""
+
+ACROSS = 1.05
+"""The same for measurements of two processes, which differ by up to this much where nothing changed."""
 
 SPREAD_BOUND = 0.10
 """A measurement whose interquartile range exceeds this share of its median is marked unstable."""
@@ -15,7 +41,14 @@ DRIFT_BOUND = 0.10
 """A measurement whose second half's median differs from the first half's by more than this share is unstable."""
 
 TIE = 1.01
-"""Medians closer than this factor are called equal; of equal plans the one with fewer streams is taken."""
+"""Simulated times closer than this factor are called equal."""
+
+Verdict = Literal["faster", "slower", "no difference", "undecided"]
+
+_LEAST_S, _LEAST_ROUNDS = 0.2, 512
+"""The first look is after this much time or so many rounds: what disturbs a machine often lasts for some time."""
+
+_MOST_ROUNDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +63,8 @@ class Measurement:
         spread: interquartile range over median.
         drift: second half's median over the first half's, minus 1.
         warnings: why it should be doubted; empty if it is stable.
+        rounds: in which each sample was taken, so that those of several ways can be paired; empty: one after the other.
+        dropped: samples left out because other programs interrupted them more than usual.
     """
 
     name: str
@@ -39,6 +74,8 @@ class Measurement:
     spread: float
     drift: float
     warnings: tuple[str, ...] = ()
+    rounds: tuple[int, ...] = ()
+    dropped: int = 0
 
     @property
     def stable(self) -> bool:
@@ -50,8 +87,13 @@ class Measurement:
 class Ratio:
     """How much faster ``name`` is than ``baseline``: > 1 is faster.
 
-    ``low`` and ``high`` are the quartiles of the ratios of neighbouring samples (interleaved rounds), so that drift
-    of the machine cancels.
+    Args:
+        name: of the one measurement.
+        baseline: of the other.
+        value: median of the ratios.
+        low: lower end of its interval (``median_interval``); 0 if too few samples were taken.
+        high: upper end; infinite likewise.
+        same: speeds closer than this factor make no difference.
     """
 
     name: str
@@ -59,7 +101,21 @@ class Ratio:
     value: float
     low: float
     high: float
-    stable: bool
+    same: float = SAME
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the whole interval says: it lies above ``same``, below ``1 / same``, between them, or says nothing."""
+        if self.low > self.same:
+            return "faster"
+        if self.high < 1 / self.same:
+            return "slower"
+        return "no difference" if self.low >= 1 / self.same and self.high <= self.same else "undecided"
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is a verdict."""
+        return self.verdict != "undecided"
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -73,7 +129,9 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def summarize(name: str, samples_ns: Sequence[float], warmup: int = 0) -> Measurement:
+def summarize(
+    name: str, samples_ns: Sequence[float], warmup: int = 0, rounds: Sequence[int] = (), dropped: int = 0
+) -> Measurement:
     """Median, spread and drift of ``samples_ns``. Raises ValueError on no samples."""
     middle = quantile(samples_ns, 0.5)
     spread = (quantile(samples_ns, 0.75) - quantile(samples_ns, 0.25)) / middle if middle else 0.0
@@ -86,15 +144,69 @@ def summarize(name: str, samples_ns: Sequence[float], warmup: int = 0) -> Measur
         warnings.append(f"spread {spread:.0%} of the median is above {SPREAD_BOUND:.0%}")
     if abs(drift) > DRIFT_BOUND:
         warnings.append(f"drift {drift:+.0%} between halves is above {DRIFT_BOUND:.0%}")
-    return Measurement(name, tuple(samples_ns), warmup, middle, spread, drift, tuple(warnings))
+    return Measurement(name, tuple(samples_ns), warmup, middle, spread, drift, tuple(warnings), tuple(rounds), dropped)
 
 
 def ratio(faster: Measurement, baseline: Measurement) -> Ratio:
-    """Speed of ``faster`` over ``baseline`` (> 1: faster), from medians; quartiles from paired samples."""
-    pairs = [b / f for f, b in zip(faster.samples_ns, baseline.samples_ns, strict=False) if f]
-    value = baseline.median_ns / faster.median_ns if faster.median_ns else 0.0
-    low, high = (quantile(pairs, 0.25), quantile(pairs, 0.75)) if pairs else (value, value)
-    return Ratio(faster.name, baseline.name, value, low, high, faster.stable and baseline.stable)
+    """Speed of ``faster`` over ``baseline`` (> 1: faster), measured in the same rounds.
+
+    From the ratios of samples of the same round, so that drift of the machine cancels.
+    """
+    news, olds = _by_round(faster), _by_round(baseline)
+    pairs = [(news[k], olds[k]) for k in sorted(news.keys() & olds.keys()) if news[k] > 0 and olds[k] > 0]
+    if not pairs:
+        return Ratio(faster.name, baseline.name, _over(baseline.median_ns, faster.median_ns), 0.0, math.inf)
+    low, middle, high = median_interval([math.log(old) - math.log(new) for new, old in pairs])
+    return Ratio(faster.name, baseline.name, _exp(middle), _exp(low), _exp(high))
+
+
+def _by_round(taken: Measurement) -> dict[int, float]:
+    return dict(zip(taken.rounds or range(len(taken.samples_ns)), taken.samples_ns, strict=False))
+
+
+def across(new: Measurement, old: Measurement, same: float = ACROSS) -> Ratio:
+    """Speed of ``new`` over ``old`` (> 1: faster), measured in two processes: no samples are neighbours.
+
+    Opposite ends of the two medians' intervals set against each other.
+
+    >>> across(summarize("nimble", [100.0] * 40), summarize("nimble", [200.0] * 40)).verdict
+    'faster'
+    """
+    (new_low, new_high), (old_low, old_high) = _median_bounds(new), _median_bounds(old)
+    value = _over(old.median_ns, new.median_ns)
+    low, high = _over(old_low, new_high), _over(old_high, new_low) if math.isfinite(old_high) else math.inf
+    return Ratio(new.name, old.name, value, min(low, value), max(high, value), same)
+
+
+def not_slower(taken: Mapping[str, Measurement]) -> list[str]:
+    """Name those that are not decidedly slower than the fastest, the fastest first."""
+    names = sorted(taken, key=lambda name: taken[name].median_ns)
+    return names[:1] + [name for name in names[1:] if ratio(taken[name], taken[names[0]]).verdict != "slower"]
+
+
+def undecided(taken: Mapping[str, Measurement], names: Collection[str]) -> set[str]:
+    """Name those of ``names`` that are neither faster nor slower than the fastest of them, nor as fast; and it, too."""
+    if not names:
+        return set()
+    best = min(names, key=lambda name: taken[name].median_ns)
+    rest = {name for name in names if name != best and not ratio(taken[best], taken[name]).decided}
+    return rest | {best} if rest else rest
+
+
+def _median_bounds(taken: Measurement) -> tuple[float, float]:
+    logs = [math.log(one) for one in taken.samples_ns if one > 0]
+    if not logs:
+        return 0.0, math.inf
+    low, _, high = median_interval(logs, ERROR / 2)
+    return _exp(low), _exp(high)
+
+
+def _exp(log: float) -> float:
+    return math.exp(log) if log < 700 else math.inf
+
+
+def _over(one: float, other: float) -> float:
+    return one / other if other else math.inf
 
 
 def interleave(
@@ -103,53 +215,97 @@ def interleave(
     clock_ns: Callable[[], float],
     synchronize: Callable[[], object],
     warmup: int = 3,
-    rounds: int = 30,
+    rounds: int = FIRST_LOOK,
     budget_s: float | None = None,
+    patience_s: float = 0.0,
+    open_names: Callable[[Mapping[str, Measurement]], Collection[str]] = lambda _: (),
+    interruptions: Callable[[], int] = lambda: 0,
     rehearse: bool = False,
     on_round: Callable[[int, int], object] = lambda done, total: None,
     on_interrupt: Callable[[], object] = lambda: None,
 ) -> dict[str, Measurement]:
-    """Time every candidate in turn, round after round: A B C, A B C, and so on.
+    """Time every candidate once a round, in an order drawn for each round, until enough is known.
 
-    Each sample is one call plus a synchronisation, the same for all. Stops after ``rounds`` rounds or, once five are
-    done, when ``budget_s`` is spent. A KeyboardInterrupt ends the measuring and keeps the complete rounds (at least
-    one; before that it propagates).
+    Each sample is one call plus a synchronisation, the same for all. ``open_names`` is asked at looks (after ``rounds``
+    rounds, and each time that they have doubled) which candidates to go on with; the others keep what they have.
+    Sampling ends when it names none, and at the first look after ``patience_s``; it stops in any case when
+    ``budget_s`` is spent and five rounds are done. A KeyboardInterrupt ends the measuring and keeps the complete rounds
+    (at least one; before that it propagates).
+
+    Samples that were interrupted more than twice as often as others of the same candidate since the last look are left
+    out.
 
     Args:
         candidates: what to time, by name; each is called without arguments.
         clock_ns: injected clock, nanoseconds.
         synchronize: waits until the device has finished.
         warmup: untimed calls of each candidate first.
-        rounds: samples wanted of each.
+        rounds: samples wanted of each before the first look.
         budget_s: seconds to spend at most, None for no bound.
+        patience_s: seconds to go on for where something is open.
+        open_names: told all measurements so far, the candidates for which more samples are wanted.
+        interruptions: how often this process was interrupted by others since it started.
         rehearse: make an untimed call and a synchronisation before each sample, so that none of them pays for the
             candidate before it (a GPU that turns from one graph to another fetches it anew).
-        on_round: told ``(rounds done, rounds wanted)`` after each round.
+        on_round: told ``(rounds done, rounds at the next look)`` after each round.
         on_interrupt: told that a KeyboardInterrupt ended the measuring early.
     """
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for run in candidates.values():
+    run = _Rounds(list(candidates), warmup)
+    order, going = random.Random(0), list(candidates)  # the same order for all who measure again
+    for call in candidates.values():
         for _ in range(warmup):
-            run()
+            call()
     synchronize()
-    began = clock_ns()
-    done = 0
+    began, done, look = clock_ns(), 0, rounds
     try:
-        while done < rounds:
-            for name, run in candidates.items():
+        while going:
+            for name in order.sample(going, len(going)):
                 if rehearse:
-                    run()
+                    candidates[name]()
                     synchronize()
-                start = clock_ns()
-                run()
+                before, start = interruptions(), clock_ns()
+                candidates[name]()
                 synchronize()
-                samples[name].append(clock_ns() - start)
+                run.new[name].append((done, clock_ns() - start, interruptions() - before))
             done += 1
-            on_round(done, rounds)
-            if budget_s is not None and done >= 5 and clock_ns() - began > budget_s * 1e9:
+            on_round(done, look)
+            spent_s = (clock_ns() - began) / 1e9
+            if budget_s is not None and done >= 5 and spent_s > budget_s:
                 break
+            if done == look:
+                look *= 2
+                if spent_s > patience_s or done >= _MOST_ROUNDS:
+                    break
+                if spent_s >= min(_LEAST_S, patience_s) or done >= _LEAST_ROUNDS:
+                    wanted = open_names(run.measurements(done))
+                    going = [name for name in going if name in wanted]
     except KeyboardInterrupt:
         if done == 0:
             raise
         on_interrupt()
-    return {name: summarize(name, taken[:done], warmup) for name, taken in samples.items()}
+    return run.measurements(done)
+
+
+class _Rounds:
+    """Samples as (round, nanoseconds, interruptions): those since the last look, and those kept before."""
+
+    def __init__(self, names: Sequence[str], warmup: int) -> None:
+        self.warmup = warmup
+        self.new: dict[str, list[tuple[int, float, int]]] = {name: [] for name in names}
+        self.kept: dict[str, list[tuple[int, float, int]]] = {name: [] for name in names}
+        self.dropped = dict.fromkeys(names, 0)
+
+    def measurements(self, done: int) -> dict[str, Measurement]:
+        """Those of the first ``done`` rounds, without disturbed samples; what is dropped once stays so."""
+        found = {}
+        for name, new in self.new.items():
+            complete = [sample for sample in new if sample[0] < done]
+            usual = 2 * median([count for *_, count in complete]) if complete else 0
+            clean = [sample for sample in complete if sample[2] <= usual]
+            self.kept[name] += clean
+            self.dropped[name] += len(complete) - len(clean)
+            new.clear()
+            times = [ns for _, ns, _ in self.kept[name]]
+            rounds = [k for k, *_ in self.kept[name]]
+            found[name] = summarize(name, times, self.warmup, rounds, self.dropped[name])
+        return found

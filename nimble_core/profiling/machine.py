@@ -21,7 +21,16 @@ from typing import Any, TypeVar
 
 from nimble_core.ir.environment import Environment
 
-__all__ = ["GpuFacts", "cpu_name", "environment", "finish", "gpu_facts", "throttle_reasons"]
+__all__ = [
+    "GpuFacts",
+    "cpu_name",
+    "environment",
+    "finish",
+    "gpu_facts",
+    "interruptions",
+    "others_running",
+    "throttle_reasons",
+]
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -93,11 +102,17 @@ def environment(device: str) -> Environment:
     )
 
 
-def finish(before: Environment) -> Environment:
-    """``before`` with the clock after the measurement, and the throttling seen then added to that seen before.
+def finish(before: Environment, running: Sequence[int] = ()) -> Environment:
+    """``before`` with what was seen while measuring: others that ran, the GPU's clock after it, throttling added.
 
-    Off CUDA it is returned as it is. Never raises.
+    Args:
+        before: the stamp taken before.
+        running: readings of ``others_running`` in between.
+
+    Never raises.
     """
+    if running:
+        before = replace(before, others=round(sum(running) / len(running), 2))
     if before.device != "cuda":
         return before
     import torch
@@ -109,6 +124,26 @@ def finish(before: Environment) -> Environment:
         sm_clock_mhz=(*before.sm_clock_mhz[:1], *after),
         throttling=tuple(dict.fromkeys((*before.throttling, *facts.throttling))),
     )
+
+
+def interruptions() -> int:
+    """Count how often another program took a core from this process since it started; 0 where nobody counts."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def others_running() -> int | None:
+    """Count threads of other programs that run or wait for a core right now; None where the system does not tell."""
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        tasks = [Path(task.path, "stat").read_text() for task in os.scandir("/proc/self/task")]
+    except (OSError, ValueError, IndexError):
+        return None
+    own = sum(task.rpartition(")")[2].split()[:1] == ["R"] for task in tasks)
+    return max(running - own, 0)
 
 
 def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:

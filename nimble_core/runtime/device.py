@@ -81,6 +81,9 @@ class Device(Records, Protocol):
     def clock_ns(self) -> float:
         """Time in nanoseconds, monotonic."""
 
+    def interruptions(self) -> int:
+        """How often another program took a core from this process since it started."""
+
     def synchronize(self) -> None:
         """Wait until the device has finished."""
 

@@ -71,6 +71,10 @@ class FakeDevice:
         """Simulated time; only ``advance``, replays and ``eager`` runs move it."""
         return self._now_ns
 
+    def interruptions(self) -> int:
+        """None: nothing but ``advance`` takes time."""
+        return 0
+
     def advance(self, ns: float) -> None:
         """Let ``ns`` nanoseconds pass."""
         self._now_ns += ns

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Never
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.ir.call_graph import predecessors
-from nimble_core.ir.candidates import Candidate, EqualityCheck
+from nimble_core.ir.candidates import Candidate, EqualityCheck, simplicity
 from nimble_core.ir.costs import Costs, uniform_costs
-from nimble_core.ir.measurement import TIE, Measurement, interleave, ratio
+from nimble_core.ir.measurement import Measurement, interleave, not_slower, ratio, undecided
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling import cupti
-from nimble_core.profiling.machine import environment, finish
+from nimble_core.profiling.machine import environment, finish, others_running
 from nimble_core.scheduling.options import Options, require_flag, require_options
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.units import format_ns
@@ -31,7 +31,7 @@ from nimble_viz.collect.progress import Progress, default_progress
 from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.collect.suggestions import refuse_unknown
 from nimble_viz.render.report import Report
-from nimble_viz.report.data import EngineMemory, Memory, OverheadProfile, PrepareStep, Work
+from nimble_viz.report.data import EAGER_ALONE, EngineMemory, Memory, OverheadProfile, PrepareStep, Work
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 
 __all__ = ["compare"]
 
-_TARGET_ROUNDS = 50
+_PATIENCE_S = 5.0
+"""How long to go on measuring while a verdict is open."""
+
+_LOOK_AROUND = 8
+"""Rounds between two looks at what else runs on this machine."""
 
 _COSTS_BOUND = 3.0
 """If calls take this many times as long one by one as in a replay on one stream, it was not they that were timed."""
@@ -77,9 +81,12 @@ def compare(
     as for replays, and ``Report.warnings`` says so.
 
     The model, its parameters, buffers and random state are left as they were, bit for bit, and so are gradients,
-    optimizer, scaler and their state: steps are made with copies of both. An interruption (Ctrl-C) once something
-    was measured returns what there is, marked incomplete, with a ``NimbleWarning`` that says what is missing; before
-    that it passes through.
+    optimizer, scaler and their state: steps are made with copies of both. An interruption (Ctrl-C) while a peer is
+    prepared leaves out this peer and those after it, measures what is ready, and returns that; once something was
+    measured it returns what there is, marked incomplete, with a ``NimbleWarning`` that says what is missing; earlier it
+    passes through.
+
+    Rounds are measured until each verdict (``Ratio.verdict``) is decided, for five seconds at most after the first 32.
 
     Args:
         model: module or function of tensors, on one device; to train, a module in training mode.
@@ -197,6 +204,7 @@ class _Comparison:
         self.compare_peak = 0
         self.warnings: list[str] = list(training.notes) if training else _mode_notes(model)
         self.interrupted = False
+        self.others: list[int] = []
         self._without_autograd: Callable[[], Any] = nullcontext
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -290,9 +298,13 @@ class _Comparison:
             self.timelines.append(tuned.observed.timeline)
 
     def _time(self, progress: Progress) -> None:
+        import torch
+
         self._choose_eager()
         self._prepare_peers(progress)
         candidates: dict[str, Callable[[], object]] = {"eager": self._eager}
+        if self.device.kind == "cpu" and torch.get_num_threads() > 1:
+            candidates[EAGER_ALONE] = self._eager_alone
         candidates |= {name: self._replay(one) for name, one in self.executables.items()}
         rewind = self.training.rewinding() if self.training else None
 
@@ -300,6 +312,8 @@ class _Comparison:
             if rewind is not None:  # weights that all runs train together would not be those of any of them
                 rewind()
                 self.device.synchronize()
+            if done % _LOOK_AROUND == 1 and (running := others_running()) is not None:
+                self.others.append(running)
             progress.advance(done, total)
 
         if self.peers:
@@ -311,8 +325,11 @@ class _Comparison:
                 candidates,
                 clock_ns=self.device.clock_ns,
                 synchronize=self.device.synchronize,
-                rounds=_TARGET_ROUNDS,
                 budget_s=self.options.budget_s,
+                patience_s=0.0 if self.interrupted else _PATIENCE_S,
+                open_names=self._open,
+                interruptions=self.device.interruptions,
+                rehearse=self.device.kind == "cuda",
                 on_round=on_round,
                 on_interrupt=self._interrupt,
             )
@@ -321,6 +338,12 @@ class _Comparison:
             self.peers.close()
         if self.interrupted:
             raise KeyboardInterrupt
+
+    def _open(self, taken: Mapping[str, Measurement]) -> set[str]:
+        """Runs whose comparison with eager, or with the fastest of all, is not decided yet."""
+        beside_eager = {name for name in taken if name != "eager" and not ratio(taken[name], taken["eager"]).decided}
+        names = beside_eager | ({"eager"} if beside_eager else set())
+        return names | undecided(taken, [name for name in taken if name not in ("eager", EAGER_ALONE)])
 
     def _replay(self, one: Executable) -> Callable[[], object]:
         build, inputs, training = _builder(self.recorded), self.signature.tensors, self.training
@@ -348,9 +371,15 @@ class _Comparison:
             training=self.training,
         )
         cases = eager_cases(self.recorded, truth=self.training is None)
-        for peer in self.against:
-            with progress.step(f"peer {peer.name}"):
-                self.peers.prepare(peer, cases)
+        waiting = list(self.against)
+        try:
+            while waiting:
+                with progress.step(f"peer {waiting[0].name}"):
+                    self.peers.prepare(waiting[0], cases)
+                waiting.pop(0)
+        except KeyboardInterrupt:  # what is ready is measured, which takes seconds
+            self.interrupted = True
+            self.peers.leave_out(waiting, "interrupted")
 
     def _check(self, progress: Progress) -> None:
         from nimble_core.validation.judge import eager_cases, from_same_state
@@ -457,6 +486,17 @@ class _Comparison:
         with self._without_autograd():
             return self.model(*self.args, **self.kwargs)
 
+    def _eager_alone(self) -> Any:
+        """Eager with one thread: what is faster only than more threads gains nothing by replaying."""
+        import torch
+
+        usual = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._eager()
+        finally:
+            torch.set_num_threads(usual)
+
     def _eager_marked(self) -> Any:
         """The same for the profiler, which is told of the phases of a training step."""
         if self.training is None:
@@ -505,17 +545,15 @@ class _Comparison:
         costs = self.costs or uniform_costs(graph.size)
         length, path = critical_path(predecessors(graph, meg=True), costs.ns)
         differ = {check.name for check in self.checks if check.differs}
-        medians = {
-            name: taken.median_ns
-            for name, taken in self.measurements.items()
-            if name in self.schedules and name not in differ
+        right = {
+            name: taken for name, taken in self.measurements.items() if name in self.schedules and name not in differ
         }
-        chosen = self._chosen(medians)
+        chosen = self._chosen(right)
         return Report(
             model=_name(self.training.model if self.training else self.model),
             dtype=self._dtype(),
             batch=int(self.signature.tensors[0].shape[0]) if self.signature.tensors[0].dim() else 0,
-            environment=finish(self.environment),
+            environment=finish(self.environment, self.others),
             program=program,
             graph=graph,
             costs=costs,
@@ -558,19 +596,18 @@ class _Comparison:
         cast = self.training.autocast if self.training else None
         return held if cast is None else f"{held} under {str(cast).removeprefix('torch.')} autocast"
 
-    def _chosen(self, medians: Mapping[str, float]) -> str:
-        """What preparation chose, unless these measurements clearly speak for another plan."""
-        close = [name for name, ns in medians.items() if ns <= min(medians.values()) * TIE]
-        fastest = min(close, key=lambda name: self.schedules[name].streams, default="")
+    def _chosen(self, taken: Mapping[str, Measurement]) -> str:
+        """What preparation chose, unless that is decidedly slower here than another; then the simplest of the best."""
+        close = not_slower(taken)
         prepared = next((one.name for one in self.candidates if one.chosen), "")
-        if prepared not in medians or prepared == fastest:
-            return fastest
-        over = ratio(self.measurements[fastest], self.measurements[prepared])
-        return fastest if over.stable and over.low > 1 else prepared
+        if prepared in close or not close:
+            return prepared if prepared in close else ""
+        found = {one.name: one for one in self.candidates}
+        return min(close, key=lambda name: simplicity(found[name]) if name in found else (True,))
 
     def _stamped(self, line: Timeline) -> Timeline:
         taken = self.measurements.get(line.run)
-        return replace(line, unprofiled_ns=taken.median_ns) if taken and not line.unprofiled_ns else line
+        return replace(line, unprofiled_ns=taken.median_ns) if taken else line
 
 
 def _require_training(training: bool, how: Mapping[str, Any], accumulate: Any) -> None:

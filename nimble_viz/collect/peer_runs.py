@@ -112,6 +112,10 @@ class PeerRuns:
             if one.name not in self._runs:
                 self._close(one.name, run)
 
+    def leave_out(self, peers: Sequence[Peer], why: str) -> None:
+        """Say of ``peers`` that they were left out."""
+        self._results |= {one.name: PeerResult(one.name, note=f"left out: {why}") for one in peers}
+
     def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
         """How what a peer returns is another kind of value than what the model does, in words; empty if it is none."""
         expected = self.recorded.recording.output_structure

@@ -22,6 +22,7 @@ from nimble_core.scheduling.saved_plan import Plan, make_plan
 from nimble_core.utils.errors import InputError
 
 __all__ = [
+    "EAGER_ALONE",
     "INPUT",
     "STAGES",
     "Bound",
@@ -43,6 +44,9 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+
+EAGER_ALONE = "eager, 1 thread"
+"""Name of the run of eager with one of torch's threads, measured on the host beside eager with those it has."""
 
 Stage = Literal["loader", "copy", "forward", "loss", "backward", "optimizer"]
 """What a stretch of host time is for: waiting for the data loader, copying inputs to the device, or a ``Phase``."""

@@ -23,6 +23,7 @@ from nimble_core.ir.occupancy import Multiprocessors
 from nimble_core.ir.schedule import Schedule
 from nimble_core.profiling import cupti, kineto
 from nimble_core.profiling.kernel_matching import TIMED, Launch, observation, tell_by_id, tell_by_order
+from nimble_core.profiling.machine import interruptions
 from nimble_core.profiling.nvtx import call_ranges, capture_range, replays_marked
 from nimble_core.runtime.cuda.allocation_trace import CaptureCounter, allocations_traced
 from nimble_core.runtime.cuda.executable import CudaExecutable, free_ended
@@ -115,6 +116,10 @@ class CudaDevice:
     def clock_ns(self) -> float:
         """Host clock, nanoseconds."""
         return time.perf_counter_ns()
+
+    def interruptions(self) -> int:
+        """How often another program took a core from this process since it started."""
+        return interruptions()
 
     def synchronize(self) -> None:
         """Wait for everything on this GPU; not while another thread captures, which CUDA does not allow."""

@@ -35,7 +35,7 @@ from nimble_core.ir.measurement import quantile
 from nimble_core.ir.observation import Observation
 from nimble_core.ir.schedule import Schedule, SyncCounts
 from nimble_core.ir.timeline import Lane, Span, Timeline
-from nimble_core.profiling.machine import cpu_name
+from nimble_core.profiling.machine import cpu_name, interruptions
 from nimble_core.profiling.nvtx import capture_range, replays_marked
 from nimble_core.runtime.device import Executable, PlacementError, Timed
 from nimble_core.runtime.host.codegen import Code, Lines, Stopped, compile_recording, lay_out_buffers
@@ -89,6 +89,10 @@ class HostDevice:
     def clock_ns(self) -> float:
         """Time in nanoseconds, monotonic."""
         return float(time.perf_counter_ns())
+
+    def interruptions(self) -> int:
+        """How often another program took a core from this process since it started."""
+        return interruptions()
 
     def synchronize(self) -> None:
         """Do nothing: a host replay has finished when it returns."""

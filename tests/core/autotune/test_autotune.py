@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from nimble_core.autotune.autotune import _LESS, Tuned, eager_peak, tune
+from nimble_core.ir.candidates import Candidate, simplicity
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.live_bytes import serial_peak
@@ -801,3 +803,65 @@ def test_a_policy_may_have_the_name_of_eagers_kernels() -> None:
     with tuning(Watched(impossible="none"), Options(policy=none), measure_single=True) as tuned:
         assert [one.note for one in tuned.candidates] == ["", "left out: out of memory"]
         assert list(tuned.executables) == ["single"]
+
+
+# -- what nothing decides ---------------------------------------------------------------------------------------------
+
+
+class Noisy(LikeCuda):
+    """A machine on which every call takes up to a hundred times as long as it should."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.draw = random.Random(5)
+
+    def synchronize(self) -> None:
+        self.advance(10 ** self.draw.uniform(4, 7))
+
+
+class NoisyHost(Noisy):
+    kind = "cpu"
+
+
+@COMPILES
+def test_where_nothing_is_decided_compiled_kernels_run_on_one_stream(own_choices: Path) -> None:
+    with tuning(Noisy({"inductor": 0.5}), AMPLE) as tuned:
+        assert tuned.best.schedule.policy == "inductor, single"
+        assert len([one for one in tuned.candidates if one.measurement]) > 2
+    assert not list(own_choices.iterdir()), "what was not decided is not kept"
+
+
+@pytest.mark.usefixtures("own_choices")
+def test_where_nothing_is_decided_the_host_runs_one_stream() -> None:
+    with tuning(NoisyHost()) as tuned:
+        assert tuned.best.schedule.policy == "single"
+        assert len(tuned.executables) == 2
+
+
+def test_where_nothing_is_decided_what_was_kept_runs_on(own_choices: Path) -> None:
+    options = Options(budget_s=1.0)
+    with tuning(LikeCuda({"library": 0.1}), options) as tuned:
+        kept = tuned.best.schedule.policy
+    (before,) = [file.read_bytes() for file in own_choices.iterdir()]
+    with tuning(Noisy({"library": 0.1}), options, measure_single=True) as tuned:
+        assert len(tuned.candidates) > 2, "tried again for the report"
+        assert tuned.best.schedule.policy == kept
+    assert [file.read_bytes() for file in own_choices.iterdir()] == [before]
+
+
+@pytest.mark.parametrize(
+    ("names", "simplest"),
+    [
+        (["inductor, nimble", "inductor, single", "single"], "single"),
+        (["inductor, nimble", "nimble", "inductor, single"], "inductor, single"),
+        (["inductor, nimble, 4 streams", "nimble", "library, nimble"], "inductor, nimble, 4 streams"),
+        (["inductor, nimble", "library, nimble, 2 streams"], "library, nimble, 2 streams"),
+    ],
+)
+def test_the_simplest_comes_first(names: list[str], simplest: str) -> None:
+    def made(name: str) -> Candidate:
+        fuse = name.partition(",")[0] if name.startswith(("inductor", "library")) else "none"
+        streams = 1 if name.endswith("single") else int(name.split()[-2]) if name.endswith("streams") else 5
+        return Candidate(name, streams, streams - 1, fuse=fuse)
+
+    assert min(map(made, names), key=simplicity).name == simplest

@@ -1,10 +1,29 @@
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimble_core.ir.measurement import DRIFT_BOUND, SPREAD_BOUND, interleave, quantile, ratio, summarize
+from nimble_core.algorithms.median_interval import FEWEST
+from nimble_core.ir.measurement import (
+    DRIFT_BOUND,
+    SPREAD_BOUND,
+    Measurement,
+    Ratio,
+    across,
+    interleave,
+    not_slower,
+    quantile,
+    ratio,
+    summarize,
+    undecided,
+)
 
 times = st.lists(st.floats(1, 1e9), min_size=1, max_size=40)
 
@@ -44,18 +63,66 @@ def test_no_samples() -> None:
         summarize("a", [])
 
 
-@given(times, st.floats(0.1, 10))
+@given(st.lists(st.floats(1, 1e9), min_size=FEWEST, max_size=40), st.floats(0.1, 10))
 def test_a_ratio_of_samples_that_move_together_is_exact(values: list[float], factor: float) -> None:
     base, other = summarize("eager", values), summarize("nimble", [value / factor for value in values])
     found = ratio(other, base)
     assert (found.name, found.baseline) == ("nimble", "eager")
     for figure in (found.value, found.low, found.high):
         assert figure == pytest.approx(factor)
-    assert found.stable == (base.stable and other.stable)
+
+
+@given(times, times)
+def test_ratios_lie_within_their_intervals_and_turn_over(first: list[float], second: list[float]) -> None:
+    one, other = summarize("a", first), summarize("b", second)
+    opposite = {"faster": "slower", "slower": "faster"}
+    for compared in (ratio, across):
+        found, turned = compared(one, other), compared(other, one)
+        assert found.low <= found.value <= found.high
+        assert turned.verdict == opposite.get(found.verdict, found.verdict)
+        assert turned.value == pytest.approx(1 / found.value)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "same", "verdict"),
+    [
+        (1.03, 1.04, 1.02, "faster"),
+        (1.03, 1.04, 1.05, "no difference"),
+        (1.01, 9.0, 1.02, "undecided"),
+        (0.99, 1.01, 1.02, "no difference"),
+        (0.0, math.inf, 1.02, "undecided"),
+        (0.5, 0.97, 1.02, "slower"),
+        (0.5, 1.0, 1.02, "undecided"),
+    ],
+)
+def test_the_whole_interval_decides(low: float, high: float, same: float, verdict: str) -> None:
+    found = Ratio("a", "b", (low + min(high, 10)) / 2, low, high, same)
+    assert (found.verdict, found.decided) == (verdict, verdict != "undecided")
+
+
+def test_a_ratio_of_few_samples_says_nothing() -> None:
+    one, other = summarize("a", [1.0] * (FEWEST - 1)), summarize("b", [5.0] * (FEWEST - 1))
+    for found in (ratio(one, other), across(one, other)):
+        assert (found.low, found.high, found.verdict) == (0.0, math.inf, "undecided")
+        assert found.value == pytest.approx(5.0)
 
 
 def test_a_ratio_to_nothing() -> None:
-    assert ratio(summarize("a", [0.0] * 5), summarize("b", [1.0] * 5)).value == 0.0
+    nothing, something = summarize("a", [0.0] * 40), summarize("b", [1.0] * 40)
+    assert ratio(nothing, something).verdict == ratio(something, nothing).verdict == "undecided"
+
+
+def test_who_is_not_slower_and_what_is_open() -> None:
+    draw = random.Random(3)
+    times = {"fast": 100.0, "same": 101.0, "slow": 150.0}
+    taken = {name: summarize(name, [ns * draw.uniform(0.999, 1.001) for _ in range(40)]) for name, ns in times.items()}
+    noisy = summarize("noisy", [draw.uniform(60.0, 160.0) for _ in range(40)])
+    assert not_slower(taken) == ["fast", "same"]
+    assert undecided(taken, taken) == set()
+    assert not_slower({**taken, "noisy": noisy}) == ["fast", "noisy", "same"]
+    assert undecided({**taken, "noisy": noisy}, ["fast", "slow", "noisy"]) == {"fast", "noisy"}
+    assert not_slower({}) == []
+    assert undecided(taken, ()) == set()
 
 
 class Clock:
@@ -82,7 +149,10 @@ def test_candidates_take_turns() -> None:
         rounds=6,
         on_round=lambda done, total: rounds.append((done, total)),
     )
-    assert "".join(clock.log) == "aabbs" + "asbs" * 6
+    log = "".join(clock.log)
+    assert log[:5] == "aabbs"
+    turns = {log[at : at + 4] for at in range(5, len(log), 4)}
+    assert turns == {"asbs", "bsas"}  # in an order drawn anew for each round
     assert taken["a"].samples_ns == (11.0,) * 6
     assert taken["b"].samples_ns == (31.0,) * 6
     assert list(taken) == ["a", "b"]
@@ -107,7 +177,9 @@ def test_a_rehearsal_is_not_timed() -> None:
         rounds=6,
         rehearse=True,
     )
-    assert "".join(clock.log) == "abs" + "asasbsbs" * 6
+    log = "".join(clock.log)
+    assert log[:3] == "abs"
+    assert {log[at : at + 8] for at in range(3, len(log), 8)} == {"asasbsbs", "bsbsasas"}
     assert taken["a"].samples_ns == (11.0,) * 6
     assert taken["b"].samples_ns == (31.0,) * 6
 
@@ -150,3 +222,100 @@ def test_an_interruption_keeps_the_complete_rounds(calls: int) -> None:
     else:
         taken = measured()
         assert {name: len(one.samples_ns) for name, one in taken.items()} == dict.fromkeys("ab", (calls - 1) // 2)
+
+
+def measured(times: Mapping[str, Callable[[int], float]], *, patience_s: float, **how: Any) -> dict[str, Measurement]:
+    """Ways whose calls take so long; the argument counts the calls of all ways."""
+    clock = Clock()
+
+    def run(name: str) -> None:
+        clock.work(name, times[name](len(clock.log)))
+
+    calls = {name: partial(run, name) for name in times}
+    return interleave(
+        calls,
+        clock_ns=clock,
+        synchronize=lambda: None,
+        patience_s=patience_s,
+        open_names=lambda taken: undecided(taken, taken),
+        **how,
+    )
+
+
+def test_sampling_goes_on_until_it_is_decided() -> None:
+    draw = random.Random(1)
+    noise = lambda ns: lambda _: ns * draw.uniform(0.94, 1.06)  # noqa: E731
+    taken = measured({"a": noise(1e7), "b": noise(1.03e7), "c": noise(2e7)}, patience_s=60.0)
+    counts = {name: len(one.samples_ns) for name, one in taken.items()}
+    assert counts["c"] < counts["a"] == counts["b"] < 4096  # who is slower is known first
+    assert ratio(taken["a"], taken["b"]).decided
+
+
+@pytest.mark.parametrize(("patience_s", "rounds"), [(0.0, 32), (2.0, 64), (5.0, 128)])
+def test_patience_ends_at_a_look(patience_s: float, rounds: int) -> None:
+    draw = random.Random(1)
+    wild = lambda _: draw.uniform(1e6, 4e7)  # noqa: E731
+    taken = measured({"a": wild, "b": wild}, patience_s=patience_s)
+    assert [len(one.samples_ns) for one in taken.values()] == [rounds, rounds]
+    assert ratio(taken["a"], taken["b"]).verdict == "undecided"
+
+
+def test_fast_calls_are_measured_for_a_while() -> None:
+    taken = measured({"a": lambda _: 1e4, "b": lambda _: 2e4}, patience_s=5.0)
+    assert [len(one.samples_ns) for one in taken.values()] == [512, 512]
+
+
+def test_samples_that_others_interrupt_are_left_out_and_counted() -> None:
+    """A program that takes the core now and then makes every eighth sample of either way ten times as long."""
+    draw, seen = random.Random(2), [0]
+
+    def run(ns: float) -> Callable[[int], float]:
+        def once(_: int) -> float:
+            hit = draw.random() < 1 / 8
+            seen[0] += hit
+            return ns * (10 if hit else 1)
+
+        return once
+
+    taken = measured({"a": run(1e6), "b": run(1.1e6)}, patience_s=0.0, rounds=256, interruptions=lambda: seen[0])
+    for name, ns in (("a", 1e6), ("b", 1.1e6)):
+        assert {*taken[name].samples_ns} == {ns}
+        assert taken[name].dropped > 15
+        assert len(taken[name].samples_ns) + taken[name].dropped == 256
+    assert taken["a"].rounds != taken["b"].rounds
+    assert ratio(taken["a"], taken["b"]).value == pytest.approx(1.1)
+
+
+def test_samples_are_paired_by_round() -> None:
+    """Each round takes as long as its number says, for both ways; every third sample of one way is missing."""
+    numbers = range(1, 91)
+    old = summarize("old", [2.0 * k for k in numbers], rounds=list(numbers))
+    some = [k for k in numbers if k % 3]
+    new = summarize("new", [1.0 * k for k in some], rounds=some)
+    assert (ratio(new, old).low, ratio(new, old).high) == pytest.approx((2.0, 2.0))
+
+
+def test_where_every_sample_is_interrupted_all_are_kept() -> None:
+    seen = [0]
+
+    def run(_: int) -> float:
+        seen[0] += 3
+        return 1e6
+
+    taken = measured({"a": run}, patience_s=0.0, interruptions=lambda: seen[0])
+    assert (len(taken["a"].samples_ns), taken["a"].dropped) == (32, 0)
+
+
+def test_noise_of_the_machine_decides_nothing() -> None:
+    """Two ways that are the same, on a machine whose speed wanders: whoever comes first in a round is drawn."""
+    wrong = 0
+    for seed in range(200):
+        draw, slow = random.Random(seed), [0.0]
+
+        def run(_: int, draw: random.Random = draw, slow: list[float] = slow) -> float:
+            slow[0] = 0.95 * slow[0] + draw.gauss(0, 0.03)
+            return 1e7 * math.exp(slow[0])
+
+        taken = measured({"a": run, "b": run}, patience_s=20.0)
+        wrong += ratio(taken["a"], taken["b"]).verdict in ("faster", "slower")
+    assert wrong <= 1

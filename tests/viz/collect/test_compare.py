@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nimble_core.ir.observation import Observation
+from nimble_core.profiling.machine import others_running
 from nimble_core.runtime.fake import FakeDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import nimble
@@ -20,6 +21,7 @@ from nimble_core.utils.errors import CaptureError, DeviceError, InputError, Nimb
 from nimble_viz.collect.compare import compare
 from nimble_viz.collect.progress import Progress
 from nimble_viz.render.report import Report
+from nimble_viz.report.data import EAGER_ALONE
 from tests.support.models import CASES, Busy, Deep, Norms, Wide, make
 
 FAST = Options(budget_s=0.05)
@@ -79,9 +81,8 @@ def test_a_report_on_the_host() -> None:
     for name in names:
         ratio = report.ratio(name)
         assert ratio is not None
-        assert ratio.value == report.measurement("eager").median_ns / report.measurement(name).median_ns
-        assert ratio.low <= ratio.high
-    assert len({len(taken.samples_ns) for taken in report.measurements}) == 1
+        assert ratio.low <= ratio.value <= ratio.high
+    assert len({len(taken.samples_ns) + taken.dropped for taken in report.measurements}) == 1
     for plan in report.schedules:
         assert plan.counts.full >= plan.counts.meg >= plan.counts.planned >= 0
         assert len(plan.stream) == len(report.program.calls)
@@ -128,9 +129,10 @@ def test_exact_times_on_a_fake_device() -> None:
     assert set(report.measurement("eager").samples_ns) == {calls * 1500.0}
     assert set(report.measurement("single").samples_ns) == {calls * 1000.0}
     assert set(report.measurement("nimble").samples_ns) == {4000.0}
-    assert report.ratio("nimble").value == 3.75
-    assert report.ratio("nimble", "single").value == 2.5
-    assert report.ratio("nimble").stable
+    for baseline, speed in (("eager", 3.75), ("single", 2.5)):
+        ratio = report.ratio("nimble", baseline)
+        assert (ratio.low, ratio.value, ratio.high) == pytest.approx((speed, speed, speed))
+        assert ratio.verdict == "faster"
     assert report.chosen == "nimble"
     assert report.critical_path_ns == 4000.0
     assert report.schedule("nimble").streams == 4
@@ -244,7 +246,7 @@ def test_peers_are_measured_beside_in_the_same_rounds() -> None:
     )
     assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "own", "torchscript"]
     assert set(report.measurement("own").samples_ns) == {50.0}
-    assert len({len(taken.samples_ns) for taken in report.measurements}) == 1
+    assert len({len(taken.samples_ns) + taken.dropped for taken in report.measurements}) == 1
     assert report.chosen == "nimble"  # a peer is faster, but no plan of ours
     assert [result.name for result in report.peers] == ["own", "torchscript"]
     for result in report.peers:
@@ -255,7 +257,7 @@ def test_peers_are_measured_beside_in_the_same_rounds() -> None:
     assert spy.names.index("peer own") < spy.names.index("peer torchscript") < spy.names.index("measure")
     assert not any(step.name.startswith("peer") for step in report.preparation)
     assert own.closed == 1
-    assert report.ratio("nimble", "own").value == 50.0 / report.measurement("nimble").median_ns
+    assert report.ratio("nimble", "own").value == pytest.approx(50.0 / report.measurement("nimble").median_ns)
 
 
 def test_built_in_peers_on_the_host() -> None:
@@ -399,18 +401,22 @@ def test_a_name_that_is_taken() -> None:
     assert len({taken.name for taken in report.measurements}) == len(report.measurements)
 
 
-def test_an_interruption_while_a_peer_is_prepared() -> None:
-    first, second = Beside("first"), Beside("second")
-    spy = Spy("peer second")
-    with pytest.raises(KeyboardInterrupt):
-        compare(Wide(), torch.randn(2, 16), against=[first, second], options=NIMBLE, progress=spy, device=FakeDevice())
-    assert (first.closed, second.closed) == (1, 0)
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        on_fake(Wide(), torch.randn(2, 16), against=[Beside("second", prepare=interrupt)])
+def test_an_interruption_while_a_peer_is_prepared_measures_what_is_ready() -> None:
+    device = FakeDevice()
+    peers = [Beside("first"), Beside("second", prepare=interrupt), Beside("third")]
+    with pytest.warns(NimbleWarning, match="compare was interrupted"):
+        report = on_fake(device.eager(Wide()), torch.randn(2, 16), against=peers, options=NIMBLE, device=device)
+    assert not report.complete
+    assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "first"]
+    assert report.ratio("nimble").decided
+    assert {one.name: one.note for one in report.peers} == {
+        "first": "", "second": "left out: interrupted", "third": "left out: interrupted",
+    }  # fmt: skip
+    assert [one.closed for one in peers] == [1, 0, 0]
 
 
 def test_an_unknown_peer() -> None:
@@ -500,6 +506,62 @@ def test_a_replay_that_is_wrong_is_found() -> None:
     report = on_fake(Wide(), torch.randn(2, 16), device=Wrong())
     assert not any(check.passed for check in report.checks)
     assert any("differ from eager" in warning for warning in report.warnings)
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------
+
+
+class Wandering(FakeDevice):
+    """A machine that takes up to a thousand times as long as it should, now and then."""
+
+    def __init__(self) -> None:
+        super().__init__(1000.0)
+        self.draw = random.Random(4)
+
+    def synchronize(self) -> None:
+        self.advance(10 ** self.draw.uniform(3, 7))
+
+
+def test_where_nothing_is_decided_the_prepared_plan_stays() -> None:
+    report = on_fake(Wide(), torch.randn(2, 16), device=Wandering(), options=Options(policy="nimble"))
+    assert report.ratio("nimble").verdict == "undecided"
+    assert report.chosen == "nimble"
+
+
+def test_sampling_goes_on_while_a_verdict_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_viz.collect.compare._PATIENCE_S", 1.0)
+    for device, most in ((Wandering(), 4096), (FakeDevice(1000.0), 512)):
+        options = Options(policy="nimble", budget_s=60.0)
+        report = on_fake(device.eager(Wide()), torch.randn(2, 16), device=device, options=options)
+        rounds = {len(taken.samples_ns) + taken.dropped for taken in report.measurements}
+        assert max(rounds) > 32
+        assert max(rounds) <= most
+
+
+def test_eager_is_measured_with_one_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return x.relu()
+
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        report = compare(model, torch.randn(2, 16), options=FAST)
+        assert torch.get_num_threads() == 2
+        assert set(seen) == {1, 2}
+        assert report.ratio(report.chosen, EAGER_ALONE) is not None
+        assert EAGER_ALONE not in {plan.policy for plan in report.schedules}
+        torch.set_num_threads(1)
+        assert compare(model, torch.randn(2, 16), options=FAST).measurement(EAGER_ALONE) is None
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.skipif(others_running() is None, reason="this system does not tell what runs")
+def test_what_else_runs_is_in_the_report() -> None:
+    assert compare(Wide(), torch.randn(2, 16), options=FAST).environment.others >= 0
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------

@@ -1,0 +1,205 @@
+"""How often verdicts are wrong: simulated noise, sampled as ``compare`` does until something is said.
+
+    python -m benchmarks.verdicts --out benchmarks/results/verdicts.json   # a minute; the table into docs/verdicts.md
+
+Two ways whose speeds differ by a known factor are sampled from the same noise; whatever is said that contradicts the
+factor is a fault. Beside it the same with plain 95% intervals of the mean, looked at every 32 rounds. Exit status 1
+where more than five verdicts in a thousand are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.signal import lfilter
+
+from nimble_core.algorithms.median_interval import ERROR, FEWEST, FIRST_LOOK, median_interval
+from nimble_core.ir.measurement import Ratio, Verdict
+
+__all__ = ["DOCS", "MARK", "NOISES", "SLOW", "faults", "looks", "plain", "said", "table", "verdict"]
+
+Noise = Callable[[np.random.Generator, int], Any]
+"""Logarithms of times: of so many calls, one after the other."""
+
+DOCS = Path(__file__).parents[1] / "docs" / "verdicts.md"
+MARK = "<!-- simulated -->"
+
+LONGEST = 2048
+TRUE = (1.0, 1.1)
+"""Speeds of the one way over the other."""
+
+
+def white(spread: float) -> Noise:
+    """Every call varies on its own."""
+    return lambda draw, count: draw.normal(0, spread, count)
+
+
+def autocorrelated(by: float, spread: float = 0.05) -> Noise:
+    """A call takes much what the one before it took."""
+
+    def noise(draw: np.random.Generator, count: int) -> Any:
+        steps = draw.normal(0, spread * math.sqrt(1 - by * by), count)
+        steps[0] = draw.normal(0, spread)
+        return lfilter([1], [1, -by], steps)
+
+    return noise
+
+
+def bimodal(share: float) -> Noise:
+    """A call takes twice as long at times, whatever the one before it took."""
+    return lambda draw, count: math.log(2) * (draw.random(count) < share) + draw.normal(0, 0.01, count)
+
+
+def in_phases(calls: float) -> Noise:
+    """So many calls in a row, on average, take 20% longer; then as many do not."""
+
+    def noise(draw: np.random.Generator, count: int) -> Any:
+        phase = (np.cumsum(draw.random(count) < 1 / calls) + draw.integers(2)) % 2
+        return 0.2 * phase + draw.normal(0, 0.01, count)
+
+    return noise
+
+
+def heavy_tailed(draw: np.random.Generator, count: int) -> Any:
+    """Few calls take very long."""
+    return 0.03 * np.abs(draw.standard_cauchy(count)).clip(0, 100)
+
+
+def drifting(by: float) -> Noise:
+    """The machine gets slower, for both ways alike."""
+    return lambda draw, count: np.linspace(0, by, count) + draw.normal(0, 0.03, count)
+
+
+NOISES: dict[str, Noise] = {
+    "white, 1%": white(0.01),
+    "white, 5%": white(0.05),
+    "white, 30%": white(0.3),
+    "heavy-tailed": heavy_tailed,
+    "drifting by 50%": drifting(0.5),
+    "bimodal, 10% of calls": bimodal(0.1),
+    "bimodal, 50% of calls": bimodal(0.5),
+    "in phases of 2 calls": in_phases(2),
+    "in phases of 5 calls": in_phases(5),
+    "autocorrelated, 0.5": autocorrelated(0.5),
+    "autocorrelated, 0.8": autocorrelated(0.8),
+    "autocorrelated, 0.9": autocorrelated(0.9),
+    "autocorrelated, 0.95": autocorrelated(0.95),
+}
+
+SLOW = {
+    name: NOISES[name]
+    for name in (
+        "white, 5%",
+        "bimodal, 50% of calls",
+        "in phases of 2 calls",
+        "autocorrelated, 0.8",
+        "autocorrelated, 0.9",
+    )
+}
+"""For models so slow that few rounds fit in the time."""
+
+
+def looks() -> Iterator[int]:
+    """After how many rounds ``compare`` looks."""
+    count = FIRST_LOOK
+    while count <= LONGEST:
+        yield count
+        count *= 2
+
+
+def said(logs: Any) -> Verdict:
+    """The verdict on these logarithms of paired ratios."""
+    low, middle, high = map(math.exp, median_interval(logs))
+    return Ratio("new", "old", middle, low, high).verdict
+
+
+def plain(logs: Any) -> Verdict:
+    """The same by a 95% interval of the mean."""
+    half = 1.96 * logs.std(ddof=1) / math.sqrt(len(logs))
+    low, middle, high = (math.exp(logs.mean() + by) for by in (-half, 0.0, half))
+    return Ratio("new", "old", middle, low, high).verdict
+
+
+def verdict(
+    noise: Noise, draw: np.random.Generator, true: float, counts: Iterable[int], judge: Callable[[Any], Verdict] = said
+) -> tuple[Verdict, int]:
+    """What is first said of two ways whose speeds differ by ``true``, and after how many rounds."""
+    logs = noise(draw, LONGEST) + math.log(true) - noise(draw, LONGEST)
+    found, count = "undecided", 0
+    for count in counts:
+        found = judge(logs[:count])
+        if found != "undecided":
+            break
+    return found, count
+
+
+def faults(
+    noise: Noise,
+    true: float,
+    trials: int,
+    counts: Callable[[], Iterable[int]] = looks,
+    judge: Callable[[Any], Verdict] = said,
+) -> dict[str, Any]:
+    """Share of wrong verdicts and of none, and the median of rounds."""
+    draw = np.random.default_rng(7)
+    found = [verdict(noise, draw, true, counts(), judge) for _ in range(trials)]
+    right = "no difference" if true == 1 else "faster"
+    wrong = sum(one not in (right, "undecided") for one, _ in found)
+    undecided = sum(one == "undecided" for one, _ in found)
+    rounds = float(np.median([count for _, count in found]))
+    return {"wrong": wrong / trials, "undecided": undecided / trials, "rounds": rounds}
+
+
+def measured(trials: int) -> list[dict[str, Any]]:
+    """All rows."""
+    rows = []
+    for true in TRUE:
+        for name, noise in NOISES.items():
+            found = faults(noise, true, trials)
+            often = faults(noise, true, trials // 4, lambda: range(32, 641, 32), plain)
+            rows.append({"noise": name, "true": true, **found, "wrong by plain intervals": often["wrong"]})
+    for count in (FEWEST, 24):
+        for name, noise in SLOW.items():
+            found = faults(noise, 1.0, trials, lambda count=count: (count,))  # type: ignore[misc]
+            rows.append({"noise": f"{name}, {count} rounds", "true": 1.0, **found})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row for each noise, as Markdown."""
+    lines = [
+        "| noise of both ways | true ratio | wrong | undecided | rounds, median | wrong by plain intervals |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        beside = row.get("wrong by plain intervals")
+        shares = f"{row['wrong']:.2%} | {row['undecided']:.0%} | {row['rounds']:.0f}"
+        plainly = "" if beside is None else f"{beside:.0%}"
+        lines.append(f"| {row['noise']} | {row['true']:.2f} | {shares} | {plainly} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Simulate, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--trials", type=int, default=4000, help="of each row")
+    given = parser.parse_args()
+    rows = measured(given.trials)
+    print(table(rows))
+    if given.out:
+        given.out.write_text(json.dumps({"trials": given.trials, "rows": rows}, indent=1) + "\n")
+        before, mark, rest = DOCS.read_text().partition(MARK)
+        DOCS.write_text(f"{before}{mark}\n{table(rows)}\n{MARK}{rest.partition(MARK)[2]}")
+    return int(any(row["wrong"] > ERROR for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
