@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks import zoo
+from benchmarks.models import example
 from examples import models
 from nimble_core import Options
 from nimble_viz import Report, compare
@@ -50,10 +50,10 @@ def gpu() -> str:
 
 
 def of_suite(name: str, dtype: str = "float32", against: Sequence[str] = ()) -> Callable[[], Report]:
-    """A model of the inference benchmark, batch 1."""
+    """A model of the benchmark, batch 1."""
 
     def recorded() -> Report:
-        model, args, kwargs = zoo.load(name, dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        model, args, kwargs = example(name, dtype, device="cuda" if torch.cuda.is_available() else "cpu")
         return compare(model, *args, kwargs=kwargs, against=against, options=Options(budget_s=120.0))
 
     return recorded

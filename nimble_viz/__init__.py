@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nimble_viz.collect.plan import plan
     from nimble_viz.collect.profile import profile
     from nimble_viz.render.report import Report, load
-    from nimble_viz.render.verdicts import gate
+    from nimble_viz.render.verdicts import diff, gate
 
 __all__ = [
     "Options",
@@ -37,6 +37,7 @@ __all__ = [
     "annotate",
     "annotated",
     "compare",
+    "diff",
     "from_trace",
     "gate",
     "load",
@@ -52,6 +53,7 @@ _HOMES = {
     "annotate": "nimble_viz.collect.annotate",
     "annotated": "nimble_viz.collect.annotated",
     "compare": "nimble_viz.collect.compare",
+    "diff": "nimble_viz.render.verdicts",
     "from_trace": "nimble_viz.collect.from_trace",
     "gate": "nimble_viz.render.verdicts",
     "load": "nimble_viz.render.report",

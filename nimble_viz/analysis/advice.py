@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nimble_core.ir.costs import limit_ns
+from nimble_core.ir.measurement import SAME
 from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.simulator import H200, simulate
-from nimble_core.utils.units import format_ns, format_percent, format_ratio
-from nimble_viz.analysis.labels import SAME_BAND, label_call, label_run, planned, plural
+from nimble_core.utils.units import format_ns, format_percent
+from nimble_viz.analysis.labels import about, doubt_of, label_call, label_run, planned, plural, ratio_words
 from nimble_viz.analysis.limit import Breakdown, breakdown
 from nimble_viz.analysis.provenance import is_layout_copy
 from nimble_viz.analysis.what_if import what_if
 from nimble_viz.analysis.work import CallWork, call_work
-from nimble_viz.report.data import OverheadProfile, ReportData
+from nimble_viz.report.data import EAGER_ALONE, OverheadProfile, ReportData
 
 __all__ = ["Advice", "Basis", "Change", "Part", "Split", "advice", "advice_data", "best_run"]
 
 Basis = Literal["measured", "simulated", "bound"]
 """Measured in the same rounds; simulated from isolated costs; or the most that it can be, were its cause gone."""
 
+_EAGER = {"eager": "stay with eager", EAGER_ALONE: "stay with eager, on one thread (torch.set_num_threads(1))"}
 _COPIES = frozenset({"copy_", "clone", "_to_copy", "_foreach_copy_", "memcpy"})
 _LEAST = 0.01
 """Changes that gain less than this share are not worth a line."""
@@ -128,7 +130,7 @@ def advice(report: ReportData) -> Advice:
         return Advice(None, None, ())
     run = best_run(report)
     found = _watched(report, run)
-    eager = _eager(report.overhead, _on_host(report)) if report.overhead else None
+    eager = _eager(report, report.overhead) if report.overhead else None
     changes = list(_of_replay(report, run, found) if run else _of_eager(report))
     worth = [one for one in changes if one.share >= _LEAST]
     return Advice(
@@ -185,7 +187,7 @@ def _split(run: str, parts: list[tuple[str, float, str]], note: str) -> Split:
     return Split(run, rows, total, note)
 
 
-def _eager(profile: OverheadProfile, host: bool) -> Split:
+def _eager(report: ReportData, profile: OverheadProfile) -> Split:
     def summed(part: str) -> float:
         return float(sum(getattr(row, f"{part}_ns") for row in profile.calls))
 
@@ -195,14 +197,15 @@ def _eager(profile: OverheadProfile, host: bool) -> Split:
         ("allocation", summed("allocation"), "memory for results, as far as events show it"),
         ("launch", summed("launch"), "putting kernels on the GPU"),
         ("tail", summed("tail"), "the dispatcher after the last launch"),
-        *([("work", summed("work"), "the operators' own computing")] if host else []),
+        *([("work", summed("work"), "the operators' own computing")] if _on_host(report) else []),
         ("waiting", profile.waiting_ns, "the host waits for the device"),
         ("loader", profile.loader_ns, "the host waits for the data loader"),
         ("remainder", profile.remainder_ns, "belongs to no call"),
     ]
     note = f"host time of one iteration, measured by {profile.source}"
     if profile.unprofiled_ns:
-        note += f"; without the profiler it takes {format_ns(profile.unprofiled_ns)}"
+        note += "; without the profiler it takes "
+        note += about(format_ns(profile.unprofiled_ns), doubt_of(report.measurement("eager")))
     return _split("eager", parts, note)
 
 
@@ -210,7 +213,7 @@ def _watched(report: ReportData, run: str) -> Breakdown | None:
     plan, line, taken = report.schedule(run), report.timeline(run), report.measurement(run)
     if plan is None or line is None or taken is None or line.source != "measured" or not report.costs.total_ns:
         return None
-    return breakdown(report.graph, plan, report.costs, line, taken.median_ns)
+    return breakdown(report.graph, plan, report.costs, line, taken.median_ns, doubt_of(taken))
 
 
 def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
@@ -245,9 +248,7 @@ def _replay(report: ReportData, run: str, found: Breakdown) -> Split:
     note = f"along the chain that ran longest in the watched replay, {chain}, measured by {line.clock}"
     if found.calls != report.critical_path:
         note += f"; the critical path, {plural(len(report.critical_path), 'call')}, is the longest by isolated times"
-    total = sum(ns for _, ns, _ in parts)
-    if taken.median_ns and abs(total / taken.median_ns - 1) > SAME_BAND:
-        note += f"; unwatched it takes {format_ns(taken.median_ns)}"
+    note += f"; unwatched it takes {about(format_ns(taken.median_ns), doubt_of(taken))}"
     return _split(run, parts, note)
 
 
@@ -303,10 +304,8 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
     if found is None:
         return
 
-    doubt = "" if taken.stable else "; the run's time is unstable"
-
     def bound(what: str, ns: float, why: str) -> Change:
-        return Change(what, run, min(ns, now), now, "bound", why + doubt)
+        return Change(what, run, min(ns, now), now, "bound", why)
 
     limit = limit_ns(report.costs, report.critical_path_ns)
     if plan.streams > 1:
@@ -336,17 +335,17 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
 
 
 def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
-    """Whatever else was measured in the same rounds, has eager's outputs, and is faster beyond doubt."""
+    """Whatever else was measured in the same rounds, has eager's outputs, and is decidedly faster."""
     checks = {check.name: check for check in report.checks}
     checks |= {peer.name: peer.check for peer in report.peers if peer.check}
     for other in report.measurements:
         over = report.ratio(other.name, run)
         check = checks.get(other.name)
-        right = other.name == "eager" or (check is not None and check.passed)
-        if other.name != run and right and over and over.stable and over.low > 1:
-            what = "stay with eager" if other.name == "eager" else f"run {label_run(report, other.name)} instead"
-            why = f"{format_ratio(over.value)} as fast in the same rounds"
-            yield Change(what, run, now - other.median_ns, now, "measured", why)
+        right = other.name in _EAGER or (check is not None and check.passed)
+        if other.name != run and right and over and over.verdict == "faster":
+            what = _EAGER.get(other.name, f"run {label_run(report, other.name)} instead")
+            why = f"{ratio_words(over, label_run(report, run))} in the same rounds"
+            yield Change(what, run, now * (1 - 1 / over.value), now, "measured", why)
 
 
 def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> Iterator[Change]:
@@ -355,7 +354,7 @@ def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> 
         return
     row = min(found["rows"], key=lambda one: float(one["ns"]))
     ours = simulate(report.graph, plan, report.costs, H200).length_ns
-    if ours and row["ns"] < ours * (1 - SAME_BAND):
+    if ours and row["ns"] * SAME < ours:
         what = f"plan {plural(row['streams'], 'stream')} with policy {found['policy']}"
         yield Change(what, run, now * (1 - row["ns"] / ours), now, "simulated", "simulated beside the plan that ran")
 

@@ -6,9 +6,9 @@ from math import ceil
 from typing import Any
 
 from nimble_core.ir.candidates import Candidate
-from nimble_core.ir.measurement import TIE, Measurement, quantile, ratio
-from nimble_core.utils.units import format_bytes, format_ns, format_percent
-from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_cell
+from nimble_core.ir.measurement import Measurement, Ratio, across, quantile, ratio
+from nimble_core.utils.units import format_bytes, format_ns
+from nimble_viz.analysis.labels import error_text, label_plan, plural, ratio_cell, ratio_words
 from nimble_viz.report.data import ReportData
 
 __all__ = ["FOLDED_ABOVE", "candidates", "pays_back"]
@@ -73,6 +73,7 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     wrong = check is not None and check.differs
     base = single.measurement if single and single.name != one.name and not wrong else None
     cost_s = one.fuse_s + one.capture_s
+    over = ratio(taken, base) if taken and base else None
     return {
         "name": one.name,
         "label": label_plan(one.name),
@@ -82,13 +83,13 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
         "median": format_ns(taken.median_ns) if taken else "",
         "quartiles": _quartiles(taken) if taken else "",
         "stable": taken is None or taken.stable,
-        "single": ratio_cell(report, ratio(taken, base)) if taken and base else None,
+        "single": ratio_cell(report, over),
         "simulated": format_ns(one.simulated_ns) if one.simulated_ns else "",
         "memory": format_bytes(one.nbytes) if one.nbytes else "",
         "cost": format_ns(cost_s * 1e9) if cost_s else "",
         "made": format_ns(one.fuse_s * 1e9) if one.fuse_s else "",
-        "pays": "" if wrong else _pays(taken, cost_s, report.measurement("eager")),
-        "pays_single": _pays(taken, cost_s - single.fuse_s - single.capture_s, base) if single and base else "",
+        "pays": "" if wrong else _pays(_over_eager(report, one), cost_s, report.measurement("eager")),
+        "pays_single": _pays(over, cost_s - single.fuse_s - single.capture_s, base) if single and base else "",
         "outputs": "not compared" if check is None else "DIFFER" if wrong else "equal" if check.passed else "not shown",
         "error": error_text(check.error) if check else "",
         "wrong": wrong,
@@ -98,12 +99,22 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
     }
 
 
-def _pays(taken: Measurement | None, cost_s: float, baseline: Measurement | None) -> str:
-    """``"after 1,234 calls"``, ``"at once"``, ``"never"``; empty where either was not measured."""
-    if taken is None or baseline is None:
+def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
+    """In the same rounds where the comparison measured both; eager was not among those timed while preparing."""
+    eager = report.measurement("eager")
+    if report.measurement(one.name) or not (one.measurement and eager):
+        return report.ratio(one.name)
+    return across(one.measurement, eager)
+
+
+def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> str:
+    """``"after 1,234 calls"``, ``"at once"``, ``"never"``, ``"undecided"``; empty where either was not measured."""
+    if over is None or baseline is None:
         return ""
-    calls = pays_back(cost_s, taken.median_ns, baseline.median_ns)
-    return "never" if calls is None else f"after {plural(calls, 'call')}" if calls else "at once"
+    if over.verdict != "faster":
+        return "never" if over.decided else "undecided"
+    calls = pays_back(cost_s, baseline.median_ns / over.value, baseline.median_ns)
+    return f"after {plural(calls, 'call')}" if calls else "at once"
 
 
 def _quartiles(taken: Measurement) -> str:
@@ -129,12 +140,9 @@ def _outcome(report: ReportData, one: Candidate) -> str:
         taken, best = one.measurement, chosen.measurement if chosen else None
     if one.measurement is None:
         return "not measured"
-    if taken is None or best is None or not best.median_ns:
+    if taken is None or best is None:
         return "not chosen"
-    behind = taken.median_ns / best.median_ns
-    if behind > TIE:
-        return f"{format_percent(behind - 1)} slower{again}"
-    return "as fast, no better" if behind >= 1 / TIE else "faster here, not measured again"
+    return f"{ratio_words(ratio(taken, best), 'the chosen plan')}{again}"
 
 
 def _group(report: ReportData, members: list[Candidate]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Calls have no names, so they are matched: by operator, module path and source line in their order (an alignment, which
 insertions do not disturb), what is left in between without the line, then by operator and shapes alone (the modules of
 a ``Sequential`` are renumbered by an insertion), and at last those that only changed places. Times are compared as
-intervals: measured in different processes, they are called faster or slower only if the intervals lie well apart.
+intervals, with a wider margin than within a process, unless at least three processes a side show what those differ by.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import takewhile
+from statistics import fmean, median, variance
 from typing import Any, Literal
 
+from nimble_core.algorithms.median_interval import ERROR
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.environment import Environment
-from nimble_core.ir.measurement import Measurement, Ratio, quantile, ratio
+from nimble_core.ir.measurement import Measurement, Ratio, Verdict, across
 from nimble_core.ir.program import Call
 from nimble_core.ir.schedule import Schedule
 from nimble_viz.analysis.labels import trains
@@ -28,32 +30,29 @@ from nimble_viz.report.data import ReportData
 
 __all__ = [
     "COST_BAND",
-    "FEWEST",
-    "SPEED_BAND",
+    "FEWEST_PROCESSES",
     "Change",
     "CostChange",
     "DifferenceData",
     "Moved",
     "SpeedChange",
-    "across",
+    "beside_eager",
     "differences",
     "environment_changes",
     "host_sync_count",
     "match_calls",
+    "processes",
     "source_of",
-    "within",
+    "subjects",
 ]
 
-FEWEST = 5
-"""From fewer samples no interval is taken."""
-
-SPEED_BAND = 1.05
-"""Runs of different processes are called faster or slower beyond this factor. What their samples say is what they saw
-of one process: clocks and memory placement of another add a few percent."""
+FEWEST_PROCESSES = 3
+"""From so many reports a side on, what processes differ by is measured, not assumed."""
 
 COST_BAND = 1.10
-"""Likewise single calls. In three pairs of reports of the same models (195 to 1,264 calls, two processes on an H200), a
-fifth to a third of all calls differed by more than their spreads, 3% to 5% also by more than this."""
+"""Single calls are called of another cost beyond this factor. In three pairs of reports of the same models (195 to
+1,264 calls, two processes on an H200), a fifth to a third of all calls differed by more than their spreads, 3% to 5%
+also by more than this."""
 
 _IDENTITY = (
     "device", "device_name", "host_cpu", "cores", "threads", "torch", "python", "system", "driver", "cuda"
@@ -107,8 +106,8 @@ class SpeedChange:
         name: of the run, ``"old -> new"`` where the names differ.
         old_ns: median, None if it was not measured; likewise
         new_ns: the new one.
-        ratio: speed of the new over the old (``across``), above 1 is faster; None if one is missing.
-        old_over_eager: speed over eager in the old report (``within``), None if either was not measured; likewise
+        ratio: speed of the new over the old (``processes``), above 1 is faster; None if one is missing.
+        old_over_eager: speed over eager in the old report, None if either was not measured; likewise
         new_over_eager: in the new one. Where the whole machine was slower these say so.
     """
 
@@ -120,13 +119,11 @@ class SpeedChange:
     new_over_eager: Ratio | None
 
     @property
-    def verdict(self) -> Literal["faster", "slower", "undecided", "added", "removed"]:
-        """``"faster"`` and ``"slower"`` only if the whole interval is beyond ``SPEED_BAND``."""
+    def verdict(self) -> Verdict | Literal["added", "removed"]:
+        """That of the ratio, where there is one."""
         if self.ratio is None:
             return "added" if self.old_ns is None else "removed"
-        if self.ratio.low > SPEED_BAND:
-            return "faster"
-        return "slower" if self.ratio.high < 1 / SPEED_BAND else "undecided"
+        return self.ratio.verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +145,9 @@ class DifferenceData:
         memory: bytes; None also where they were not measured.
         checks: equality of each replay with eager.
         environment: where it was measured, settings included.
-        notes: what could not be compared, and why.
+        notes: what could not be compared, and why; ``subjects`` first.
         unlike: why the two do not the same work; empty if they may.
+        subjects: that the two are of different models, dtypes or batches; empty if they are not.
     """
 
     model: str
@@ -168,6 +166,7 @@ class DifferenceData:
     environment: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     unlike: str = ""
+    subjects: str = ""
 
     @property
     def changes(self) -> dict[str, tuple[Change, ...]]:
@@ -183,9 +182,10 @@ class DifferenceData:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is known to differ: undecided times are no difference."""
+        """Whether nothing is known to differ, which undecided times are not."""
         calls = (self.added, self.removed, self.moved, self.recosted)
-        return not any((*calls, *self.changes.values())) and all(one.verdict == "undecided" for one in self.speeds)
+        same = all(one.verdict in ("undecided", "no difference") for one in self.speeds)
+        return same and not any((*calls, *self.changes.values()))
 
     def to_json(self) -> str:
         """As JSON; numbers that are not finite are null."""
@@ -225,13 +225,16 @@ class DifferenceData:
         return f"<Difference of {self.model!r}: {self.matched} calls matched, {counts}, {len(self.recosted)} recosted>"
 
 
-def differences(old: ReportData, new: ReportData) -> DifferenceData:
-    """What changed from ``old`` to ``new``; swapped, it says the opposite.
+def differences(before: Sequence[ReportData], after: Sequence[ReportData]) -> DifferenceData:
+    """What changed from the reports ``before`` to those ``after``; swapped, it says the opposite.
+
+    Several of one side are of the same model in several processes. Times are those of all, all else is of the first.
 
     Streams have no names either: each of the new plan counts as the one of the old plan with which it shares most
     calls. Where the two run kernels of different makers (``Program.fuse``), the eager calls are compared, which have
     neither streams nor costs in such reports.
     """
+    old, new = before[0], after[0]
     same_kernels = old.program.fuse == new.program.fuse
     olds, news = (old.program.calls, new.program.calls) if same_kernels else (old.eager_calls, new.eager_calls)
     fused = old.eager is not None or new.eager is not None
@@ -239,15 +242,19 @@ def differences(old: ReportData, new: ReportData) -> DifferenceData:
     gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
     unlike = ""
     notes = [] if same_kernels else ["kernels of different makers: eager calls are compared, without streams and costs"]
+    differ = subjects(old, new)
+    if differ:
+        notes.insert(0, differ)
     if trains(old) != trains(new):
         unlike = "one is of training steps, the other of inference"
         notes.append(f"times: {unlike}")
+    measured = old.measurement(old.chosen) or new.measurement(new.chosen)
     moved: tuple[Moved, ...] = ()
     recosted: tuple[CostChange, ...] = ()
     if same_kernels:
-        before, after = old.schedule(old.chosen), new.schedule(new.chosen)
-        if before and after:
-            moved = _moved(old, new, pairs, before, after)
+        plans = old.schedule(old.chosen), new.schedule(new.chosen)
+        if plans[0] and plans[1]:
+            moved = _moved(old, new, pairs, plans[0], plans[1])
         recosted = _recosted(old, new, pairs)
         notes += _cost_doubts(old, new)
     return DifferenceData(
@@ -257,8 +264,8 @@ def differences(old: ReportData, new: ReportData) -> DifferenceData:
         removed=tuple(call for k, call in enumerate(olds) if k not in gone),
         moved=moved,
         recosted=recosted,
-        chosen=None if unlike else _chosen(old, new),
-        speeds=() if unlike else _speeds(old, new),
+        chosen=_speed(before, after, "") if measured and not unlike else None,
+        speeds=() if unlike else _speeds(before, after),
         facts=_changes(_facts(old, fused), _facts(new, fused)),
         plans=_changes(_plans(old), _plans(new)),
         host_syncs=_changes(_host_syncs(old), _host_syncs(new)),
@@ -267,7 +274,20 @@ def differences(old: ReportData, new: ReportData) -> DifferenceData:
         environment=environment_changes(old.environment, new.environment),
         notes=tuple(notes),
         unlike=unlike,
+        subjects=differ,
     )
+
+
+def subjects(old: ReportData, new: ReportData) -> str:
+    """Say that the two are of different models, dtypes or batches; empty if they are not."""
+    found = [
+        f"two different {what}: {before} against {after}"
+        for what, before, after in (
+            ("models", old.model, new.model), ("dtypes", old.dtype, new.dtype), ("batches", old.batch, new.batch)
+        )
+        if before != after
+    ]  # fmt: skip
+    return ", ".join(found)
 
 
 def match_calls(old: Sequence[Call], new: Sequence[Call]) -> list[tuple[int, int]]:
@@ -291,38 +311,47 @@ def match_calls(old: Sequence[Call], new: Sequence[Call]) -> list[tuple[int, int
     return sorted(pairs)
 
 
-def across(old: Measurement, new: Measurement) -> Ratio:
-    """Speed of ``new`` over ``old`` (> 1: faster), measured in different processes, so that no samples are neighbours.
+def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio:
+    """Speed of ``news`` over ``olds`` (> 1: faster), a measurement of each process.
 
-    ``low`` and ``high`` set opposite quartiles against each other; of unstable measurements the extremes; fewer than
-    ``FEWEST`` samples say nothing (0 to infinity).
+    From ``FEWEST_PROCESSES`` a side on, what processes differ by is known: Welch's t interval of the logarithms of
+    their medians, and differences count from ``SAME`` on. Of fewer all pairs together, from ``ACROSS`` on.
 
     >>> from nimble_core.ir.measurement import summarize
-    >>> across(summarize("nimble", [200.0] * 9), summarize("nimble", [100.0] * 9))
-    Ratio(name='nimble', baseline='nimble', value=2.0, low=2.0, high=2.0, stable=True)
+    >>> old, new = ([summarize("nimble", [ns * k] * 40) for k in (1.0, 1.01, 1.02)] for ns in (1100.0, 1000.0))
+    >>> processes(new, old).verdict, processes(new[:1], old[:1]).verdict
+    ('faster', 'faster')
     """
-    (old_low, old_high), (new_low, new_high) = _range(old), _range(new)
-    value = old.median_ns / new.median_ns if new.median_ns else math.inf
-    high = old_high / new_low if new_low else math.inf
-    return Ratio(new.name, old.name, value, old_low / new_high if new_high else 0.0, high, old.stable and new.stable)
+    new_ns, old_ns = ([taken.median_ns for taken in some] for some in (news, olds))
+    if min(*new_ns, *old_ns) <= 0 or min(len(news), len(olds)) < FEWEST_PROCESSES:
+        found = [across(new, old) for new in news for old in olds]
+        value = median(old_ns) / median(new_ns) if median(new_ns) else math.inf
+        low, high = min(one.low for one in found), max(one.high for one in found)
+        return replace(found[0], value=value, low=low, high=high)
+    from scipy.special import stdtrit
+
+    logs = [[math.log(ns) for ns in some] for some in (old_ns, new_ns)]
+    errors = [variance(some) / len(some) for some in logs]
+    middle = fmean(logs[0]) - fmean(logs[1])
+    wide = 0.0
+    if sum(errors):
+        freedom = sum(errors) ** 2 / sum(one**2 / (len(some) - 1) for one, some in zip(errors, logs, strict=True))
+        wide = float(stdtrit(freedom, 1 - ERROR / 2)) * math.sqrt(sum(errors))
+    low, high = math.exp(middle - wide), math.exp(middle + wide)
+    return Ratio(news[0].name, olds[0].name, math.exp(middle), low, high)
 
 
-def within(report: ReportData, name: str, baseline: str = "eager") -> Ratio | None:
-    """Speed of a run over another of the same report, None if either was not measured.
+def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
+    """Speed of a run (``""``: the chosen one) over eager, each in its report; None if none measured both.
 
-    ``low`` and ``high`` are the quartiles of the ratios of neighbouring samples; of unstable measurements their
-    extremes; fewer than ``FEWEST`` samples say nothing (0 to infinity).
+    Of several reports the median, and their intervals together.
     """
-    faster, base = report.measurement(name), report.measurement(baseline)
-    if faster is None or base is None:
+    runs = [(report, run or report.chosen) for report in reports]
+    found = [one for report, name in runs if report.measurement(name) and (one := report.ratio(name))]
+    if not found:
         return None
-    found = ratio(faster, base)
-    if min(len(faster.samples_ns), len(base.samples_ns)) < FEWEST:
-        return replace(found, low=0.0, high=math.inf)
-    if found.stable:
-        return found
-    pairs = [b / f if f else math.inf for f, b in zip(faster.samples_ns, base.samples_ns, strict=False)]
-    return replace(found, low=min(pairs), high=max(pairs))
+    low, high = min(one.low for one in found), max(one.high for one in found)
+    return replace(found[0], value=median(one.value for one in found), low=low, high=high)
 
 
 def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...]:
@@ -460,34 +489,23 @@ def _cost_doubts(old: ReportData, new: ReportData) -> list[str]:
     return []
 
 
-def _range(taken: Measurement) -> tuple[float, float]:
-    if len(taken.samples_ns) < FEWEST:
-        return 0.0, math.inf
-    low, high = (0.25, 0.75) if taken.stable else (0.0, 1.0)
-    return quantile(taken.samples_ns, low), quantile(taken.samples_ns, high)
-
-
-def _speed(old: ReportData, new: ReportData, before: str, after: str) -> SpeedChange:
-    """The run ``before`` of the old report against ``after`` of the new one."""
-    was, now = old.measurement(before), new.measurement(after)
+def _speed(olds: Sequence[ReportData], news: Sequence[ReportData], run: str) -> SpeedChange:
+    """The run of all old reports against that of all new ones; ``""``: the chosen ones."""
+    before, after = run or olds[0].chosen, run or news[0].chosen
+    was, now = ([taken for one in some if (taken := one.measurement(run or one.chosen))] for some in (olds, news))
     return SpeedChange(
         before if before == after else f"{before} -> {after}",
-        was.median_ns if was else None,
-        now.median_ns if now else None,
-        across(was, now) if was and now else None,
-        within(old, before) if before != "eager" else None,
-        within(new, after) if after != "eager" else None,
+        median(taken.median_ns for taken in was) if was else None,
+        median(taken.median_ns for taken in now) if now else None,
+        processes(now, was) if was and now else None,
+        beside_eager(olds, run) if before != "eager" and was else None,
+        beside_eager(news, run) if after != "eager" and now else None,
     )
 
 
-def _chosen(old: ReportData, new: ReportData) -> SpeedChange | None:
-    measured = old.measurement(old.chosen) or new.measurement(new.chosen)
-    return _speed(old, new, old.chosen, new.chosen) if measured else None
-
-
-def _speeds(old: ReportData, new: ReportData) -> tuple[SpeedChange, ...]:
-    names = dict.fromkeys(taken.name for taken in (*old.measurements, *new.measurements))
-    return tuple(_speed(old, new, name, name) for name in names)
+def _speeds(olds: Sequence[ReportData], news: Sequence[ReportData]) -> tuple[SpeedChange, ...]:
+    names = dict.fromkeys(taken.name for report in (*olds, *news) for taken in report.measurements)
+    return tuple(_speed(olds, news, name) for name in names)
 
 
 # Facts, as names and values.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 from xml.etree import ElementTree
 
+from nimble_core.ir.measurement import ACROSS, Measurement
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
-from nimble_viz.analysis.diff import SPEED_BAND, across, environment_changes, host_sync_count, within
+from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, processes
 from nimble_viz.analysis.labels import context, label_plan, label_run, trains
 from nimble_viz.analysis.peers import unshown
 from nimble_viz.report.data import ReportData
@@ -29,6 +30,7 @@ EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
 """What the command line returns; 2 is left to bad usage: nothing was decided."""
 
 _MARKS: dict[Outcome, str] = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
+_BADNESS: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 _NAMED = 3
 """Places named by a count that is too high."""
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-!|&~])")
@@ -51,6 +53,8 @@ class Rules:
         max_slowdown: with a baseline, the most that the chosen run may take of what the baseline's took. It fails only
             if it also lost against eager, measured beside it: a machine that is slower today decides nothing.
 
+    Of several reports each has to keep to all, but for max_slowdown, which is about them together.
+
     Raises:
         InputError: a bound that is negative or no number.
     """
@@ -61,7 +65,7 @@ class Rules:
     max_host_syncs: int | None = None
     max_calls: int | None = None
     max_bytes: int | None = None
-    max_slowdown: float = SPEED_BAND
+    max_slowdown: float = ACROSS
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -168,28 +172,42 @@ class GateData:
 
 
 def judge(
-    report: ReportData, rules: Rules | None = None, *, baseline: ReportData | None = None, any_environment: bool = False
+    reports: Sequence[ReportData],
+    rules: Rules | None = None,
+    *,
+    baseline: Sequence[ReportData] = (),
+    any_environment: bool = False,
 ) -> GateData:
-    """Judge ``report`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's? The latter
+    """Judge ``reports`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's? The latter
     not of a profile of code as it is: nothing runs there in eager's place.
 
     Args:
-        report: what to judge.
+        reports: what to judge; several are of the same model in several processes (``processes``).
         rules: None asks for nothing more.
-        baseline: an earlier report of the same model: the chosen run must not be slower than ``rules.max_slowdown``
-            allows, and no count (calls, waits, host synchronisations) may be higher.
+        baseline: earlier reports of the same model: the chosen run must not be slower than ``rules.max_slowdown``
+            allows, and no count (calls, waits, host synchronisations) may be higher than in the first of them.
         any_environment: compare even if the baseline was measured elsewhere.
 
     Raises:
         InputError: the baseline is of another model, dtype, batch or (without ``any_environment``) environment.
     """
-    rules = rules or Rules()
-    notes = _comparable(report, baseline, any_environment) if baseline else ()
-    equal = [] if report.sampling else [_equal(report)]
-    verdicts = [_complete(report), *equal, *_absolute(report, rules)]
+    rules, report = rules or Rules(), reports[0]
+    notes = dict.fromkeys(note for one in baseline for note in _comparable(report, one, any_environment))
+    found = _worst(said for one in reports for said in (_complete(one), *_equal(one), *_absolute(one, rules)))
     if baseline:
-        verdicts += [_slowdown(report, baseline, rules.max_slowdown), *_counts(report, baseline)]
-    return GateData(report.model, context(report), tuple(verdicts), notes)
+        found.append(_slowdown(reports, baseline, rules.max_slowdown))
+        found += _worst(said for one in reports for said in _counts(one, baseline[0]))
+    return GateData(report.model, context(report), tuple(found), tuple(notes))
+
+
+def _worst(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """One verdict of each rule, the worst that some report got, in the order of the rules."""
+    found: dict[str, Verdict] = {}
+    for one in verdicts:
+        known = found.setdefault(one.rule, one)
+        if _BADNESS.index(one.outcome) > _BADNESS.index(known.outcome):
+            found[one.rule] = one
+    return list(found.values())
 
 
 def _comparable(report: ReportData, baseline: ReportData, any_environment: bool) -> tuple[str, ...]:
@@ -227,17 +245,20 @@ def _complete(report: ReportData) -> Verdict:
     return Verdict("complete", "inconclusive", "the run was interrupted")
 
 
-def _equal(report: ReportData) -> Verdict:
+def _equal(report: ReportData) -> Iterator[Verdict]:
+    """Nothing of a profile."""
     wrong = [label_run(report, check.name) for check in report.checks if check.differs]
-    if wrong:
-        return Verdict("equal_outputs", "fail", f"outputs of {', '.join(wrong)} differ from eager's")
     check = next((check for check in report.checks if check.name == report.chosen), None)
-    if check is None or not check.passed:
+    if report.sampling:
+        return
+    if wrong:
+        yield Verdict("equal_outputs", "fail", f"outputs of {', '.join(wrong)} differ from eager's")
+    elif check is None or not check.passed:
         why = check.reason if check else "not checked"
-        return Verdict("equal_outputs", "inconclusive", f"the chosen run's outputs are not shown to be eager's: {why}")
-    name = label_run(report, check.name)
-    return Verdict("equal_outputs", "pass", f"outputs of {name} are eager's: error {check.error:.1e}", check.tolerance,
-                   check.error, check.error, check.error)  # fmt: skip
+        yield Verdict("equal_outputs", "inconclusive", f"the chosen run's outputs are not shown to be eager's: {why}")
+    else:
+        text = f"outputs of {label_run(report, check.name)} are eager's: error {check.error:.1e}"
+        yield Verdict("equal_outputs", "pass", text, check.tolerance, check.error, check.error, check.error)
 
 
 # Rules that were asked for.
@@ -259,9 +280,9 @@ def _absolute(report: ReportData, rules: Rules) -> Iterator[Verdict]:
 
 
 def _speedup(report: ReportData, least: float, over: str) -> Verdict:
-    found = within(report, report.chosen, over)
+    missing = report.chosen if report.measurement(report.chosen) is None else over
+    found = report.ratio(report.chosen, over) if report.measurement(missing) else None
     if found is None:
-        missing = report.chosen if report.measurement(report.chosen) is None else over
         return Verdict("min_speedup", "inconclusive", f"{missing or 'a chosen plan'} was not measured", least)
     outcome: Outcome = "pass" if found.low >= least else "fail" if found.high < least else "inconclusive"
     names = f"{label_run(report, found.name)} over {label_run(report, found.baseline)}{unshown(report, found.baseline)}"
@@ -297,14 +318,14 @@ def _waits(report: ReportData, policy: str) -> int | None:
 # Against a baseline.
 
 
-def _slowdown(report: ReportData, baseline: ReportData, most: float) -> Verdict:
-    was, now = baseline.measurement(_chosen(baseline)), report.measurement(_chosen(report))
-    if was is None or now is None:
-        missing = "the baseline's" if was is None else "the report's"
+def _slowdown(reports: Sequence[ReportData], baseline: Sequence[ReportData], most: float) -> Verdict:
+    was, now = _taken(baseline), _taken(reports)
+    if not was or not now:
+        missing = "the report's" if was else "the baseline's"
         return Verdict("max_slowdown", "inconclusive", f"{missing} chosen run was not measured", most)
-    found = across(now, was)  # speed of the old over the new: how much longer the new one takes
+    found = processes(was, now)  # speed of the old over the new: how much longer the new one takes
     # A profile has nothing beside it.
-    before, after = (None, None) if report.sampling else (within(baseline, was.name), within(report, now.name))
+    before, after = (None, None) if reports[0].sampling else (beside_eager(baseline, ""), beside_eager(reports, ""))
     # Over eager in the same rounds, so that a slower machine cancels.
     beside = before.low / after.high if before and after and after.high else math.inf
     outcome: Outcome = "pass" if found.high <= most else "inconclusive"
@@ -312,16 +333,18 @@ def _slowdown(report: ReportData, baseline: ReportData, most: float) -> Verdict:
     if found.low > most:
         outcome = "fail" if beside > most else "inconclusive"
         if beside <= most:
-            eager = across(report.measurement("eager") or now, baseline.measurement("eager") or was)
-            why = f"; eager {'is' if eager.low > 1 else 'may be'} slower too, so that this may be the machine"
-    names = f"{label_run(report, now.name)} against the baseline's {label_run(baseline, was.name)}"
+            eager = processes(_taken(baseline, "eager"), _taken(reports, "eager"))
+            slower = "is" if eager.verdict == "faster" else "may be"
+            why = f"; eager {slower} slower too, so that this may be the machine"
+    names = f"{label_run(reports[0], now[0].name)} against the baseline's {label_run(baseline[0], was[0].name)}"
     times = f"{_interval(found.value, found.low, found.high)} its time, at most {format_ratio(most)} allowed"
     return Verdict("max_slowdown", outcome, f"{names}: {times}{why}", most, found.value, found.low, found.high)
 
 
-def _chosen(report: ReportData) -> str:
-    """The run to judge: of a profile of code as it is, that code."""
-    return "eager" if report.sampling else report.chosen
+def _taken(reports: Sequence[ReportData], run: str = "") -> list[Measurement]:
+    """The run to judge, as far as it was measured: the chosen one; of a profile of code as it is, that code."""
+    names = [(one, run or ("eager" if one.sampling else one.chosen)) for one in reports]
+    return [taken for one, name in names if (taken := one.measurement(name))]
 
 
 def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
@@ -344,6 +367,8 @@ def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
 
 
 def _interval(value: float, low: float, high: float) -> str:
+    if not low or math.isinf(high):
+        return "undecided (too few samples)"
     return f"{format_ratio(value)} [{format_ratio(low)}, {format_ratio(high)}]"
 
 

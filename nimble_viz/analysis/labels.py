@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nimble_core.ir.measurement import Ratio
+from nimble_core.ir.measurement import Measurement, Ratio
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_count, format_ratio
 from nimble_viz.report.data import ReportData
 
 __all__ = [
-    "SAME_BAND",
+    "INTERVAL",
+    "about",
     "common_module",
     "context",
+    "doubt_of",
     "error_text",
     "label_call",
     "label_operators",
@@ -25,6 +28,8 @@ __all__ = [
     "planned",
     "plural",
     "ratio_cell",
+    "ratio_figures",
+    "ratio_sentence",
     "ratio_words",
     "spanned_modules",
     "split_plan",
@@ -32,8 +37,11 @@ __all__ = [
     "visible",
 ]
 
-SAME_BAND = 0.02
-"""Ratios closer to 1 than this are called "as fast as": the machine cannot tell them apart."""
+_FEWEST = 5
+"""Of fewer samples quartiles mean nothing."""
+
+INTERVAL = "above 1x is faster; in brackets the 99.5% interval, which alone decides"
+"""What a table of ratios says below it."""
 
 _FUSED = ("library", "inductor")
 _UNNAMED = ("an unnamed CPU", "an unnamed GPU")
@@ -215,27 +223,79 @@ def error_text(error: float) -> str:
     return f"{error:.1e}" if error < 1e300 else "not finite"
 
 
-def ratio_words(ratio: Ratio) -> str:
-    """``"1.80x faster than"``, ``"1.05x slower than"``, ``"as fast as"``."""
-    if abs(ratio.value - 1) <= SAME_BAND:
-        return "as fast as"
-    if ratio.value > 1:
-        return f"{format_ratio(ratio.value)} faster than"
-    return f"{format_ratio(1 / ratio.value)} slower than" if ratio.value else "not comparable with"
+def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
+    """How a run compares with another one, in the words of its verdict and with its interval, as all views say it.
+
+    A ratio below 1 is turned over, and so is its interval.
+
+    Args:
+        ratio: what was measured.
+        baseline: what the other is called; its name if empty.
+        note: what else stands in the brackets.
+
+    >>> for value, low, high in ((1.8, 1.76, 1.85), (0.5, 0.4, 0.8), (1.0, 0.99, 1.01), (2.0, 0.0, math.inf)):
+    ...     print(ratio_words(Ratio("nimble", "eager", value, low, high)))
+    1.80x faster than eager (1.76x to 1.85x)
+    2.00x slower than eager (1.25x to 2.50x)
+    no difference from eager (0.99x to 1.01x)
+    undecided against eager (too few samples)
+    """
+    value, low, high = ratio.value, ratio.low, ratio.high
+    if ratio.verdict == "slower":
+        value, low, high = 1 / value, 1 / high, 1 / low if low else math.inf
+    words = {
+        "faster": f"{format_ratio(value)} faster than",
+        "slower": f"{format_ratio(value)} slower than",
+        "no difference": "no difference from",
+        "undecided": "undecided against",
+    }[ratio.verdict]
+    interval = f"{format_ratio(low)} to {format_ratio(high)}" if _known(ratio) else "too few samples"
+    return f"{words} {baseline or ratio.baseline} ({interval}{note and '; '}{note})"
+
+
+def ratio_sentence(subject: str, ratio: Ratio, baseline: str = "", note: str = "") -> str:
+    """``"nimble replay is 1.80x faster than …"``, ``"nimble replay: no difference from …"``; see ``ratio_words``."""
+    return f"{subject}{':' if ratio.verdict == 'no difference' else ' is'} {ratio_words(ratio, baseline, note)}"
+
+
+def ratio_figures(ratio: Ratio) -> tuple[str, str]:
+    """A ratio and its interval for a table: ``("1.80x", "[1.76, 1.85]")``, ``("undecided", "[0.95, 57.80]")``."""
+    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _known(ratio) else "too few samples"
+    return format_ratio(ratio.value) if ratio.decided else "undecided", interval
 
 
 def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
-    """A ratio with its quartiles and its doubt, as texts; None stays None."""
+    """``verdict``, ``text`` and ``interval`` (see ``ratio_figures``) and ``full``, what it is of; None stays None."""
     if ratio is None:
         return None
+    text, interval = ratio_figures(ratio)
     return {
-        "text": format_ratio(ratio.value),
-        "quartiles": f"{format_ratio(ratio.low)} to {format_ratio(ratio.high)}",
-        "stable": ratio.stable,
-        "faster": ratio.value > 1 + SAME_BAND,
-        "slower": ratio.value < 1 - SAME_BAND,
+        "verdict": ratio.verdict,
+        "text": text,
+        "interval": interval,
         "full": f"{label_run(report, ratio.name)} over {label_run(report, ratio.baseline)}, {context(report)}",
     }
+
+
+def doubt_of(taken: Measurement | None) -> float:
+    """By what share a run's time may differ where it is set against one that was not taken in turn with it.
+
+    Its interquartile range; infinite for too few samples.
+    """
+    return taken.spread if taken and len(taken.samples_ns) >= _FEWEST else math.inf
+
+
+def about(value: str, doubt: float) -> str:
+    """A number that comes of two measurements not taken in turn: what they vary by is no part of it.
+
+    >>> about("1.08x", 0.052), about("1.08x", math.inf)
+    ('1.08x ± 5%', '1.08x ± unknown')
+    """
+    return f"{value} ± {f'{doubt:.{int(doubt < 0.0095)}%}' if math.isfinite(doubt) else 'unknown'}"
+
+
+def _known(ratio: Ratio) -> bool:
+    return math.isfinite(ratio.high) and ratio.low > 0
 
 
 def _place(report: ReportData) -> str:

@@ -12,12 +12,13 @@ from nimble_core.ir.costs import Costs, limit_ns
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
+from nimble_viz.analysis.labels import about, doubt_of
 from nimble_viz.report.data import ReportData
 
-__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "limit"]
+__all__ = ["EXPLAINED_ABOVE", "Breakdown", "breakdown", "chain_that_ran", "distance", "distance_doubt", "limit"]
 
 EXPLAINED_ABOVE = 1.3
-"""A replay this many times longer than its limit is explained."""
+"""A replay that is longer than so many times its limit, beyond what both vary by, is explained."""
 
 _MEANING = {
     "contention": "calls that run beside others take longer than alone",
@@ -33,15 +34,19 @@ _MEANING = {
 class Breakdown:
     """A replay, taken apart along the chain of calls that ran longest (``chain_that_ran``); nanoseconds.
 
-    ``alone + contention + gaps + waits + launch`` is the replay's wall time, up to overlaps of neighbouring calls.
+    ``alone + contention + gaps + waits + launch`` is the replay's wall time, up to overlaps of neighbouring calls, and
+    to what measurements vary by: isolated times, the watched replay and the wall time are of three different runs.
 
     Args:
         alone: isolated time of the calls on the chain.
-        contention: how much longer they took than alone; on one stream that is due to caches and clocks instead.
+        contention: how much longer they took than alone; on one stream that is due to caches and clocks instead. 0 if
+            it is not more than isolated times vary by.
         gaps: idle time between neighbours on one stream, and between the kernels of one call.
         waits: idle time until a call of another stream had been waited for.
-        launch: the rest of the wall time: before the first call and after the last one.
+        launch: the rest of the wall time: before the first call and after the last one; 0 if it is not more than the
+            wall time varies by.
         calls: the chain, first call first.
+        doubt: by what share of ``alone`` isolated times vary.
     """
 
     alone: float
@@ -50,6 +55,7 @@ class Breakdown:
     waits: float
     launch: float
     calls: tuple[int, ...]
+    doubt: float = 0.0
 
 
 def distance(report: ReportData, run: str) -> float | None:
@@ -60,6 +66,18 @@ def distance(report: ReportData, run: str) -> float | None:
     return taken.median_ns / bound
 
 
+def distance_doubt(report: ReportData, run: str) -> float:
+    """By what share ``distance`` may be off: interquartile ranges of the replay, and of the calls that limit it."""
+    costs, spread = report.costs, report.costs.spread_ns
+    bound = limit_ns(costs, report.critical_path_ns)
+    vary = 0.0
+    if spread and bound > report.critical_path_ns:
+        vary = sum(ns * share for ns, share in zip(spread, costs.demand, strict=True))
+    elif spread:
+        vary = sum(spread[call] for call in report.critical_path)
+    return doubt_of(report.measurement(run)) + vary / (bound or 1.0)
+
+
 def limit(report: ReportData, run: str) -> dict[str, Any] | None:
     """The limit of ``run``, its distance, and above ``EXPLAINED_ABOVE`` one sentence on why; None if unknown.
 
@@ -68,27 +86,33 @@ def limit(report: ReportData, run: str) -> dict[str, Any] | None:
     far, plan, taken = distance(report, run), report.schedule(run), report.measurement(run)
     if far is None or plan is None or taken is None:
         return None
-    bound = limit_ns(report.costs, report.critical_path_ns)
+    bound, doubt = limit_ns(report.costs, report.critical_path_ns), distance_doubt(report, run)
     resources = bound > report.critical_path_ns
     line = report.timeline(run)
     watched = line is not None and line.reliable  # where kernels are missing, nothing can be said about the gaps
-    found = breakdown(report.graph, plan, report.costs, line, taken.median_ns) if line and watched else None
-    parts = _parts(found, bound, "slowdown" if plan.streams == 1 else "contention") if found else []
+    vary = doubt_of(taken)
+    found = breakdown(report.graph, plan, report.costs, line, taken.median_ns, vary) if line and watched else None
+    longer, above = "slowdown" if plan.streams == 1 else "contention", taken.median_ns - bound
+    parts = _parts(found, bound, above, longer) if found else []
     return {
         "ns": bound,
         "text": format_ns(bound),
         "bound": "SM time of all calls over SMs" if resources else "critical path",
         "short": "SM-time limit" if resources else "critical path",
         "distance": far,
-        "over": format_ratio(far),
+        "over": about(format_ratio(far), doubt),
         "parts": [
             {"name": name, "ns": ns, "text": format_ns(ns), "meaning": _MEANING[name]} for name, ns in parts if ns > 0
         ],
-        "sentence": _sentence(far, taken.median_ns - bound, parts, found) if far > EXPLAINED_ABOVE else "",
+        "sentence": _sentence(about(format_ratio(far), doubt), above, parts, found)
+        if far > EXPLAINED_ABOVE * (1 + doubt)
+        else "",
     }
 
 
-def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wall_ns: float) -> Breakdown | None:
+def breakdown(
+    graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wall_ns: float, spread: float = 0.0
+) -> Breakdown | None:
     """Walk back from the call that ended last: each step goes to the call whose end it had to await last.
 
     Args:
@@ -97,6 +121,7 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
         costs: isolated times.
         line: the replay of ``plan``, watched; a call may have several spans.
         wall_ns: wall time of the replay, unwatched. Where watching slowed the replay, ``launch`` is 0, and not less.
+        spread: interquartile range of that, over it.
 
     Returns:
         None if no span belongs to a call.
@@ -123,14 +148,17 @@ def breakdown(graph: CallGraph, plan: Schedule, costs: Costs, line: Timeline, wa
             waits += idle
     inside = sum(end[one] - start[one] - busy[one] for one in chain)
     alone = sum(costs.ns[one] for one in chain)
-    watched = end[chain[-1]] - start[chain[0]]
+    vary = sum(costs.spread_ns[one] for one in chain) if costs.spread_ns else 0.0
+    longer = sum(busy[one] for one in chain) - alone
+    rest = wall_ns - (end[chain[-1]] - start[chain[0]])
     return Breakdown(
         alone=alone,
-        contention=sum(busy[one] for one in chain) - alone,
+        contention=longer if abs(longer) > vary else 0.0,
         gaps=gaps + inside,
         waits=waits,
-        launch=max(0.0, wall_ns - watched),
+        launch=rest if rest > spread * wall_ns else 0.0,
         calls=chain,
+        doubt=vary / (alone or 1.0),
     )
 
 
@@ -172,15 +200,15 @@ def _ends(line: Timeline) -> dict[int, float]:
     return end
 
 
-def _parts(found: Breakdown, bound: float, longer: str) -> list[tuple[str, float]]:
-    """What the time above the limit is made of, largest first; ``longer`` names what makes calls take longer.
+def _parts(found: Breakdown, bound: float, above: float, longer: str) -> list[tuple[str, float]]:
+    """What the time ``above`` the limit is made of, largest first; ``longer`` names what makes calls take longer.
 
     Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
     """
     order = found.alone - bound
     parts = {
         longer: found.contention + min(order, 0.0),
-        "order": max(order, 0.0),
+        "order": max(min(order, above), 0.0),
         "gaps": found.gaps,
         "waits": found.waits,
         "launch": found.launch,
@@ -188,8 +216,8 @@ def _parts(found: Breakdown, bound: float, longer: str) -> list[tuple[str, float
     return sorted(parts.items(), key=lambda part: -part[1])
 
 
-def _sentence(far: float, above: float, parts: Sequence[tuple[str, float]], found: Breakdown | None) -> str:
-    head = f"{format_ratio(far)} of the limit, {format_ns(above)} above it"
+def _sentence(far: str, above: float, parts: Sequence[tuple[str, float]], found: Breakdown | None) -> str:
+    head = f"{far} of the limit, {format_ns(above)} above it"
     total = sum(ns for _, ns in parts if ns > 0)
     if found is None or not total:
         return f"{head}; the replay was not watched, or not all of it, so it is not known why"
@@ -198,7 +226,7 @@ def _sentence(far: float, above: float, parts: Sequence[tuple[str, float]], foun
     for name, ns in shown:
         note = _MEANING[name]
         if name in ("contention", "slowdown") and found.alone:
-            ratio = format_ratio(1 + found.contention / found.alone)
+            ratio = about(format_ratio(1 + found.contention / found.alone), found.doubt)
             how = "side by side" if name == "contention" else "one after another"
             note = f"calls {how} take {ratio} of their time alone"
         named.append(f"{name} {format_percent(ns / total)} ({note})")

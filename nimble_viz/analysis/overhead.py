@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
 from nimble_viz.analysis.dag import components
-from nimble_viz.analysis.labels import plural
+from nimble_viz.analysis.labels import about, doubt_of, plural
 from nimble_viz.report.data import OverheadProfile, ReportData
 
 __all__ = ["IDLE", "PARTS", "ModuleRow", "group_name", "grouped", "idle_causes", "module_tree", "overhead", "shared"]
@@ -73,6 +73,7 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
     exposed = sum(row.exposed_ns for row in rows)
     phased = sum(phase.overhead_ns for phase in profile.phases)
     of_phases = f"{format_ns(phased)}, calls or not"
+    slowdown = about(format_ratio(profile.slowdown), doubt_of(report.measurement("eager")))
     return {
         "columns": columns,
         "serial": host,
@@ -92,7 +93,7 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
             *idle_causes(profile),
             ("Profiled run", format_ns(profile.profiled_ns)),
             ("Same run unprofiled", format_ns(profile.unprofiled_ns) if profile.unprofiled_ns else "not timed"),
-            ("Profiler's slowdown", format_ratio(profile.slowdown) if profile.unprofiled_ns else "unknown"),
+            ("Profiler's slowdown", slowdown if profile.unprofiled_ns else "unknown"),
             *([("Waits for the device", format_ns(profile.waiting_ns))] if profile.waiting_ns else []),
             *([("Waits for the data loader", format_ns(profile.loader_ns))] if profile.loader_ns else []),
             ("Belongs to no call", _of(profile.remainder_ns, profile.profiled_ns)),

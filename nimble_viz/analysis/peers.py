@@ -4,40 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from nimble_core.ir.measurement import Ratio
-from nimble_core.utils.units import format_ns, format_ratio
-from nimble_viz.analysis.labels import SAME_BAND, error_text, ratio_cell, ratio_words
+from nimble_core.ir.measurement import Ratio, not_slower
+from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.labels import error_text, ratio_cell, ratio_sentence
 from nimble_viz.report.data import PeerResult, ReportData
 
-__all__ = ["against", "best_peer", "peers", "unshown"]
+__all__ = ["best_peers", "peers", "unshown"]
 
 
 def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
     """A row for each peer that was asked for, the fastest first, then those whose outputs differ or that are absent.
 
-    ``outcome`` says how the run ``ours`` compares: ``"ours is 1.80x faster"``, ``"tie: ours is as fast"``,
-    ``"loss: ours is 1.10x slower"``, else why there is no time, or why it does not count.
+    ``outcome`` says how the run ``ours`` compares, ``"ours is 1.80x faster than it (1.76x to 1.85x)"``, else why there
+    is no time, or why it does not count.
     """
     return sorted((_row(report, peer, ours) for peer in report.peers), key=lambda row: (row["rank"], row["median_ns"]))
 
 
-def best_peer(report: ReportData) -> str:
-    """The fastest peer whose outputs are not wrong; empty if none was measured."""
-    medians = {
-        peer.name: taken.median_ns
-        for peer in report.peers
-        if (taken := report.measurement(peer.name)) and not (peer.check and peer.check.differs)
-    }
-    return min(medians, key=lambda name: medians[name], default="")
-
-
-def against(ratio: Ratio) -> str:
-    """``"1.80x faster than compile:reduce-overhead (quartiles 1.75x to 1.86x)"``; slower is put upside down."""
-    low, high = ratio.low, ratio.high
-    if ratio.value < 1 - SAME_BAND and low > 0:
-        low, high = 1 / high, 1 / low
-    doubt = "" if ratio.stable else ", unstable"
-    return f"{ratio_words(ratio)} {ratio.baseline} (quartiles {format_ratio(low)} to {format_ratio(high)}{doubt})"
+def best_peers(report: ReportData) -> list[str]:
+    """The fastest peer whose outputs are not wrong, and those that are not decidedly slower."""
+    right = (peer.name for peer in report.peers if not (peer.check and peer.check.differs))
+    return not_slower({name: taken for name in right if (taken := report.measurement(name))})
 
 
 def unshown(report: ReportData, name: str) -> str:
@@ -80,7 +67,4 @@ def _outcome(peer: PeerResult, over: Ratio | None, *, measured: bool) -> str:
         return "its outputs differ from eager's: its time does not count"
     if over is None:
         return "nothing of ours to compare with"
-    if abs(over.value - 1) <= SAME_BAND:
-        return "tie: ours is as fast"
-    words = ratio_words(over).removesuffix(" than")
-    return f"ours is {words}" if over.value > 1 else f"loss: ours is {words}"
+    return ratio_sentence("ours", over, "it")

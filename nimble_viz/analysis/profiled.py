@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.labels import plural
+from nimble_viz.analysis.labels import about, doubt_of, plural
 from nimble_viz.report.data import ReportData
 
 __all__ = ["ABSENT", "BOUNDS", "profiled", "profiled_verdict"]
@@ -78,7 +78,8 @@ def profiled_verdict(report: ReportData) -> str:
         return ""
     profile, timed = report.overhead, report.measurement("eager")
     if timed:
-        length = f"{format_ns(timed.median_ns)} (median of {plural(taken.timed, 'iteration')}, without the profiler)"
+        length = about(format_ns(timed.median_ns), doubt_of(timed))
+        length += f" (median of {plural(taken.timed, 'iteration')}, without the profiler)"
     else:
         length = f"{format_ns(profile.profiled_ns if profile else 0.0)} under the profiler"
     shares = {row["name"]: f"{row['share']} ({row['text']})" for row in found["rows"]}

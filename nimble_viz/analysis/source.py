@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nimble_core.utils.units import format_count, format_ns, format_percent
-from nimble_viz.analysis.labels import label_run, plural, trains, visible
+from nimble_viz.analysis.labels import about, doubt_of, label_run, plural, trains, visible
 from nimble_viz.report.data import HostSync, ReportData, SourceLines
 
 __all__ = ["FIGURES", "hottest", "replay_times", "source", "source_text"]
@@ -280,12 +280,13 @@ def _figures(report: ReportData) -> list[tuple[str, str, str]]:
 
 def _notes(report: ReportData) -> list[str]:
     notes = []
+    vary = doubt_of(report.measurement("eager"))
     if report.overhead is not None:
         notes.append(
             "Eager's times are those of a profiled iteration"
             + (f", {format_ns(report.overhead.profiled_ns)} long" if report.overhead.profiled_ns else "")
             + (
-                f"; without the profiler it takes {format_ns(report.overhead.unprofiled_ns)}"
+                f"; without the profiler it takes {about(format_ns(report.overhead.unprofiled_ns), vary)}"
                 if report.overhead.unprofiled_ns
                 else ""
             )

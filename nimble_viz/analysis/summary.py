@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.costs import limit_ns
-from nimble_core.ir.measurement import Measurement, Ratio
+from nimble_core.ir.measurement import SAME, Measurement, Ratio
 from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.advice import advice_data, best_run
 from nimble_viz.analysis.candidates import candidates
 from nimble_viz.analysis.concurrency import graph_width, observed
+from nimble_viz.analysis.disturbance import disturbances, why_undecided
 from nimble_viz.analysis.labels import (
-    SAME_BAND,
+    about,
     context,
     error_text,
     label_run,
@@ -22,20 +24,21 @@ from nimble_viz.analysis.labels import (
     planned,
     plural,
     ratio_cell,
+    ratio_sentence,
     ratio_words,
     trains,
 )
-from nimble_viz.analysis.limit import distance, limit
+from nimble_viz.analysis.limit import distance, distance_doubt, limit
 from nimble_viz.analysis.memory import memory
-from nimble_viz.analysis.peers import against, best_peer, peers, unshown
+from nimble_viz.analysis.peers import best_peers, peers, unshown
 from nimble_viz.analysis.phases import phase_syncs, phases
 from nimble_viz.analysis.profiled import profiled, profiled_verdict
 from nimble_viz.analysis.provenance import provenance
 from nimble_viz.analysis.syncs import promise
 from nimble_viz.analysis.what_if import what_if
-from nimble_viz.report.data import ReportData
+from nimble_viz.report.data import EAGER_ALONE, ReportData
 
-__all__ = ["context", "label_run", "planned", "summary", "verdict"]
+__all__ = ["context", "headline", "label_run", "planned", "summary", "verdict"]
 
 _OVERLAP_NS = 1000.0
 """Of a kernel that is launched ahead, what can be done before the one that it waits for has ended: up to 0.8 µs were
@@ -43,40 +46,78 @@ seen on an H200."""
 
 
 def verdict(report: ReportData) -> str:
+    """``headline`` as one string."""
+    found = headline(report)
+    return found["lead"] + found["rest"]
+
+
+def headline(report: ReportData) -> dict[str, str]:
     """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
 
-    ``"nimble replay is 2.31x faster than eager (float16, batch 1, NVIDIA H200), 1.42x faster than one-stream replay,
-    at 1.08x of the critical path; outputs equal eager's within tolerance."`` With peers, also how it compares with the
-    fastest of them. It is about ``report.chosen`` if that was measured, else about the fastest replay. A replay with
-    wrong outputs is named first, and wins nothing.
+    ``"nimble replay is 2.31x faster than eager (2.29x to 2.34x; float16, batch 1, NVIDIA H200), 1.42x faster than
+    one-stream replay (1.41x to 1.44x), at 1.08x ± 3% of the critical path; outputs equal eager's within tolerance."``
+    With peers, also how it compares with the fastest of them. It is about ``report.chosen`` if that was measured, else
+    about the fastest replay. A replay with wrong outputs is named first, and wins nothing. What is undecided comes with
+    the reason.
     Of a plan it says that nothing was run, of a profile what an iteration is bound by.
+
+    Returns:
+        ``lead``, which alone may be set in bold; ``rest``, what follows it; ``verdict``, that of the ratio in ``lead``,
+        empty if there is none.
     """
     if planned(report):
-        return _outlook(report)
+        return {"lead": _outlook(report), "rest": "", "verdict": ""}
     if report.sampling is not None:
-        return profiled_verdict(report)
-    doubts = _doubts(report)
+        return {"lead": profiled_verdict(report), "rest": "", "verdict": ""}
     name = best_run(report)
     over = report.ratio(name) if name else None
+    found = rest = ""
     if over is None or not report.program.calls:
         why = "the model made no call that reaches the device" if not report.program.calls else "no replay was measured"
-        sentence = f"No comparison with eager ({context(report)}): {why}"
+        lead = f"No comparison with eager ({context(report)}): {why}"
     else:
-        sentence = f"{label_run(report, over.name)} is {ratio_words(over)} eager ({context(report)}{_mark(over)})"
-        single = _over_one_stream(report, name)
-        if single:
-            sentence += f", {ratio_words(single)} {label_run(report, single.baseline)}"
-        peer = report.ratio(name, best_peer(report))
-        if peer:
-            fastest = ", the fastest peer" if len(report.peers) > 1 else ""
-            sentence += f", {against(peer)}{fastest}{unshown(report, peer.baseline)}"
-        bound = limit(report, name)
-        if bound and not _beaten(report, name, bound["ns"]):  # else costs are wrong: a warning says so
-            sentence += f", at {bound['over']} of the {bound['short']}"
+        found = over.verdict
+        lead = ratio_sentence(label_run(report, name), over, "eager", context(report))
+        rest = "".join(f", {clause}" for clause in _clauses(report, name)) + _reason(report, over)
     wrong = [label_run(report, check.name) for check in report.checks if check.differs]
     if wrong:
-        sentence = f"The outputs of {', '.join(wrong)} differ from eager's, and their times do not count; {sentence}"
-    return "; ".join([sentence, *doubts]) + "."
+        rest, found = f"; {lead}{rest}", ""
+        lead = f"The outputs of {', '.join(wrong)} differ from eager's, and their times do not count"
+    doubts = "".join(f"; {doubt}" for doubt in _doubts(report))
+    return {"lead": lead, "rest": f"{rest}{doubts}.", "verdict": found}
+
+
+def _others(report: ReportData, name: str) -> Iterator[tuple[Ratio, str]]:
+    """What a replay is compared with besides eager, and what to say after that."""
+    single = _over_one_stream(report, name)
+    if single:
+        yield single, ""
+    fastest = best_peers(report)
+    peer = report.ratio(name, fastest[0]) if fastest else None
+    if peer:
+        which = "the fastest peer" if len(fastest) < 2 else "one of the fastest peers"
+        yield peer, (f", {which}" if len(report.peers) > 1 else "") + unshown(report, peer.baseline)
+
+
+def _clauses(report: ReportData, name: str) -> Iterator[str]:
+    for ratio, more in _others(report, name):
+        yield ratio_words(ratio, label_run(report, ratio.baseline)) + more
+    bound = limit(report, name)
+    if bound and not _beaten(report, name, bound["ns"]):  # else costs are wrong: a warning says so
+        yield f"at {bound['over']} of the {bound['short']}"
+
+
+def _reason(report: ReportData, over: Ratio) -> str:
+    """Why nothing could be decided; or on the host, that what was gained is only fewer threads."""
+    if not over.decided:
+        return f"; undecided: {why_undecided(report, over)}"
+    alone = report.measurement(EAGER_ALONE) and report.ratio(EAGER_ALONE)
+    beside = report.ratio(over.name, EAGER_ALONE) if alone else None
+    if not (alone and beside) or (over.verdict, alone.verdict) != ("faster", "faster") or beside.verdict == "faster":
+        return ""
+    how = {"no difference": "is as fast", "slower": "is faster"}.get(beside.verdict, "may be as fast")
+    only = "may be" if beside.verdict == "undecided" else "is"
+    return f"; eager with one thread {how} (torch.set_num_threads(1)): the gain {only} only fewer threads"
 
 
 def summary(report: ReportData) -> dict[str, Any]:
@@ -84,10 +125,11 @@ def summary(report: ReportData) -> dict[str, Any]:
 
     Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
     """
-    best = best_run(report)
+    best, head = best_run(report), headline(report)
     return {
         "model": report.model,
-        "verdict": verdict(report),
+        "verdict": head["lead"] + head["rest"],
+        "headline": head,
         "context": context(report),
         "host": report.environment.device != "cuda",
         "complete": report.complete,
@@ -143,10 +185,6 @@ def _outlook(report: ReportData) -> str:
     )
 
 
-def _mark(ratio: Ratio) -> str:
-    return "" if ratio.stable else ", unstable"
-
-
 def _doubts(report: ReportData) -> list[str]:
     doubts = []
     if not report.complete:
@@ -161,9 +199,6 @@ def _doubts(report: ReportData) -> list[str]:
         doubts.append(f"{what} equal eager's within tolerance")
     elif not report.checks:
         doubts.append("outputs were not compared")
-    unstable = [label_run(report, taken.name) for taken in report.measurements if not taken.stable]
-    if unstable:
-        doubts.append(f"unstable measurements: {', '.join(unstable)}")
     return doubts
 
 
@@ -181,7 +216,7 @@ def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
     peer = next((one for one in report.peers if one.name == taken.name), None)
     wrong = peer is not None and peer.check is not None and peer.check.differs
     compared = taken.name != "eager" and bool(report.program.calls)
-    single = _over_one_stream(report, taken.name) if compared and not peer else None
+    single = _over_one_stream(report, taken.name) if compared and not peer and taken.name != EAGER_ALONE else None
     far = distance(report, taken.name)
     return {
         "name": taken.name,
@@ -192,12 +227,13 @@ def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
         "spread": format_percent(taken.spread),
         "drift": f"{taken.drift:+.1%}",
         "samples": len(taken.samples_ns),
+        "dropped": taken.dropped,
         "warmup": taken.warmup,
         "stable": taken.stable,
         "warnings": list(taken.warnings),
         "eager": ratio_cell(report, report.ratio(taken.name)) if compared and not wrong else None,
         "single": ratio_cell(report, single),
-        "distance": "" if far is None else format_ratio(far),
+        "distance": "" if far is None else about(format_ratio(far), distance_doubt(report, taken.name)),
         "peer": peer is not None,
         "wrong": wrong,
     }
@@ -275,6 +311,7 @@ def _environment(report: ReportData) -> list[tuple[str, str]]:
         ),
         ("Other processes on the GPU", "" if where.other_processes is None else str(where.other_processes)),
         ("Load of the host, 1 minute", f"{where.load:.2f}" if where.load >= 0 else ""),
+        ("Other programs running", f"{where.others:.2f} threads, on average" if where.others >= 0 else ""),
         *((name, cast if cast and name == "autocast" else value) for name, value in where.settings),
         ("Date (UTC)", where.date),
     ]
@@ -291,11 +328,12 @@ def _device(report: ReportData) -> str:
 
 
 def _beaten(report: ReportData, run: str, bound_ns: float) -> bool:
-    """Whether a replay took less than this bound by more than measuring and launching ahead explain."""
+    """Whether a replay took less than this bound by more than both vary by and launching ahead explains."""
     taken, plan = report.measurement(run), report.schedule(run)
     if taken is None or plan is None:
         return False
-    return taken.median_ns < (1 - SAME_BAND) * bound_ns - _OVERLAP_NS * (plan.counts.ahead or 0)
+    most_ns = taken.median_ns * SAME * (1 + distance_doubt(report, run))
+    return most_ns < bound_ns - _OVERLAP_NS * (plan.counts.ahead or 0)
 
 
 def _warnings(report: ReportData) -> list[str]:
@@ -303,6 +341,12 @@ def _warnings(report: ReportData) -> list[str]:
     known = {f"{check.name}: {check.reason}" for check in report.checks}
     known |= {f"timeline of {line.run} is unreliable: {line.note}" for line in report.timelines}
     found = [warning for warning in report.warnings if warning not in known]
+    found += [f"while measuring: {text}" for text in disturbances(report)]
+    best = best_run(report)
+    for ratio, _ in _others(report, best) if best else ():
+        if not ratio.decided:
+            names = label_run(report, best), label_run(report, ratio.baseline)
+            found.append(f"{names[0]} is undecided against {names[1]}: {why_undecided(report, ratio)}")
     found += [f"{label_run(report, taken.name)}: {text}" for taken in report.measurements for text in taken.warnings]
     found += [f"{label_run(report, check.name)}: {check.reason}" for check in report.checks if check.reason]
     if report.overhead:

@@ -13,14 +13,15 @@ from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.concurrency import device_streams, flight_times, flights, in_flight
 from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
-from nimble_viz.analysis.labels import label_run, planned, plural
+from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural
+from nimble_viz.analysis.limit import distance_doubt
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import DeviceIdle, ReportData
 
 __all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "timelines"]
 
 DISTORTION_BOUND = 1.2
-"""A profiled run this many times longer or shorter than the unprofiled one is marked as distorted."""
+"""A profiled run so many times longer or shorter than the unprofiled one, beyond what that varies by, is distorted."""
 
 _LONGEST_GAPS = 8
 _IDLE = (
@@ -70,12 +71,12 @@ def timelines(report: ReportData) -> list[dict[str, Any]]:
                 "unprofiled_ns": line.unprofiled_ns,
                 "idle": device_idle(report, line),
                 "factor": distortion(line),
-                "distorted": distorted(line),
-                "distortion": _distortion_words(line),
+                "distorted": distorted(report, line),
+                "distortion": _distortion_words(report, line),
                 "reliable": line.reliable,
                 "note": line.note,
-                "lengths": _lengths(line),
-                "marks": _marks(line),
+                "lengths": _lengths(report, line),
+                "marks": _marks(report, line),
                 "facts": _facts(report, line, found),
                 "lost": _lost(report, line, found),
                 "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
@@ -123,10 +124,10 @@ def distortion(line: Timeline) -> float:
     return _length(line) / line.unprofiled_ns if line.unprofiled_ns else 0.0
 
 
-def distorted(line: Timeline) -> bool:
-    """Whether the profiled run is no measure of the unprofiled one."""
-    factor = distortion(line)
-    return bool(factor) and not 1 / DISTORTION_BOUND <= factor <= DISTORTION_BOUND
+def distorted(report: ReportData, line: Timeline) -> bool:
+    """Whether the profiled run is no measure of the unprofiled one, by more than the unprofiled one varies."""
+    factor, most = distortion(line), DISTORTION_BOUND * (1 + doubt_of(report.measurement(line.run)))
+    return bool(factor) and not 1 / most <= factor <= most
 
 
 def device_idle(report: ReportData, line: Timeline) -> float:
@@ -165,31 +166,33 @@ def _idle(length: float, spans: Iterable[Span]) -> float:
     return round(max(0.0, 1 - busy / length), 4) if length else 1.0
 
 
-def _lengths(line: Timeline) -> str:
+def _lengths(report: ReportData, line: Timeline) -> str:
     """Both lengths of a run, in words."""
     taken = "simulated" if line.source == "simulated" else "profiled"
     profiled = f"{format_ns(_length(line))} {taken}"
     if not line.unprofiled_ns:
         return f"{profiled}, unprofiled length unknown"
-    return f"{profiled}, {format_ns(line.unprofiled_ns)} unprofiled ({format_ratio(distortion(line))})"
+    factor = about(format_ratio(distortion(line)), doubt_of(report.measurement(line.run)))
+    return f"{profiled}, {format_ns(line.unprofiled_ns)} unprofiled ({factor})"
 
 
-def _marks(line: Timeline) -> list[str]:
+def _marks(report: ReportData, line: Timeline) -> list[str]:
     marks = []
     if not line.reliable:
         marks.append("UNRELIABLE: " + (line.note or "the self-check failed"))
     if line.source == "simulated":
         marks.append("SIMULATED, not measured")
-    if distorted(line):
-        marks.append(f"DISTORTED: {_distortion_words(line)}")
+    if distorted(report, line):
+        marks.append(f"DISTORTED: {_distortion_words(report, line)}")
     return marks
 
 
-def _distortion_words(line: Timeline) -> str:
+def _distortion_words(report: ReportData, line: Timeline) -> str:
     """How the profiled run's length differs, and where what is drawn does not; empty if it is none to speak of."""
-    if not distorted(line):
+    if not distorted(report, line):
         return ""
-    words = f"the profiled run is {format_ratio(distortion(line))} of the unprofiled one"
+    factor = about(format_ratio(distortion(line)), doubt_of(report.measurement(line.run)))
+    words = f"the profiled run is {factor} of the unprofiled one"
     if line.run != "eager" and line.profiled_ns > line.unprofiled_ns >= line.length_ns:
         words += ", because launching it took longer: its calls, as drawn, do not"
     return words
@@ -264,9 +267,11 @@ def _path(report: ReportData, line: Timeline) -> str:
         return ""
     on_path = [span for span in line.spans if span.call in path]
     running = 1 - _idle(line.length_ns, on_path)
+    share = report.critical_path_ns / wall
+    about_share = about(format_percent(share), share * distance_doubt(report, line.run))
     return (
-        f"{format_ns(report.critical_path_ns)} of calls alone, {format_percent(report.critical_path_ns / wall)} of the "
-        f"unprofiled replay; a call of it was running for {format_percent(running)} of this one"
+        f"{format_ns(report.critical_path_ns)} of calls alone, {about_share} of the unprofiled replay; "
+        f"a call of it was running for {format_percent(running)} of this one"
     )
 
 

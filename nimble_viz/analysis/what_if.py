@@ -7,11 +7,12 @@ from typing import Any
 
 from nimble_core.ir.call_graph import CallGraph
 from nimble_core.ir.costs import Costs
+from nimble_core.ir.measurement import SAME
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import H200, simulate
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
 from nimble_viz.analysis.concurrency import graph_width
-from nimble_viz.analysis.labels import SAME_BAND, plural, split_plan
+from nimble_viz.analysis.labels import plural, split_plan
 from nimble_viz.report.data import ReportData
 
 __all__ = ["MOST_CALLS", "what_if"]
@@ -48,12 +49,12 @@ def what_if(report: ReportData) -> dict[str, Any] | None:
     times = _times(report.graph, report.costs, policy, min(widest, _MOST_STREAMS))
     one = times[0][1]
     best = min(ns for _, ns in times)
-    enough, ns = next((streams, ns) for streams, ns in times if ns <= best * (1 + SAME_BAND))
+    enough, ns = next((streams, ns) for streams, ns in times if ns <= best * SAME)
     if enough == 1:
-        answer = f"One stream is enough: more gain less than {format_percent(SAME_BAND)}"
+        answer = f"One stream is enough: more gain less than {format_percent(SAME - 1)}"
     else:
         answer = f"{plural(enough, 'stream')} are worth it, {format_ratio(one / ns)} over one"
-        answer += f"; more gain less than {format_percent(SAME_BAND)}" if enough != times[-1][0] else ""
+        answer += f"; more gain less than {format_percent(SAME - 1)}" if enough != times[-1][0] else ""
     return {
         "policy": policy,
         "answer": f"{answer} (simulated)",

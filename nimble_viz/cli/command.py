@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_factory", "main"]
 
-_NEEDED = ("anywidget", "graphviz", "ipywidgets", "msgspec", "networkx", "nvtx", "plotly", "rich", "torch")
+_NEEDED = ("anywidget", "graphviz", "ipywidgets", "msgspec", "networkx", "nvtx", "plotly", "rich", "scipy", "torch")
 """What pyproject.toml requires: a checkout that was never installed has no metadata to read it from."""
 
 _ABOUT_GATE = (
@@ -313,10 +313,14 @@ def _gate(given: argparse.Namespace) -> int:
     from nimble_viz.render.verdicts import gate
 
     rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
+    files, old = given.files, given.baseline
+    if not files and len(old) == 2:  # --baseline OLD REPORT: of two, the last is no baseline
+        files, old = old[1:], old[:1]
+    if not files:
+        raise InputError("no report is named", fix="python -m nimble_viz gate REPORT ... [--baseline OLD ...]")
     with _files():
-        report = load(given.file)
-        baseline = load(given.baseline) if given.baseline else None
-        found = gate(report, rules, baseline=baseline, any_environment=given.any_environment)
+        baseline = [load(path) for path in old] or None
+        found = gate([load(path) for path in files], rules, baseline=baseline, any_environment=given.any_environment)
         if given.markdown is not None:
             write_file(given.markdown, found.to_markdown().encode())
         if given.junit is not None:
@@ -495,8 +499,17 @@ def _long_options(parser: argparse.ArgumentParser) -> dict[str, str]:
 def _add_gate(parser: argparse.ArgumentParser) -> None:
     from nimble_viz.analysis.gate import Rules
 
-    parser.add_argument("file", type=Path, metavar="REPORT")
-    parser.add_argument("--baseline", type=Path, metavar="OLD", help="an earlier report of the same model")
+    parser.add_argument(
+        "files",
+        type=Path,
+        metavar="REPORT",
+        nargs="*",
+        help="one, or several of the same model, each of its own process",
+    )
+    parser.add_argument(
+        "--baseline", type=Path, metavar="OLD", nargs="+", default=[], help="earlier reports of the same model; three "
+        "a side tell smaller differences",
+    )  # fmt: skip
     parser.add_argument("--any-environment", action="store_true", help="compare with a baseline measured elsewhere")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a Markdown table too")

@@ -40,7 +40,7 @@ def digraph(report: ReportData, policy: str | None = None, *, transitive: bool =
 
     Args:
         report: of a comparison or a plan.
-        policy: name of the schedule; None: the fastest that was measured, the last if that has one stream.
+        policy: name of the schedule; None: the one that the verdict is about, the last if that has one stream.
         transitive: also edges that follow from others.
 
     Returns:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
@@ -449,6 +450,8 @@ def _measurements(report: ReportData) -> Table:
         "over_eager": float,
         "over_eager_low": float,
         "over_eager_high": float,
+        "verdict": str,
+        "dropped": int,
         "stable": bool,
         "warnings": str,
     }
@@ -465,7 +468,8 @@ def _measurements(report: ReportData) -> Table:
                 taken.drift,
                 len(taken.samples_ns),
                 taken.warmup,
-                *((ratio.value, ratio.low, ratio.high) if (ratio := ratios[taken.name]) else (None,) * 3),
+                *_figures(ratios[taken.name]),
+                taken.dropped,
                 taken.stable,
                 "; ".join(taken.warnings),
             )
@@ -474,12 +478,20 @@ def _measurements(report: ReportData) -> Table:
     )
 
 
+def _figures(ratio: Ratio | None) -> tuple[float | None, float | None, float | None, str]:
+    return (ratio.value, ratio.low, ratio.high, ratio.verdict) if ratio else (None, None, None, "")
+
+
 def _samples(report: ReportData) -> Table:
     types = {"run": str, "round": int, "ns": float}
     return _table(
         "samples",
         types,
-        ((taken.name, at, ns) for taken in report.measurements for at, ns in enumerate(taken.samples_ns)),
+        (
+            (taken.name, at, ns)
+            for taken in report.measurements
+            for at, ns in zip(taken.rounds or range(len(taken.samples_ns)), taken.samples_ns, strict=True)
+        ),
     )
 
 

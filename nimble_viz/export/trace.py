@@ -132,7 +132,7 @@ def make_trace(report: ReportData) -> Trace:
     for line in sorted(report.timelines, key=lambda line: line.run != "eager"):
         _add_run(report, line, len(processes), tracks, slices, flows)
         name, run = _text(label_run(report, line.run)), _text(line.run)
-        processes.append(Process(name, run, _run_arguments(line), tuple(_run_labels(line))))
+        processes.append(Process(name, run, _run_arguments(report, line), tuple(_run_labels(report, line))))
     where = report.environment
     stamp = (("model", report.model), ("context", context(report)), ("torch", where.torch), ("date", where.date))
     return Trace(
@@ -181,7 +181,7 @@ def _add_run(
         slices.extend(members)
 
     whole = Slice(
-        len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run", _run_arguments(line)
+        len(tracks), 0, max((end for _, end in times), default=0), _text(line.run), "run", _run_arguments(report, line)
     )
     add_track("run", None, [whole])
     for row, stretches in enumerate(_rows(_phase_stretches(report, line, shift), nested=False)):
@@ -274,7 +274,7 @@ def _phase_stretches(report: ReportData, line: Timeline, shift: float) -> list[t
     ]
 
 
-def _run_arguments(line: Timeline) -> tuple[Argument, ...]:
+def _run_arguments(report: ReportData, line: Timeline) -> tuple[Argument, ...]:
     found: list[Argument] = [
         ("source", line.source),
         ("clock", _text(line.clock)),
@@ -283,7 +283,7 @@ def _run_arguments(line: Timeline) -> tuple[Argument, ...]:
     ]
     if line.unprofiled_ns:
         found.append(("profiled_over_unprofiled", round(distortion(line), 3)))
-        found.append(("distorted", distorted(line)))
+        found.append(("distorted", distorted(report, line)))
     found.append(("reliable", line.reliable))
     if line.check is not None:
         found.append(("kernels_seen", line.check.seen))
@@ -294,13 +294,13 @@ def _run_arguments(line: Timeline) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-def _run_labels(line: Timeline) -> Iterator[str]:
+def _run_labels(report: ReportData, line: Timeline) -> Iterator[str]:
     yield _text(f"{line.source}, {line.clock}")
     if line.profiled_ns:
         yield f"profiled {format_ns(line.profiled_ns)}"
     if line.unprofiled_ns:
         yield f"unprofiled {format_ns(line.unprofiled_ns)}"
-    if distorted(line):
+    if distorted(report, line):
         yield "DISTORTED by the profiler"
     if not line.reliable:
         yield "UNRELIABLE"

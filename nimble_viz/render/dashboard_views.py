@@ -14,7 +14,7 @@ from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import H200, simulate
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_count, format_ns, format_ratio
-from nimble_viz.analysis.labels import plural
+from nimble_viz.analysis.labels import INTERVAL, plural
 from nimble_viz.analysis.overhead import PARTS
 from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.analysis.provenance import became
@@ -228,7 +228,7 @@ def simulate_plan(views: Views, policy: str, streams: int) -> Simulated:
     measured = tuple(
         (
             f"Measured: {row['label']}",
-            f"{row['median']}, {row['eager']['text']} over eager" if row["eager"] else row["median"],
+            f"{row['median']}, over eager {_ratio(row['eager'])}" if row["eager"] else row["median"],
         )
         for row in views.summary["speed"]
         if not row["peer"]
@@ -263,18 +263,20 @@ def summary_html(views: Views) -> str:
             row["label"] + (" (peer)" if row["peer"] else "") + (" ✓ chosen" if row["chosen"] else ""),
             row["median"],
             f"{row['spread']}, drift {row['drift']}" + ("" if row["stable"] else " UNSTABLE"),
-            _ratio(row["eager"], row["wrong"]),
-            _ratio(row["single"], False),
+            "outputs differ" if row["wrong"] else _ratio(row["eager"]),
+            _ratio(row["single"]),
             row["distance"] or "–",
         )
         for row in facts["speed"]
     ]
-    parts = [f"<p><b>{_text(facts['verdict'])}</b></p>"]
+    lead, rest, said = (_text(facts["headline"][part]) for part in ("lead", "rest", "verdict"))
+    parts = [f"<p>{lead if said == 'undecided' else f'<b>{lead}</b>'}{rest}</p>"]
     if facts["warnings"]:
         listed = "".join(f"<li>{_text(one)}</li>" for one in facts["warnings"])
         parts.append(_card("Warnings", f"<ul>{listed}</ul>"))
     heads = ("Run", "Median", "Spread", "Over eager", "Over one stream", "Over the limit")
-    parts.append(_card("Speed", _table(heads, speed) if speed else "<p>Nothing was measured.</p>"))
+    legend = f"<p>Ratios {INTERVAL}.</p>"
+    parts.append(_card("Speed", _table(heads, speed) + legend if speed else "<p>Nothing was measured.</p>"))
     checks = [(_verdict(row), row["run"], row["error"], row["tolerance"], row["reason"]) for row in facts["checks"]]
     shown = (
         _table(("Outputs", "Run", "Error", "Tolerance", ""), checks) if checks else "<p>Outputs were not compared.</p>"
@@ -467,12 +469,8 @@ def _unbroken(cell: str) -> str:
     return ' class="nimble-whole"' if len(cell) <= 12 else ""
 
 
-def _ratio(cell: Mapping[str, Any] | None, wrong: bool) -> str:
-    if wrong:
-        return "outputs differ"
-    if cell is None:
-        return "–"
-    return f"{cell['text']} ({cell['quartiles']})" + ("" if cell["stable"] else " unstable")
+def _ratio(cell: Mapping[str, Any] | None) -> str:
+    return f"{cell['text']} {cell['interval']}" if cell else "–"
 
 
 def _text(text: str) -> str:

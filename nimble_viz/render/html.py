@@ -119,7 +119,7 @@ def plain_summary(report: ReportData) -> str:
     data = summary(report)
     lines = [f"{data['model']}: {data['verdict']}", ""]
     for row in data["speed"]:
-        ratio = f", {row['eager']['text']} over eager" if row["eager"] else ""
+        ratio = f", over eager {row['eager']['text']} {row['eager']['interval']}" if row["eager"] else ""
         doubt = "" if row["stable"] else ", UNSTABLE"
         lines.append(f"  {row['label']}: {row['median']} (spread {row['spread']}{doubt}){ratio}")
     for row in data["peers"]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.export.dot import digraph
 from nimble_viz.export.formats import export
@@ -87,7 +86,7 @@ class Report(ReportData):
         Modules are clusters; calls are coloured by stream and say its number; waits between streams are dashed.
 
         Args:
-            policy: name of the schedule; None: the fastest that was measured.
+            policy: name of the schedule; None: the one that the verdict is about.
             transitive: also edges that follow from others.
 
         Raises:
@@ -111,8 +110,6 @@ class Report(ReportData):
         Raises:
             InputError: ``other`` is no report.
         """
-        if not isinstance(other, ReportData):
-            raise InputError(f"expected a Report, given {type(other).__name__}", fix="nimble_viz.load(path) reads one")
         return diff(self, other)
 
     def to_text(self, width: int | None = None) -> str:

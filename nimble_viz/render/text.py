@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
-from nimble_viz.analysis.labels import label_call, plural, trains
+from nimble_viz.analysis.labels import INTERVAL, label_call, plural, trains
 from nimble_viz.analysis.overhead import PARTS, grouped, overhead
 from nimble_viz.analysis.provenance import fused_calls, module_of
 from nimble_viz.analysis.source import hottest, source
@@ -33,12 +33,14 @@ MIN_WIDTH, MAX_WIDTH = 60, 200
 _TOP = 10
 _GAPS = 5
 _LINES = 5
-_PLAN_COLUMNS, _PEER_COLUMNS = (36, 7, 7, 8, 12), (28, 7, 22, 11)
+_PLAN_COLUMNS, _PEER_COLUMNS = (38, 7, 8, 12), (28, 7, 25, 11)
 _PATH_ENDS = 3
 _NAMES = 46
 _FILE_NAME = 20
 _BAR_MIN, _BAR_MAX = 8, 24
 _FILLS = ("█", "▓", "▒", "░", "▚")
+_VERDICTS = {"faster": "green", "slower": "red", "undecided": "dim"}
+"""How a ratio is set, and a headline but for what is undecided."""
 _COLOURS = ("blue", "cyan", "yellow", "magenta", "green")
 _NOTHING = {
     "overhead": "eager was not profiled, so nothing is known about where its host time went",
@@ -108,7 +110,7 @@ def report_text(report: ReportData) -> RenderableType:
     tables = summary(report)
     return Group(
         _text(f"nimble_viz: {report.model}", "bold"),
-        _text(tables["verdict"], "bold green" if _good(report) else "bold yellow"),
+        _headline(report, tables["headline"]),
         *_drawn((title, body) for _, title, body in _sections(report, tables)),
     )
 
@@ -160,9 +162,12 @@ def paste_lines(report: ReportData) -> str:
     )
 
 
-def _good(report: ReportData) -> bool:
-    stable = all(taken.stable for taken in report.measurements)
-    return report.complete and stable and bool(report.checks) and all(check.passed for check in report.checks)
+def _headline(report: ReportData, head: dict[str, str]) -> Text:
+    """What it is about in bold, and in the colour of its verdict if nothing is doubtful; undecided it is plain."""
+    good = report.complete and bool(report.checks) and all(check.passed for check in report.checks)
+    colour = _VERDICTS.get(head["verdict"], "") if good else "yellow"
+    style = "" if head["verdict"] == "undecided" else f"bold {colour}".strip() if head["verdict"] else "bold yellow"
+    return _text("").append_text(_text(head["lead"], style)).append_text(_text(head["rest"]))
 
 
 def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
@@ -231,20 +236,22 @@ def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     table = _table(("run", ""), ("median", "r"), ("over eager", "r"), ("over one stream", "r"))
     for row in rows:
         name = f"{row['label']} *" if row["chosen"] else row["label"]
-        colour = "green" if row["chosen"] else ""
         doubt = "" if row["stable"] else " (unstable)"
         peer = ("peer, outputs differ, " if row["wrong"] else "peer, ") if row["peer"] else ""
-        label = _text(f"{_clean(name)}{doubt}\n{peer}spread {row['spread']}", colour, lines=True)
+        kept = f"{format_count(row['samples'])} of " if row["dropped"] else ""
+        details = f"{peer}spread {row['spread']}, {kept}{plural(row['samples'] + row['dropped'], 'sample')}"
+        label = _text(f"{_clean(name)}{doubt}\n{details}", lines=True)
         table.add_row(label, _text(row["median"]), _ratio(row["eager"]), _ratio(row["single"]))
     notes = []
     if any(row["eager"] for row in rows):
-        notes.append("ratios of medians, above 1x is faster; in brackets the quartiles of neighbouring samples")
+        notes.append(INTERVAL)
     if any(row["single"] for row in rows):
         notes.append("over one stream: over a replay of the same kernels on one stream")
     if any(row["chosen"] for row in rows):
         notes.append("* the plan the engine would use")
-    first = rows[0]
-    notes.append(f"{first['samples']} samples of each, taken in turn after {first['warmup']} warm-up calls")
+    notes.append(f"samples taken in turn, after {rows[0]['warmup']} warm-up calls")
+    if any(row["dropped"] for row in rows):
+        notes.append("samples that other programs interrupted more than usual are dropped")
     return [table, *(_text(note, "dim") for note in notes)]
 
 
@@ -252,14 +259,14 @@ def _peers(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     body = _figures_head(("peer", "median", "ours over it", "prepared in"), _PEER_COLUMNS)
     for row in rows:
         over = row["ratio"]
-        ratio = f"{over['text']} [{over['quartiles'].replace(' to ', ', ')}]" if over else ""
         colour = "red" if row["wrong"] else ""
+        ratio = _text(f"{over['text']} {over['interval']}", _VERDICTS.get(over["verdict"], "")) if over else ""
         outcome = f"{row['outcome']}; outputs {row['outputs']}" if row["median"] else row["outcome"]
         notes = [outcome, "" if row["stable"] else "unstable", row["note"] if row["note"] != row["outcome"] else ""]
         body.append(_figures((row["name"], row["median"], ratio, row["prepare"]), _PEER_COLUMNS, colour))
         body.append(_indented("; ".join(note for note in notes if note)))
-    note = "measured in turn with ours; in brackets quartiles; prepared in: until the first finished result"
-    return [*body, _text(note, "dim")]
+    legend = f"ours over it: {INTERVAL}", "measured in turn with ours; prepared in: until the first finished result"
+    return [*body, *(_text(note, "dim") for note in legend)]
 
 
 def _phases(found: dict[str, Any]) -> list[RenderableType]:
@@ -284,19 +291,18 @@ def _phases(found: dict[str, Any]) -> list[RenderableType]:
 
 def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
     """Two lines for each plan: figures in columns of fixed width, then what does not fit beside a long name."""
-    body = _figures_head(("plan", "median", "vs one", "prepared", "pays back"), _PLAN_COLUMNS)
+    body = _figures_head(("plan", "median", "prepared", "pays back"), _PLAN_COLUMNS)
     for row in tried["rows"]:
-        colour = "green" if row["chosen"] else "red" if row["wrong"] else ""
-        name = f"{row['label']} *" if row["chosen"] else row["label"]
-        single = row["single"]["text"] if row["single"] else ""
+        colour = "red" if row["wrong"] else ""
+        name = _text(f"{row['label']} *", "green") if row["chosen"] else row["label"]
         pays = row["pays"].removeprefix("after ")
-        body += [_figures((name, row["median"], single, row["cost"], pays), _PLAN_COLUMNS, colour)]
-        body += [_indented(_tried(row))]
+        body += [_figures((name, row["median"], row["cost"], pays), _PLAN_COLUMNS, colour)]
+        body += [_indented(_tried(row, tried["single"]))]
     kernels = ", of eager's kernels" if tried["single"] == "one stream" and tried["fused"] else ""
     notes = [
         "* chosen; medians and quartiles of replays timed in turn while preparing",
-        f"vs one: over {tried['single'] or 'one stream'}{kernels}; prepared: making the kernels and capturing",
-        "pays back: against eager, after so many calls",
+        f"over {tried['single'] or 'one stream'}{kernels}: {INTERVAL}",
+        "prepared: making the kernels and capturing; pays back: against eager, after so many calls",
     ]
     return [*body, *(_bullet(group["text"]) for group in tried["folded"]), *(_text(note, "dim") for note in notes)]
 
@@ -304,10 +310,7 @@ def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
 def _ratio(cell: dict[str, Any] | None) -> Text:
     if cell is None:
         return _text("")
-    low, _, high = cell["quartiles"].partition(" to ")
-    doubt = "" if cell["stable"] else "\nunstable"
-    colour = "green" if cell["faster"] else "red" if cell["slower"] else ""
-    return _text(f"{cell['text']}\n[{low}, {high}]{doubt}", colour, lines=True)
+    return _text(f"{cell['text']}\n{cell['interval']}", _VERDICTS.get(cell["verdict"], ""), lines=True)
 
 
 def _advice(found: dict[str, Any]) -> list[RenderableType]:
@@ -334,12 +337,13 @@ def _checks(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
     return [table, *(_text(f"{row['run']}: {row['reference']}", "dim") for row in rows if row["reference"])]
 
 
-def _tried(row: dict[str, Any]) -> str:
+def _tried(row: dict[str, Any], single: str) -> str:
     size = f"{plural(row['streams'], 'stream')}, {plural(row['syncs'], 'sync')}" if row["streams"] else ""
     error = f" (error {row['error']})" if row["error"] else ""
     parts = [
         "OUTPUTS DIFFER" + error if row["wrong"] else row["outcome"],
         f"outputs {row['outputs']}{error}" if row["median"] and not row["wrong"] else "",
+        f"over {single}: {row['single']['text']} {row['single']['interval']}" if row["single"] else "",
         size,
         f"quartiles {row['quartiles']}" if row["quartiles"] else "",
         "" if row["stable"] else "unstable",
@@ -352,8 +356,8 @@ def _tried(row: dict[str, Any]) -> str:
 
 
 def _pays_single(calls: str) -> str:
-    if calls == "never":
-        return "never pays back against one stream"
+    if calls in ("never", "undecided"):
+        return f"{calls} {'pays back' if calls == 'never' else 'whether it pays back'} against one stream"
     return f"pays back against one stream {calls}" if calls else ""
 
 
@@ -364,7 +368,7 @@ def _figures_head(names: Sequence[str], widths: Sequence[int]) -> list[Renderabl
     return [_figures(names, widths, "bold"), Constrain(Rule(style="dim"), sum(widths) + 2 * (len(widths) - 1))]
 
 
-def _figures(cells: Sequence[str], widths: Sequence[int], style: str) -> RenderableType:
+def _figures(cells: Sequence[str | Text], widths: Sequence[int], style: str) -> RenderableType:
     """One line of a table whose rows are parted by lines of text: a name, which gives way, then figures."""
     from rich.constrain import Constrain
     from rich.table import Table
@@ -373,7 +377,7 @@ def _figures(cells: Sequence[str], widths: Sequence[int], style: str) -> Rendera
     line.add_column(overflow="fold", ratio=1)
     for width in widths[1:]:
         line.add_column(justify="right", overflow="fold", width=width)
-    line.add_row(*(_text(cell, style) for cell in cells))
+    line.add_row(*(_text(cell, style) if isinstance(cell, str) else cell for cell in cells))
     return Constrain(line, sum(widths) + 2 * (len(widths) - 1))
 
 

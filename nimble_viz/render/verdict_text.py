@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call
-from nimble_core.utils.units import format_bytes, format_count, format_ns, format_ratio
+from nimble_core.utils.units import format_bytes, format_count, format_ns
 from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange, source_of
 from nimble_viz.analysis.gate import GateData, Outcome
-from nimble_viz.analysis.labels import label_call, label_plan, plural
+from nimble_viz.analysis.labels import INTERVAL, label_call, label_plan, plural, ratio_figures, ratio_sentence
 from nimble_viz.render.text import _bullet, _pairs, _table, _text
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = ["difference_text", "gate_text", "headline"]
 
 _TOP = 10
 _COLOURS: dict[str, str] = {"faster": "green", "slower": "red", "pass": "green", "fail": "bold red"}
+_UNDECIDED = "dim"
 _PLANNED = (": arena", ": workspaces")
 _SECTIONS = {
     "facts": "What was measured",
@@ -36,7 +37,8 @@ _SECTIONS = {
 def headline(found: DifferenceData) -> str:
     """One sentence: how the chosen runs compare, and what else changed.
 
-    ``"The chosen run (nimble) is 1.21x slower [1.19, 1.24]; 2 calls added, 1 call on another stream."``
+    ``"The chosen run (nimble) is 1.21x slower than the old one (1.19x to 1.24x); 2 calls added, 1 call on another
+    stream."`` That the two are of different models, dtypes or batches comes first.
     """
     counts = [
         (len(found.added), "call", "added"),
@@ -49,7 +51,8 @@ def headline(found: DifferenceData) -> str:
     parts = [f"{plural(count, noun)} {what}" for count, noun, what in counts if count]
     why = f"No times are compared ({found.unlike})" if found.unlike else "No chosen run was measured"
     speed = _chosen_words(found.chosen) if found.chosen else why
-    return f"{speed}; {', '.join(parts) if parts else 'nothing else changed'}."
+    subjects = f"{found.subjects[0].upper()}{found.subjects[1:]}; " if found.subjects else ""
+    return f"{subjects}{speed}; {', '.join(parts) if parts else 'nothing else changed'}."
 
 
 def difference_text(found: DifferenceData) -> RenderableType:
@@ -57,11 +60,9 @@ def difference_text(found: DifferenceData) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
 
-    verdict = found.chosen.verdict if found.chosen else "undecided"
-    parts: list[RenderableType] = [
-        _text(f"nimble_viz diff: {found.model}", "bold"),
-        _text(headline(found), f"bold {_COLOURS.get(verdict, 'yellow')}"),
-    ]
+    verdict = found.chosen.verdict if found.chosen and not found.subjects else ""
+    style = "" if verdict == "undecided" else f"bold {_COLOURS.get(verdict, 'yellow')}"
+    parts: list[RenderableType] = [_text(f"nimble_viz diff: {found.model}", "bold"), _text(headline(found), style)]
     for title, body in _sections(found):
         parts += [_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body)]
     return Group(*parts)
@@ -92,13 +93,7 @@ def _chosen_words(one: SpeedChange) -> str:
     names = " -> ".join(label_plan(name) for name in one.name.split(" -> "))
     if one.ratio is None:
         return f"The chosen run ({names}) was measured in {'the new' if one.old_ns is None else 'the old'} report only"
-    if one.verdict == "undecided":
-        return f"The chosen run ({names}) is neither faster nor slower for certain: {_interval(one.ratio)}"
-    slower = one.verdict == "slower"
-    value, low, high = one.ratio.value, one.ratio.low, one.ratio.high
-    if slower:
-        value, low, high = 1 / value, 1 / high, 1 / low if low else float("inf")
-    return f"The chosen run ({names}) is {format_ratio(value)} {one.verdict} [{low:.2f}, {high:.2f}]"
+    return ratio_sentence(f"The chosen run ({names})", one.ratio, "the old one")
 
 
 def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]]]:
@@ -117,38 +112,41 @@ def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]
         if changes:
             words = partial(_bytes_changed, found) if key == "memory" else _change
             yield _SECTIONS[key], [_pairs((one.name, words(one)) for one in changes)]
-    if found.notes:
-        yield "Not compared", [_bullet(note) for note in found.notes]
+    notes = [note for note in found.notes if note != found.subjects]
+    if notes:
+        yield "Not compared", [_bullet(note) for note in notes]
 
 
 def _speeds(found: DifferenceData) -> list[RenderableType]:
     table = _table(("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
     for one in found.speeds:
-        colour = _COLOURS.get(one.verdict, "")
+        colour = _UNDECIDED if one.verdict == "undecided" else _COLOURS.get(one.verdict, "")
         table.add_row(
             _text(f"{label_plan(one.name)}\n{one.verdict}", colour, lines=True),
             *(_text("-" if ns is None else format_ns(ns)) for ns in (one.old_ns, one.new_ns)),
             _cell(one.ratio, colour),
-            _text(_over_eager(one), lines=True),
+            _over_eager(one),
         )
+    same = next((one.ratio.same for one in found.speeds if one.ratio), 1.0)
     notes = (
-        "speed, above 1x is faster; in brackets opposite quartiles, of unstable runs extremes",
+        f"speed, {INTERVAL}; between processes from {same - 1:.0%} on",
         "over eager: old, then new, each measured in turn with its own eager run",
     )
     return [table, *(_text(note, "dim") for note in notes)]
 
 
 def _cell(found: Ratio | None, colour: str) -> Text:
-    return _text(_interval(found).replace(" [", "\n[") if found else "", colour, lines=True)
+    return _text("\n".join(ratio_figures(found)) if found else "", colour, lines=True)
 
 
-def _over_eager(one: SpeedChange) -> str:
+def _over_eager(one: SpeedChange) -> Text:
+    """Both, each muted where it is undecided."""
     pair = (one.old_over_eager, one.new_over_eager)
-    return "\n".join(format_ratio(found.value) if found else "-" for found in pair) if any(pair) else ""
-
-
-def _interval(found: Ratio) -> str:
-    return f"{format_ratio(found.value)} [{found.low:.2f}, {found.high:.2f}]"
+    shown = _text("")
+    for found in pair if any(pair) else ():
+        style = _UNDECIDED if found and not found.decided else ""
+        shown.append(f"{chr(10) if shown else ''}{' '.join(ratio_figures(found)) if found else '-'}", style)
+    return shown
 
 
 def _costs(found: DifferenceData) -> list[RenderableType]:

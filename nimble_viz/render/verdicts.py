@@ -5,11 +5,12 @@ The values are made by ``nimble_viz.analysis.diff`` and ``nimble_viz.analysis.ga
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from nimble_viz.analysis.diff import DifferenceData, differences
+from nimble_core.utils.errors import InputError
+from nimble_viz.analysis.diff import DifferenceData, differences, subjects
 from nimble_viz.analysis.gate import GateData, Rules, judge
 from nimble_viz.render.text import plain
 from nimble_viz.render.verdict_text import difference_text, gate_text
@@ -18,7 +19,7 @@ from nimble_viz.report.data import ReportData
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-__all__ = ["Difference", "Gate", "diff", "gate"]
+__all__ = ["Difference", "Gate", "Reports", "diff", "gate"]
 
 
 class _Shown:
@@ -59,17 +60,36 @@ def _text(shown: object) -> RenderableType:
     return gate_text(shown)
 
 
-def diff(old: ReportData, new: ReportData) -> Difference:
-    """What changed from ``old`` to ``new``; see ``differences``."""
-    return Difference.of(differences(old, new))
+Reports = ReportData | Sequence[ReportData]
+"""One, or several of the same model, each measured in a process of its own."""
+
+
+def diff(old: Reports, new: Reports) -> Difference:
+    """What changed from ``old`` to ``new``; see ``differences``. Three reports a side tell smaller differences.
+
+    Raises:
+        InputError: no report, something else, or reports of one side that are of different models.
+    """
+    return Difference.of(differences(_several(old), _several(new)))
 
 
 def gate(
-    report: ReportData,
+    report: Reports,
     rules: Rules | None = None,
     *,
-    baseline: ReportData | None = None,
+    baseline: Reports | None = None,
     any_environment: bool = False,
 ) -> Gate:
     """Judge ``report`` by ``rules``; see ``judge``, which says what is asked and what is raised."""
-    return Gate.of(judge(report, rules, baseline=baseline, any_environment=any_environment))
+    against = () if baseline is None else _several(baseline)
+    return Gate.of(judge(_several(report), rules, baseline=against, any_environment=any_environment))
+
+
+def _several(given: Reports) -> Sequence[ReportData]:
+    found = list(given) if isinstance(given, Sequence) else [given]
+    wrong = [type(one).__name__ for one in found if not isinstance(one, ReportData)]
+    if wrong or not found:
+        raise InputError(f"expected a Report, given {(*wrong, 'none')[0]}", fix="nimble_viz.load(path) reads one")
+    if mixed := next(filter(None, (subjects(found[0], one) for one in found)), ""):
+        raise InputError(f"reports of one side differ: {mixed}", fix="several reports of a side repeat one measurement")
+    return found

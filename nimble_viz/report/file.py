@@ -296,7 +296,8 @@ def check_report(report: ReportData) -> ReportData:
     for k, planned in enumerate(memory.planned):
         _amounts((planned.arena, planned.unshared, planned.workspaces), f"memory.planned[{k}]")
     stamp = report.environment
-    _finite((stamp.cores, stamp.threads, stamp.load, *stamp.sm_clock_mhz, stamp.other_processes or 0), "environment")
+    _finite((stamp.cores, stamp.threads, stamp.load, stamp.others, *stamp.sm_clock_mhz), "environment")
+    _finite((stamp.other_processes or 0,), "environment.other_processes")
     return report
 
 
@@ -393,8 +394,14 @@ def _check_schedule(plan: Schedule, size: int, where: str) -> None:
 
 def _check_measurement(taken: Measurement, where: str) -> None:
     _amounts(taken.samples_ns, f"{where}.samples_ns")
-    _amounts((taken.median_ns, taken.warmup), where)
+    _amounts((taken.median_ns, taken.warmup, taken.dropped), where)
     _finite((taken.spread, taken.drift), where)
+    count = len(taken.samples_ns)
+    _require(len(taken.rounds) in (0, count), f"{where}.rounds", f"{len(taken.rounds)} rounds for {count} samples")
+    _amounts(taken.rounds, f"{where}.rounds")
+    _require(
+        all(a < b for a, b in pairwise(taken.rounds)), f"{where}.rounds", "rounds are not in order, each named once"
+    )
 
 
 def _check_overhead(profile: OverheadProfile, size: int) -> None:

@@ -16,7 +16,7 @@ import nimble_viz
 from tests.support.sample_reports import sample_report
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "plotly", "IPython", "ipywidgets", "numpy", "networkx", "graphviz"}
+HEAVY = {"torch", "plotly", "IPython", "ipywidgets", "numpy", "scipy", "networkx", "graphviz"}
 
 
 def imported(code: str) -> set[str]:
@@ -44,7 +44,7 @@ def test_public_names_that_need_no_torch(name: str) -> None:
 def test_loading_and_showing_a_report(tmp_path: Path) -> None:
     path = sample_report(30).save(tmp_path / "report.nimble")
     code = f"import nimble_viz; r = nimble_viz.load({str(path)!r}); r.to_text(80); r._repr_mimebundle_()"
-    assert not imported(code) & HEAVY
+    assert not imported(code) & HEAVY - {"numpy", "scipy"}  # verdicts are statistics
 
 
 @pytest.mark.parametrize("package", [nimble_core, nimble_viz])

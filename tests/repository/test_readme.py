@@ -7,8 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any
 
 import pytest
 
@@ -208,131 +206,11 @@ def test_a_missing_command_would_be_noticed() -> None:
     assert "nothing" not in make_targets()
 
 
-INFERENCE = json.loads((ROOT / "benchmarks" / "results" / "inference-h200.json").read_text(encoding="utf-8"))["rows"]
-
-Cell = tuple[str, str, str]
-"""Microseconds, mark, and how many times as fast ours is."""
-
-
-def inference_part(page: str = README) -> str:
-    """What the README shows of the inference suite."""
-    return page[page.index("<!-- inference results -->") : page.index("<!-- end -->")]
-
-
-def inference_cells(text: str) -> dict[str, list[Cell]]:
-    """Cells of every row of the tables, by model, dtype and batch; ours, eager, reduce-overhead, best peer."""
-    found: dict[str, list[Cell]] = {}
-    dtypes: list[str] = []
-    for line in text.splitlines():
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        if not line.startswith("|") or name in ("---", "**geometric mean**"):
-            continue
-        if name.startswith("model"):
-            dtypes = [cell.partition(":")[0] for cell in cells[::4]] if name == "model" else []
-            continue
-        read = [
-            re.fullmatch(r"(?:\*\*|~~)?(\d+)([¹²³⁴⁵⁶⁷⁸⁹]?)(?:\*\*|~~)?(?: \(([\d.]+)x†?\))?", cell) for cell in cells
-        ]
-        values = [(one[1], one[2], one[3] or "") if one else ("", "", "") for one in read]
-        keys = [f"{name}, {dtype}, batch 1" for dtype in dtypes] or [name]
-        assert len(values) == 4 * len(keys), line
-        for place, key in enumerate(keys):
-            assert key not in found, f"{key} is shown twice"
-            if any(one for one, _, _ in values[4 * place : 4 * place + 4]):
-                found[key] = values[4 * place : 4 * place + 4]
-    return found
-
-
-def differences(text: str, rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Rows of the tables in ``text`` that are not those of a results file: missing, unknown, or with other figures."""
-    shown = inference_cells(text)
-    named = dict(
-        re.findall(r"([¹²³⁴⁵⁶⁷⁸⁹]?) ?`([\w:+-]+)`", text[text.index("The best peer is ") :].partition("\n\n")[0])
-    )
-    wrong = [*(shown.keys() ^ rows.keys())]
-    for key in shown.keys() & rows.keys():
-        row, cells = rows[key], shown[key]
-        medians = {name: one["median us"] for name, one in row["times"].items()}
-        speed = {name: one["value"] for name, one in row["speed"]["copies"].items()}
-        best = min(speed, key=lambda name: medians[name])
-        wanted = ("ours", "eager", "compile:reduce-overhead", best)
-        took = [f"{medians[name]:.0f}" if name in medians else "" for name in wanted]
-        right = all(row["equality"][name]["passed"] for name in ("ours", "ours, static outputs"))
-        near = all(
-            abs(float(cell[2]) - speed[name]) <= max(0.005, 0.005 * speed[name])
-            and (float(cell[2]) < 1) == (speed[name] < 1)
-            if right and name in speed
-            else not cell[2]
-            for name, cell in zip(wanted[1:], cells[1:], strict=True)
-        )
-        if [cell[0] for cell in cells] != took or named.get(cells[3][1]) != best or not near:
-            wrong.append(key)
-    return wrong
-
-
-def test_the_inference_results_are_those_of_the_committed_file() -> None:
-    assert differences(inference_part(), INFERENCE) == []
-
-
-def test_inference_results_that_differ_are_noticed() -> None:
-    text = inference_part()
-    assert len(INFERENCE) >= 32
-    for key, row in INFERENCE.items():
-        assert differences(text, {name: one for name, one in INFERENCE.items() if name != key}) == [key]
-        for name in ("ours", "eager"):
-            times = {**row["times"], name: {"median us": row["times"][name]["median us"] + 1}}
-            assert differences(text, {**INFERENCE, key: {**row, "times": times}}) == [key]
-    line = next(line for line in text.splitlines() if line.startswith("| BERT-base 128 |"))
-    without = differences(text.replace(line, ""), INFERENCE)
-    assert set(without) == {f"BERT-base 128, {dtype}, batch 1" for dtype in ("float16", "float32")}
-    slower = {key for key, row in INFERENCE.items() if min(one["value"] for one in row["speed"]["copies"].values()) < 1}
-    assert slower == set(differences(re.sub(r"\(0\.\d+x(†?)\)", r"(1.00x\1)", text), INFERENCE))
-
-
-def test_the_inference_means_are_those_of_the_committed_file() -> None:
-    text = " ".join(inference_part().split())
-    right = [row for row in INFERENCE.values() if all(one["passed"] for one in row["equality"].values())]
-
-    def mean(rows: list[dict[str, Any]], over: str) -> str:
-        speeds = [row["speed"]["copies"] for row in rows]
-        values = [one[over]["value"] if over else min(peer["value"] for peer in one.values())
-                  for one in speeds if not over or over in one]  # fmt: skip
-        value = geometric_mean(values)
-        return f"{value:.2f}x" if value < 9.995 else f"{value:.1f}x"
-
-    for batch in {row["batch"] for row in right}:
-        (said,) = re.findall(
-            rf"\*\*Geometric means\*\*, batch {batch}, (\d+) rows? \(with static outputs\): (.*?)\.(?= |$)", text
-        )
-        rows = [row for row in right if row["batch"] == batch]
-        assert int(said[0]) == len(rows)
-        for over, name in (
-            ("compile:reduce-overhead", "`compile:reduce-overhead`"),
-            ("", "the best peer"),
-            ("eager", "eager"),
-        ):
-            assert f"{mean(rows, over)} over {name} (" in said[1]
-    last = next(line for line in inference_part().splitlines() if line.startswith("| **geometric mean**"))
-    columns = [cell.strip(" *") for cell in last.split("|")[2:-1]]
-    for place, dtype in enumerate(("float16", "float32")):
-        rows = [row for row in right if row["batch"] == 1 and row["dtype"] == dtype]
-        means = [mean(rows, over) for over in ("eager", "compile:reduce-overhead", "")]
-        assert columns[4 * place : 4 * place + 4] == ["", *means]
-
-
-def test_the_inference_part_is_what_its_command_writes() -> None:
-    from benchmarks.inference_readme import rendered, replaced
-
-    text = rendered(INFERENCE, "benchmarks/results/inference-h200.md", "docs/images/inference.svg")
-    assert replaced(README, text) == README, "run: python -m benchmarks.inference_readme"
-
-
-def test_the_results_are_those_of_the_committed_file() -> None:
+def test_the_results_of_eagers_kernels_are_those_of_the_committed_file() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "cuda-h200.json").read_text(encoding="utf-8"))["models"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = {
         cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
-        for cells in (line.split("|") for line in readme.splitlines())
+        for cells in (line.split("|") for line in README.splitlines())
         if len(cells) == 10 and "float" in cells[1]
     }
     assert rows.keys() == found.keys()

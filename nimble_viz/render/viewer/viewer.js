@@ -407,7 +407,8 @@ const NimbleViewer = (() => {
     // ---------------------------------------------------------------- Summary
     function buildSummary(node) {
       const slowest = Math.max(...facts.speed.map((row) => row.median_ns), 1);
-      const ratio = (value) => (value ? [el("span", { class: value.faster ? "nv-tick" : value.slower ? "nv-cross" : "", title: value.full }, value.text), el("span", { class: "nv-small" }, value.quartiles), !value.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")] : "–");
+      const mark = (value) => (value && { faster: "nv-tick", slower: "nv-cross", undecided: "nv-open" }[value.verdict]) || null;
+      const ratio = (value) => (value ? [el("span", { class: mark(value), title: value.full }, value.text), el("span", { class: "nv-small" }, value.interval)] : "–");
       const speed = facts.speed.map((row) => el("tr", null,
         el("td", { class: "nv-run" }, row.label, row.peer && el("span", { class: "nv-tag" }, "peer"), row.wrong && el("span", { class: "nv-tag nv-warn" }, "outputs differ"), row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen"), !row.stable && el("span", { class: "nv-tag nv-warn", title: row.warnings.join("; ") }, "unstable")),
         el("td", { style: "min-width:64px;width:22%" }, el("div", { class: "nv-bar", style: `width:${(100 * row.median_ns) / slowest}%;margin-top:7px${row.peer ? ";background:var(--remainder)" : ""}` })),
@@ -415,7 +416,7 @@ const NimbleViewer = (() => {
         el("td", { class: "nv-num" }, row.spread, el("span", { class: "nv-small" }, `drift ${row.drift}`)),
         el("td", { class: "nv-num" }, ratio(row.eager)), el("td", { class: "nv-num" }, ratio(row.single)),
         el("td", { class: "nv-num" }, row.distance || "–"),
-        el("td", { class: "nv-num" }, row.samples, el("span", { class: "nv-small" }, `after ${row.warmup}`))));
+        el("td", { class: "nv-num" }, count(row.samples), el("span", { class: "nv-small" }, `after ${row.warmup}`), row.dropped > 0 && el("span", { class: "nv-small", title: "other programs interrupted them more than usual" }, `${count(row.dropped)} dropped`))));
       const number = (text, ...more) => el("td", { class: "nv-num" }, text === null || text === "" ? "–" : text, more);
       const optional = (value) => number(value === null ? null : count(value));
       const named = (row) => [row.label, row.chosen && el("span", { class: "nv-tag nv-yes" }, "chosen")];
@@ -427,7 +428,7 @@ const NimbleViewer = (() => {
           number(row.cost, row.made && el("span", { class: "nv-small" }, `kernels ${row.made}`)), number(row.pays, row.pays_single && el("span", { class: "nv-small" }, `${row.pays_single} vs one stream`)), number(row.simulated), number(row.memory),
           el("td", null, el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, row.wrong ? "✗ differ" : row.equal ? "✓ equal" : row.outputs), row.error && el("span", { class: "nv-small" }, `error ${row.error}`)),
           el("td", { class: row.wrong ? "nv-cross" : null }, row.outcome));
-        return [el("p", null, `Captured while preparing, compared with eager, and timed in turn; quartiles below each median. Over one stream${facts.candidates.fused && facts.candidates.single === "one stream" ? ": of eager's own kernels" : ""}. Prepared in: making the kernels and capturing; pays back: after so many calls, against eager. A plan whose outputs differ cannot be chosen.`),
+        return [el("p", null, `Captured while preparing, compared with eager, and timed in turn; quartiles below each median, 99.5% intervals below each ratio. Over one stream${facts.candidates.fused && facts.candidates.single === "one stream" ? ": of eager's own kernels" : ""}. Prepared in: making the kernels and capturing; pays back: after so many calls, against eager. A plan whose outputs differ cannot be chosen.`),
           el("div", { class: "nv-tried" }, table(heads, rows.map(line))),
           folded.map((group) => el("details", { class: "nv-folded" }, el("summary", null, group.text), table([["Plan"], ["Streams", 1], ["Syncs", 1], ["Simulated", 1]], group.rows.map((row) => el("tr", null, el("td", null, row.label), number(count(row.streams)), number(count(row.syncs)), number(row.simulated))))))];
       };
@@ -439,11 +440,11 @@ const NimbleViewer = (() => {
             number(count(entry.streams)), seen && (entry.observed ? number(`${count(entry.observed.most)} at most`, el("span", { class: "nv-small" }, `${entry.observed.mean} on average`), !entry.observed.reliable && el("span", { class: "nv-tag nv-warn" }, "unreliable")) : number(null)),
             ...data.sync_counts.map(([key]) => (entry[key] === null ? number(facts.planned ? null : "not read") : optional(entry[key]))), ...(read ? data.sync_ends.map(([key]) => optional(entry[key])) : []))))];
       };
-      const rivals = (rows) => [el("p", null, `Other ways to run the model, timed in turn with ours: ${facts.best || "none"}. Above 1x ours is faster; within 2% is a tie. Prepared in: from the model to its first finished result.`),
+      const rivals = (rows) => [el("p", null, `Other ways to run the model, timed in turn with ours: ${facts.best || "none"}. Above 1x ours is faster; the 99.5% interval below a ratio alone decides. Prepared in: from the model to its first finished result.`),
         el("div", { class: "nv-tried" }, table([["Peer"], ["Median", 1], ["Ours over it", 1], ["Prepared in", 1], ["Outputs"], ["Outcome"]], rows.map((row) => el("tr", { class: row.wrong ? "nv-wrong" : null },
           el("td", null, row.name, !row.stable && el("span", { class: "nv-tag nv-warn" }, "unstable")), number(row.median), el("td", { class: "nv-num" }, ratio(row.ratio)), number(row.prepare),
           el("td", null, row.median ? el("span", { class: row.wrong ? "nv-cross" : row.equal ? "nv-tick" : "" }, `${row.wrong ? "✗ " : row.equal ? "✓ " : ""}${row.outputs}`) : "–"),
-          el("td", { class: row.ratio && row.ratio.slower ? "nv-cross" : null }, row.outcome, row.note && row.note !== row.outcome && el("span", { class: "nv-small", style: "white-space:normal" }, row.note))))))];
+          el("td", { class: row.ratio && row.ratio.verdict !== "faster" ? mark(row.ratio) : null }, row.outcome, row.note && row.note !== row.outcome && el("span", { class: "nv-small", style: "white-space:normal" }, row.note))))))];
       const distance = ({ over, text, bound, parts, sentence }) => {
         const most = parts.reduce((sum, part) => sum + part.ns, 0) || 1;
         return [el("p", { class: "nv-answer" }, `${facts.best}: ${over} of the limit, ${text} (${bound})`), sentence && el("p", null, `${sentence}.`),
@@ -472,7 +473,7 @@ const NimbleViewer = (() => {
       const steps = facts.preparation, most = Math.max(...steps.map((step) => step.ns), 1);
       node.append(el("div", { class: "nv-grid" },
         !facts.profiled && card("Speed", true,
-          el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; quartiles of paired samples below each ratio; above 1x is faster. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
+          el("p", null, facts.speed.length > 0 && `Every ratio: ${facts.context}. Medians of runs taken in turn; above 1x is faster; the 99.5% interval below a ratio alone decides. Over limit: how far a replay is from the ${facts.limit ? `limit that no schedule of its calls can beat, here ${facts.limit.text} (${facts.limit.bound})` : "longest path of isolated calls, which no schedule can beat"}.`),
           facts.speed.length ? el("div", { class: "nv-speed" }, table([["Run"], [""], ["Median", 1], ["Spread", 1], ["Over eager", 1], ["Over one-stream", 1], ["Over limit", 1], ["Samples", 1]], speed)) : el("p", null, facts.planned ? "This is a plan: nothing was run, so nothing was measured." : "Nothing was measured.")),
         facts.profiled && card("What an iteration is spent on", true, ...spentOn(facts.profiled)),
         facts.warnings.length > 0 && card(`Before you believe a figure (${facts.warnings.length})`, true, el("ul", { class: "nv-list" }, facts.warnings.map((text) => el("li", null, text)))),
@@ -1776,9 +1777,8 @@ const NimbleViewer = (() => {
       fillDetail();
     }
     wish.addEventListener("change", applyTheme);
-    const [lead, ...rest] = facts.verdict.split("; ");
     root.replaceChildren(el("div", { class: "nv" },
-      el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${fused ? `${facts.provenance.facts[0][1]}` : `${count(size)} calls`} · ${facts.context}`), themeButton, el("p", { class: "nv-verdict" }, lead, rest.length > 0 && el("span", null, `; ${rest.join("; ")}`))),
+      el("header", { class: "nv-head" }, el("h1", { class: "nv-title" }, el("b", null, facts.model), ` · ${fused ? `${facts.provenance.facts[0][1]}` : `${count(size)} calls`} · ${facts.context}`), themeButton, el("p", { class: `nv-verdict${facts.headline.verdict === "undecided" ? " nv-open" : ""}` }, facts.headline.lead, el("span", null, facts.headline.rest))),
       !facts.complete && el("div", { class: "nv-note", role: "status" }, "Interrupted: this report holds what was measured until then. What is missing is said where it would stand."),
       tabs, el("div", { class: "nv-main" }, holder, detail), live, tip));
     applyTheme();

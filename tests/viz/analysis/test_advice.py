@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import fsum, inf
 
@@ -14,8 +15,8 @@ from nimble_viz.analysis.advice import advice, advice_data, best_run
 from nimble_viz.analysis.summary import summary
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
-from nimble_viz.report.data import HostSync
-from tests.support.sample_reports import RENDERED, fused_report, plan_report, profile_report, sample_report
+from nimble_viz.report.data import EAGER_ALONE, HostSync
+from tests.support.sample_reports import RENDERED, fused_report, plan_report, profile_report, sample_report, timed
 
 SMALL = [case for case in RENDERED if "ten thousand" not in case]
 
@@ -106,6 +107,33 @@ def test_a_run_that_was_faster_is_a_measured_gain() -> None:
     assert (first.what, first.basis) == ("stay with eager", "measured")
     assert first.share == pytest.approx(0.75)
     assert first.gain.startswith(("1", "2", "3", "4", "5", "6", "7", "8", "9"))
+
+
+def test_one_thread_is_advised_where_nothing_else_is_faster() -> None:
+    medians = {"eager": 4e5, EAGER_ALONE: 5e4, "single": 1e5, "nimble": 1e5}
+    first = advice(timed(sample_report(24, device="cpu"), medians)).first
+    assert first is not None
+    assert first.what == "stay with eager, on one thread (torch.set_num_threads(1))"
+    assert re.fullmatch(r"2\.\d\dx faster than nimble replay \([12]\.\d\dx to 2\.\d\dx\) in the same rounds", first.why)
+
+
+def test_a_faster_median_alone_is_no_advice() -> None:
+    report = timed(sample_report(24), {"eager": 0.9e5, "single": 1e5, "nimble": 1e5}, noise=1.5)
+    assert report.measurement("eager").median_ns < report.measurement("nimble").median_ns
+    assert not [one for one in advice(report).changes if one.basis == "measured"]
+
+
+def test_what_a_run_varies_by_is_no_time_outside() -> None:
+    report = with_time_outside(sample_report(60))
+    names = {row.name for row in advice(report).replay.rows}
+    taken = report.measurement(report.chosen)
+    restless = [taken.median_ns * (1 + 0.5 * (k % 5 - 2)) for k in range(50)]
+    noisy = replace(report, measurements=(report.measurements[0], summarize(report.chosen, restless)))
+    found = advice(noisy).replay
+    assert "outside" in names
+    assert "outside" not in {row.name for row in found.rows}
+    assert "± 100%" in found.note
+    assert not any("in place" in change.what for change in advice(noisy).changes)
 
 
 def test_a_run_with_wrong_outputs_is_not_advised() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -18,20 +18,20 @@ from rich.console import Console
 
 from nimble_core.ir.call_graph import graph_from_edges
 from nimble_core.ir.costs import Costs
-from nimble_core.ir.measurement import Measurement, summarize
+from nimble_core.ir.measurement import ACROSS, Measurement, across, summarize
 from nimble_core.ir.program import Call, Origin
 from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.options import Options
+from nimble_core.utils.errors import InputError
 from nimble_viz import compare
 from nimble_viz.analysis.diff import (
-    SPEED_BAND,
     Change,
     CostChange,
     SpeedChange,
-    across,
+    beside_eager,
     environment_changes,
     match_calls,
-    within,
+    processes,
 )
 from nimble_viz.render.report import Report
 from nimble_viz.render.verdict_text import headline
@@ -97,8 +97,9 @@ def reports(draw: st.DrawFn) -> Report:
 times = st.sampled_from([50.0, 51.0, 100.0])
 
 
-def taken(name: str, ns: float, spread: float = 0.02, samples: int = 20) -> Measurement:
-    return summarize(name, [ns * (1 + spread * (k % 5 - 2) / 2) for k in range(samples)])
+def taken(name: str, ns: float, spread: float = 0.02, samples: int = 40) -> Measurement:
+    draw = random.Random(f"{name} {ns}")
+    return summarize(name, [ns * (1 + spread * draw.uniform(-1, 1)) for _ in range(samples)])
 
 
 def mirrored(found: Difference) -> dict[str, Any]:
@@ -130,6 +131,7 @@ OPPOSITE = {
     "faster": "slower",
     "slower": "faster",
     "undecided": "undecided",
+    "no difference": "no difference",
     "added": "removed",
     "removed": "added",
 }
@@ -272,42 +274,88 @@ def test_costs_that_were_not_measured_are_not_compared() -> None:
 @pytest.mark.parametrize(
     ("old_ns", "new_ns", "spread", "samples", "verdict"),
     [
-        (100, 50, 0.02, 20, "faster"),
-        (50, 100, 0.02, 20, "slower"),
-        (100, 100 / SPEED_BAND, 0.02, 20, "undecided"),
-        (100, 80, 0.5, 20, "undecided"),
-        (100, 50, 0.0, 4, "undecided"),
-        (0, 50, 0.0, 20, "slower"),
+        (100, 50, 0.02, 40, "faster"),
+        (50, 100, 0.02, 40, "slower"),
+        (100, 99, 0.0, 40, "no difference"),
+        (100, 100 / ACROSS, 0.02, 40, "undecided"),
+        (100, 80, 0.5, 40, "undecided"),
+        (100, 50, 0.0, 15, "undecided"),
+        (0, 50, 0.0, 40, "undecided"),
     ],
 )
 def test_runs_are_faster_only_if_all_says_so(
     old_ns: float, new_ns: float, spread: float, samples: int, verdict: str
 ) -> None:
     old, new = taken("nimble", old_ns, spread, samples), taken("nimble", new_ns, spread, samples)
-    assert SpeedChange("nimble", old_ns, new_ns, across(old, new), None, None).verdict == verdict
+    assert SpeedChange("nimble", old_ns, new_ns, processes([new], [old]), None, None).verdict == verdict
 
 
-@given(st.lists(st.floats(1, 1e9), min_size=5), st.lists(st.floats(1, 1e9), min_size=5))
-def test_speeds_across_processes_mirror(old: list[float], new: list[float]) -> None:
-    there, back = across(summarize("a", old), summarize("b", new)), across(summarize("b", new), summarize("a", old))
+sides = st.lists(st.lists(st.floats(1, 1e9), min_size=16, max_size=40), min_size=1, max_size=5)
+
+
+@given(sides, sides)
+def test_speeds_across_processes_mirror_and_lie_in_their_intervals(
+    before: list[list[float]], after: list[list[float]]
+) -> None:
+    olds, news = [summarize("a", one) for one in before], [summarize("b", one) for one in after]
+    there, back = processes(news, olds), processes(olds, news)
     assert (there.low, there.value, there.high) == pytest.approx((1 / back.high, 1 / back.value, 1 / back.low))
     assert there.low <= there.value <= there.high
+    assert there.same == back.same == (1.02 if min(len(olds), len(news)) >= 3 else 1.05)
 
 
-def test_speeds_within_a_report_are_of_neighbouring_samples() -> None:
-    drifting = [100.0 * (1 + k) for k in range(10)]
+def test_one_process_a_side_is_what_the_engine_says() -> None:
+    old, new = taken("nimble", 100.0), taken("nimble", 90.0)
+    assert processes([new], [old]) == across(new, old)
+
+
+def test_three_processes_a_side_show_what_processes_differ_by() -> None:
+    old, close, apart = (
+        [taken("nimble", ns * (1 + by), 0.0) for by in (0.0, 0.002, 0.004)] for ns in (104.0, 103.0, 100.0)
+    )
+    assert processes(apart, old).verdict == "faster"
+    assert processes(close, old).verdict == "no difference"
+    assert processes(apart[:2], old).verdict == "no difference"  # two processes may differ by more than 1.04
+    restless = [taken("nimble", ns) for ns in (90.0, 100.0, 112.0)]
+    assert processes(restless, old).verdict == "undecided"
+    few = [taken("nimble", 100.0, samples=9)] * 3
+    assert processes(few, few).verdict == "no difference"  # a process counts with its median, whatever it is made of
+
+
+def test_several_reports_a_side_are_of_one_model() -> None:
+    report = sample_report(12)
+    assert diff([report] * 3, [report] * 4).empty
+    assert diff([report] * 3, [report] * 3).chosen == replace(
+        diff(report, report).chosen, ratio=processes([report.measurements[2]] * 3, [report.measurements[2]] * 3)
+    )
+    with pytest.raises(InputError, match="reports of one side differ: two different batches: 1 against 4"):
+        diff(report, [report, replace(report, batch=4)])
+
+
+def test_speeds_beside_eager_are_of_the_same_rounds() -> None:
+    drifting = [100.0 * (1 + k) for k in range(40)]
     report = replace(
         sample_report(),
         measurements=(summarize("eager", drifting), summarize("nimble", [ns / 2 for ns in drifting])),
     )
-    found = within(report, "nimble")
+    found = beside_eager([report], "nimble")
     assert found is not None
-    assert (found.low, found.value, found.high, found.stable) == (2.0, 2.0, 2.0, False)
-    few = replace(report, measurements=tuple(summarize(one.name, one.samples_ns[:4]) for one in report.measurements))
-    unknown = within(few, "nimble")
-    assert unknown is not None
-    assert (unknown.low, unknown.high) == (0.0, math.inf)
-    assert within(report, "nobody") is None
+    assert (found.low, found.value, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert found == beside_eager([report, report], "")
+    assert beside_eager([report], "nobody") is None
+
+
+def test_that_two_models_are_compared_comes_before_any_number() -> None:
+    old = sample_report(24)
+    found = diff(old, replace(old, model="Other", batch=4, dtype="float32"))
+    said = "two different models: SampleNet against Other, two different dtypes: float16 against float32"
+    assert found.subjects == f"{said}, two different batches: 1 against 4"
+    assert headline(found).startswith("Two different models: SampleNet against Other, ")
+    shown = " ".join(found.to_text(200).split())
+    assert shown.startswith("nimble_viz diff: Other Two different models: SampleNet against Other, ")
+    assert shown.count("against Other") == 1
+    assert json.loads(found.to_json())["notes"][0] == found.subjects
+    assert diff(old, old).subjects == ""
 
 
 def test_the_chosen_runs_are_compared_whatever_their_names() -> None:
@@ -323,8 +371,8 @@ def test_runs_of_one_report_only() -> None:
     report = sample_report()
     less = replace(report, measurements=report.measurements[:2])
     assert {one.name: one.verdict for one in diff(less, report).speeds} == {
-        "eager": "undecided",
-        "single": "undecided",
+        "eager": "no difference",
+        "single": "no difference",
         "nimble": "added",
     }
     assert not diff(less, report).empty
@@ -377,7 +425,7 @@ def test_text_says_what_changed() -> None:
     old = sample_report(60)
     slow = tuple(summarize(one.name, [3 * ns for ns in one.samples_ns]) for one in old.measurements)
     text = diff(old, replace(without(old, 7), measurements=slow)).to_text(120)
-    assert "The chosen run (nimble) is 3.00x slower [" in text
+    assert "The chosen run (nimble) is 3.00x slower than the old one (" in text
     assert "1 call removed" in text
     assert re.search(r"Calls removed \(1\)\n  - .*, call 7\n", text)
     assert "slower" in text

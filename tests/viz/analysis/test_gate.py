@@ -51,13 +51,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("eager", "ours", "outcome"),
     [
-        ((200.0,) * 9, (100.0,) * 9, "pass"),
-        ((100.0,) * 9, (100.0,) * 9, "pass"),
-        ((99.0,) * 9, (100.0,) * 9, "fail"),
-        ((96.0, 104.0) * 8, (100.0,) * 16, "inconclusive"),
-        ((200.0,) * 4, (100.0,) * 4, "inconclusive"),
-        ((50.0, 400.0) * 8, (100.0,) * 16, "inconclusive"),
-        ((400.0, 900.0) * 8, (100.0,) * 16, "pass"),
+        ((200.0,) * 40, (100.0,) * 40, "pass"),
+        ((100.0,) * 40, (100.0,) * 40, "pass"),
+        ((99.0,) * 40, (100.0,) * 40, "fail"),
+        ((96.0, 104.0) * 20, (100.0,) * 40, "inconclusive"),
+        ((200.0,) * 15, (100.0,) * 15, "inconclusive"),
+        ((50.0, 400.0) * 20, (100.0,) * 40, "inconclusive"),
+        ((400.0, 900.0) * 20, (100.0,) * 40, "pass"),
         ((), (), "inconclusive"),
     ],
 )
@@ -67,7 +67,7 @@ def test_the_least_speed(eager: tuple[float, ...], ours: tuple[float, ...], outc
 
 
 def test_the_least_speed_over_another_run() -> None:
-    report = timed(sample_report(), eager=(900.0,) * 9, single=(100.0,) * 9, nimble=(90.0,) * 9)
+    report = timed(sample_report(), eager=(900.0,) * 40, single=(100.0,) * 40, nimble=(90.0,) * 40)
     found = verdict(report, "min_speedup", Rules(min_speedup=1.5, over="single"))
     assert (found.outcome, found.limit) == ("fail", 1.5)
     assert found.value == pytest.approx(100 / 90)
@@ -93,7 +93,7 @@ def test_a_higher_bar_is_never_easier(samples: list[tuple[float, float]], one: f
 
 @given(st.data(), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_more_room_is_never_harder(data: st.DataObject, one: float, other: float) -> None:
-    rounds = st.lists(st.floats(50, 200), min_size=6, max_size=9)
+    rounds = st.lists(st.floats(50, 200), min_size=14, max_size=36)
     old, new = (
         timed(sample_report(12), eager=tuple(data.draw(rounds)), nimble=tuple(data.draw(rounds))) for _ in range(2)
     )
@@ -203,18 +203,45 @@ def test_slower_than_the_baseline(factors: dict[str, float], outcome: Outcome) -
 
 
 def test_eager_is_called_slower_only_where_its_samples_show_it() -> None:
-    eager, slow, fast = (60.0, 100.0, 160.0) * 5, (130.0,) * 15, (100.0,) * 15
+    eager, slow, fast = (60.0,) * 15 + (100.0,) * 15 + (160.0,) * 15, (130.0,) * 45, (100.0,) * 45
     base = timed(sample_report(), eager=eager, nimble=fast)
     same = verdict(timed(base, eager=eager, nimble=slow), "max_slowdown", baseline=base)
     assert same.outcome == "inconclusive"
     assert same.text.endswith("; eager may be slower too, so that this may be the machine")
-    late = verdict(timed(base, eager=tuple(3 * ns for ns in eager), nimble=slow), "max_slowdown", baseline=base)
+    quiet = timed(base, eager=fast, nimble=fast)
+    late = verdict(timed(base, eager=(150.0,) * 45, nimble=slow), "max_slowdown", baseline=quiet)
     assert late.outcome == "inconclusive"
     assert late.text.endswith("; eager is slower too, so that this may be the machine")
 
 
+def test_three_processes_a_side_tell_smaller_slowdowns() -> None:
+    base = timed(sample_report(), eager=(300.0,) * 40, nimble=(100.0,) * 40)
+    old, new = ([slower(base, nimble=by * k) for k in (1.0, 1.002, 1.004)] for by in (1.0, 1.04))
+    rules = Rules(max_slowdown=1.02)
+    (found,) = (one for one in gate(new, rules, baseline=old).verdicts if one.rule == "max_slowdown")
+    assert found.outcome == "fail"
+    assert found.value == pytest.approx(1.04)
+    assert gate(old, rules, baseline=new).outcome == "pass"
+    assert gate(new[:2], Rules(max_slowdown=1.04), baseline=old[:2]).exit_code == 3  # two hold from 1.036 to 1.044
+    assert [one.rule for one in gate(new, baseline=old).verdicts] == [
+        one.rule for one in gate(new[0], baseline=old[0]).verdicts
+    ]
+
+
+def test_each_of_several_reports_has_to_keep_to_the_rules() -> None:
+    report = sample_report()
+    late = replace(report, complete=False)
+    assert verdict(report, "complete").outcome == "pass"
+    assert gate([report, late, report]).outcome == "inconclusive"
+    for wrong in ([], [report, None], "report"):
+        with pytest.raises(InputError, match="expected a Report"):
+            gate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="two different batches: 1 against 9"):
+        gate([report, replace(report, batch=9)])
+
+
 def test_without_eager_a_slowdown_stands() -> None:
-    report = timed(sample_report(), nimble=(100.0,) * 9)
+    report = timed(sample_report(), nimble=(100.0,) * 40)
     assert verdict(slower(report, nimble=2.0), "max_slowdown", baseline=report).outcome == "fail"
 
 
@@ -299,7 +326,7 @@ def run(*args: object) -> int:
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = timed(sample_report(), eager=(96.0, 104.0) * 8, nimble=(100.0,) * 16)
+    report = timed(sample_report(), eager=(96.0, 104.0) * 20, nimble=(100.0,) * 40)
     path = report.save(tmp_path / "r.nimble")
     assert run("gate", path) == 0
     assert run("gate", path, "--min-speedup", 2) == 1
@@ -313,6 +340,9 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gate", path, "--baseline", other) == 2
     assert "driver 1, now 580.65" in capsys.readouterr().err
     assert run("gate", path, "--baseline", other, "--any-environment") == 0
+    assert run("gate", "--any-environment", "--baseline", other, path) == 0
+    assert run("gate", path, path, path, "--baseline", path, path, path) == 0
+    assert run("gate", "--baseline", path) == 2
     with pytest.raises(SystemExit) as stopped:
         run("gate", path, "--min-speedup", "much")
     assert stopped.value.code == 2

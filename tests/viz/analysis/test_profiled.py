@@ -53,7 +53,7 @@ def test_shares_are_those_without_the_profiler_where_it_was_timed(report: Report
     assert found is not None
     assert {row["name"]: row["ns"] for row in found["rows"]} == {"input": 320_000, "device": 262_000, "host": 118_000}
     assert (found["bound"], found["basis"]) == ("input", "of an iteration without the profiler")
-    assert "takes 700 µs (median of 9 iterations, without the profiler); input-bound: 45.7%" in verdict(timed)
+    assert "takes 700 µs ± 0.0% (median of 9 iterations, without the profiler); input-bound: 45.7%" in verdict(timed)
     short = profiled(with_bound(report, 220_000, 262_000, 518_000, unprofiled=100_000, loader=90_000))
     assert short is not None
     assert [row["ns"] for row in short["rows"]] == [100_000, 0, 0]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nimble_core.ir.call_graph import graph_from_edges
 from nimble_core.ir.costs import Costs
+from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_viz.analysis.concurrency import DeviceStreams, device_streams, flight_times, flights, in_flight
@@ -44,9 +45,8 @@ def report_of(line: Timeline = LINE) -> Report:
     plan = Schedule("nimble", (0, 0, 1, 0), (0, 1, 2, 3), ((0, 2), (2, 3)))
     costs = Costs((10.0, 9.0, 17.0, 6.0), "CUPTI", expected=4, seen=4)
     made = replace(base, graph=graph, schedules=(plan,), costs=costs, critical_path=(0, 2, 3), critical_path_ns=33.0)
-    return replace(
-        made, timelines=(line,), measurements=base.measurements[:1], candidates=(), checks=(), chosen="nimble"
-    )
+    taken = (base.measurements[0], summarize("nimble", [line.unprofiled_ns] * 48))
+    return replace(made, timelines=(line,), measurements=taken, candidates=(), checks=(), chosen="nimble")
 
 
 def facts(line: Timeline = LINE) -> dict[str, str]:
@@ -60,7 +60,7 @@ def test_the_figures_of_a_replay() -> None:
         "Time of its streams": "busy 52.0%, launch gap 8.0%, nothing ready 30.0%, nothing left 10.0%",
         "Launch gaps": "after a call of its stream: 1, median 1 ns, together 1 ns; "
         "after one of another: 2, median 4 ns, together 7 ns",
-        "Critical path": "33 ns of calls alone, 60.0% of the unprofiled replay; "
+        "Critical path": "33 ns of calls alone, 60.0% ± 0.0% of the unprofiled replay; "
         "a call of it was running for 86.0% of this one",
         "Streams of the device": "2 planned, 2 observed",
     }
@@ -126,11 +126,15 @@ def test_the_limit_is_not_explained_by_an_unreliable_replay() -> None:
 )
 def test_runs_are_marked_where_the_profiler_changed_their_length_by_more_than_a_fifth(unprofiled, marked) -> None:
     line = replace(LINE, unprofiled_ns=unprofiled)
-    assert distorted(line) == marked
+    assert distorted(report_of(line), line) == marked
     shown = timelines(report_of(line))[0]
     assert any(mark.startswith("DISTORTED") for mark in shown["marks"]) == shown["distorted"] == marked
     assert f"{unprofiled:.0f} ns unprofiled" in shown["lengths"]
     assert ("DISTORTED" in plain_text(report_of(line), 200)) == marked
+    noisy = [unprofiled * (1 + 0.2 * (k % 3 - 1)) for k in range(48)]
+    vary = replace(report_of(line), measurements=(summarize("nimble", noisy),))
+    assert not distorted(vary, line)  # by what its time varies, the profiler need not have changed it
+    assert "± 40%)" in timelines(vary)[0]["lengths"]
 
 
 @pytest.mark.parametrize(("unprofiled", "launching"), [(55.0, True), (45.0, False)])

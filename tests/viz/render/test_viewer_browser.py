@@ -26,6 +26,7 @@ from tests.support.lab import chromium
 from tests.support.sample_reports import (
     CASES,
     RENDERED,
+    busy_report,
     fused_report,
     old_report,
     plan_report,
@@ -89,6 +90,33 @@ def test_every_case_shows_every_tab_without_a_word_on_the_console_or_the_network
     assert shown.troubles == []
     assert [url for url in shown.requests if not url.startswith(("file:", "data:"))] == []
     assert shown.page.evaluate("window.hacked") is None
+
+
+_OF_TEXT = """(word) => [...document.querySelectorAll(".nv-head *, #nv-pane-summary *")]
+  .filter((node) => [...node.childNodes].some((one) => one.nodeType === 3 && one.data.includes(word)))
+  .map((node) => [getComputedStyle(node), node.textContent])
+  .map(([style, text]) => ({ weight: style.fontWeight, colour: style.color, text }))"""
+_GOOD = """() => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.color = "var(--good)";
+  return getComputedStyle(probe).color;
+}"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_undecided_is_bold_or_green_and_what_is_decided_is(opened, dark):
+    shown = opened(page(busy_report()), dark=dark)
+    good = shown.page.evaluate(_GOOD)
+    found = shown.page.evaluate(_OF_TEXT, "undecided")
+    assert len(found) >= 6  # the headline, its reason, cells, outcomes
+    assert [one for one in found if one["weight"] != "400" or one["colour"] == good] == []
+    (head,) = (one for one in found if "undecided against eager (" in one["text"])
+    assert "load 14 on 2 cores" in head["text"]
+    report = sample_report(24, device="cpu")
+    sure = opened(page(report), dark=dark)
+    told = sure.page.evaluate(_OF_TEXT, f"{report.ratio('nimble').value:.2f}x")
+    assert good in {one["colour"] for one in told}
+    assert sure.page.evaluate("getComputedStyle(document.querySelector('.nv-verdict')).fontWeight") == "550"
 
 
 @pytest.mark.slow
@@ -244,7 +272,7 @@ def test_peers_payback_distance_and_provenance_are_on_the_summary(opened):
     text = opened(page(fused_report())).page.inner_text("#nv-pane-summary")
     for part in (
         "Against peers",
-        "tie: ours is as fast",
+        "ours: no difference from it (1.00x to 1.01x)",
         "its time does not count",
         "not installed: no module named 'tensorrt'",
         "Pays back",
