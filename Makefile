@@ -46,8 +46,8 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	-$(BIN)/python -m benchmarks.scheduling --calls 10000
 	-$(BIN)/python -m benchmarks.host
-	@if command -v nvidia-smi >/dev/null 2>&1; then echo "On this GPU: $(BIN)/python -m benchmarks.cuda --out FILE"; \
-	  echo "Against torch.compile and others, hours: $(BIN)/python -m benchmarks.inference --out FILE --cache .inductor"; fi
+	@if command -v nvidia-smi >/dev/null 2>&1; then echo "On this GPU: $(BIN)/python -m benchmarks.policies --out FILE"; \
+	  echo "Against torch.compile and others, hours: $(BIN)/python -m benchmarks.runner --out FILE --cache .inductor"; fi
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,13 +1,14 @@
-"""Image classifiers found by architecture search, written from their papers: NASNet-A, AmoebaNet-A and DARTS.
+"""Image classifiers found by architecture search, NASNet-A, AmoebaNet-A and DARTS, or wired at random, RandWire.
 
-All three are stacks of one cell that keeps the size and one that halves it. A cell reads the outputs of the two cells
-before it, so that many of its operations can run at once: which ones it has is data, a :class:`Genotype`, and
-:class:`Cell` builds any. Training's auxiliary head, dropout and drop-path do nothing in inference and are left out;
-published counts of parameters and multiply-adds leave the head out, too.
+All are written from their papers. The first three are stacks of one cell that keeps the size and one that halves it.
+A cell reads the outputs of the two cells before it, so that many of its operations can run at once: which ones it has
+is data, a :class:`Genotype`, and :class:`Cell` builds any. Training's auxiliary head, dropout and drop-path do nothing
+in inference and are left out; published counts of parameters and multiply-adds leave the head out, too.
 
     Zoph, Vasudevan, Shlens, Le, "Learning Transferable Architectures for Scalable Image Recognition", CVPR 2018
     Real, Aggarwal, Huang, Le, "Regularized Evolution for Image Classifier Architecture Search", AAAI 2019
     Liu, Simonyan, Yang, "DARTS: Differentiable Architecture Search", ICLR 2019
+    Xie, Kirillov, Girshick, He, "Exploring Randomly Wired Neural Networks for Image Recognition", ICCV 2019
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ __all__ = [
     "Genotype",
     "Layer",
     "Node",
+    "RandomStage",
     "Search",
     "amoebanet_a",
-    "amoebanet_a_mobile",
     "darts",
     "nasnet_a_mobile",
+    "randwire",
 ]
 
 
@@ -226,7 +228,8 @@ class FactorizedReduction(nn.Module):
         """(batch, inputs, h, w) to (batch, outputs, ⌈h / 2⌉, ⌈w / 2⌉)."""
         x = F.relu(x)
         padded = F.pad(x, (0, 1, 0, 1)) if x.shape[2] % 2 or x.shape[3] % 2 else x
-        return self.norm(torch.cat((self.even(x), self.odd(padded[:, :, 1:, 1:])), 1))
+        halved: Tensor = self.norm(torch.cat((self.even(x), self.odd(padded[:, :, 1:, 1:])), 1))
+        return halved
 
 
 class Cell(nn.Module):
@@ -298,6 +301,7 @@ class CellNetwork(nn.Module):
         self.stem = stem
         self.second = second if second is not None else nn.Identity()
         cells: list[Cell] = []
+        bring: nn.Module
         before, last, halved = channels, channels, second is not None
         for genotype, width, stride in layers:
             if second is None and not cells:
@@ -319,7 +323,8 @@ class CellNetwork(nn.Module):
         last = self.second(before)
         for cell in self.cells:
             before, last = last, cell(before, last)
-        return self.head(last)
+        logits: Tensor = self.head(last)
+        return logits
 
 
 def _stacks(search: Search, repeats: int, width: int, stem: int = 32) -> CellNetwork:
@@ -346,11 +351,6 @@ def amoebanet_a() -> CellNetwork:
     return _stacks(AMOEBANET_A, repeats=6, width=190)
 
 
-def amoebanet_a_mobile() -> CellNetwork:
-    """AmoebaNet-A (N=4, F=50) for images of 224 px: 5.1M parameters and 555M multiply-adds, as published."""
-    return _stacks(AMOEBANET_A, repeats=4, width=50)
-
-
 def darts(cells: int = 14, width: int = 48) -> CellNetwork:
     """The ImageNet network of DARTS for images of 224 px: 4.7M parameters, as published.
 
@@ -367,3 +367,48 @@ def darts(cells: int = 14, width: int = 48) -> CellNetwork:
         genotype = DARTS_V2.reduction if reduces else DARTS_V2.normal
         layers.append(Layer(genotype, width << doublings, 1 + reduces))
     return CellNetwork(stem, _conv_norm(width, width, 3, 2), width, layers, activate=False)
+
+
+class RandomStage(nn.Module):
+    """Nodes wired by a random graph, each edge from the lower node to the higher one; height and width are halved.
+
+    A node adds what it reads, weighted by sigmoids, and passes it through a depthwise separable convolution. Nodes that
+    read no other read the input; the mean of those that no other reads is the output.
+
+    Args:
+        inputs: channels of the input.
+        width: channels of every node.
+        nodes: of a Watts-Strogatz graph, with four neighbours each, of which 75% are rewired.
+        seed: of the graph.
+    """
+
+    def __init__(self, inputs: int, width: int, nodes: int, seed: int) -> None:
+        from networkx import connected_watts_strogatz_graph
+
+        super().__init__()
+        graph = connected_watts_strogatz_graph(nodes, 4, 0.75, seed=seed)
+        self.sources = tuple(tuple(sorted(other for other in graph[node] if other < node)) for node in range(nodes))
+        self.read_by_none = tuple(node for node in range(nodes) if max(graph[node]) < node)
+        self.weights = nn.ParameterList(torch.randn(len(sources)) for sources in self.sources)
+        self.nodes = nn.ModuleList(
+            _depthwise_norm(width, width, 3, 1) if sources else _depthwise_norm(inputs, width, 3, 2)
+            for sources in self.sources
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, h, w) to (batch, width, ⌈h / 2⌉, ⌈w / 2⌉)."""
+        states: list[Tensor] = []
+        for sources, weights, node in zip(self.sources, self.weights, self.nodes, strict=True):
+            shares = weights.sigmoid()
+            read = [states[index] * shares[place] for place, index in enumerate(sources)]
+            states.append(node(sum(read[1:], read[0]) if read else x))
+        ends = [states[index] for index in self.read_by_none]
+        return sum(ends[1:], ends[0]) / len(ends)
+
+
+def randwire(width: int = 78, nodes: int = 32) -> nn.Sequential:
+    """RandWire-WS(4, 0.75), small regime, for images of 224 px: 5.6M parameters, 583M multiply-adds, as published."""
+    stem = nn.Sequential(nn.Conv2d(3, width // 2, 3, 2, 1, bias=False), nn.BatchNorm2d(width // 2))
+    stages = [RandomStage(width << max(stage - 1, 0), width << stage, nodes, seed=stage) for stage in range(3)]
+    last = nn.Sequential(*_conv_norm(width << 2, 1280), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(stem, *_conv_norm(width // 2, width, 3, 2), *stages, last, nn.Linear(1280, 1000))

@@ -1,19 +1,49 @@
-"""Draws the growth curves of ``benchmarks/results/scheduling.json`` as one SVG: ``python -m benchmarks.figures``."""
+"""Draws what ``results/scheduling.json`` and ``results/policies-h200.json`` say: ``python -m benchmarks.figures``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
 
-ROOT = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
+GREY = "#767676"
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans", "font.size": 10, "text.color": "#222222", "axes.edgecolor": GREY,
+    "axes.labelcolor": "#222222", "axes.spines.right": False, "axes.spines.top": False,
+    "axes.titlelocation": "left", "axes.titlesize": 11.5, "axes.titleweight": "bold", "xtick.color": GREY,
+    "ytick.color": GREY, "xtick.labelcolor": "#222222", "ytick.labelcolor": "#222222", "svg.fonttype": "path",
+    "svg.hashsalt": "nimble_viz",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw both as SVG."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS.parents[1] / "docs" / "images", help="folder of pictures")
+    given = parser.parse_args(argv)
+    with matplotlib.rc_context(STYLE):
+        growth(json.loads((RESULTS / "scheduling.json").read_text()), given.out / "scheduling-growth.svg")
+        policies(json.loads((RESULTS / "policies-h200.json").read_text()), given.out / "policies.svg")
+
+
+def signed(figure: Figure, height: float, text: str, out: Path) -> None:
+    """Write what a figure rests on below it, and the figure to ``out``: the same bytes for the same results."""
+    figure.text(0.01, height, text, color=GREY, fontsize=8.5, linespacing=1.5)
+    figure.savefig(out, metadata={"Date": None}, facecolor="white")
+
+
+# -- growth ----------------------------------------------------------------------------------------------------------
+
 STEPS = {
     "arena": ("one arena", "#000000", "-."),
     "contention, 32 streams": ("policy contention", "#555555", "--"),
@@ -27,49 +57,19 @@ STEPS = {
 }
 """Steps that are drawn: label, colour (Okabe and Ito's, darkened for white) and dashes: none needs its colour."""
 
-GREY = "#767676"
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "text.color": "#222222",
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": "#222222",
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "#222222",
-    "ytick.labelcolor": "#222222",
-    "svg.fonttype": "path",
-    "svg.hashsalt": "nimble_viz",
-}
-
 Curve = list[tuple[int, float]]
 
 
 def worst(results: Iterable[dict[str, Any]], axis: str, values: str, step: str) -> Curve:
-    """The largest value of a step at each place of an axis, ascending; places where it was given up are left out.
-
-    >>> worst([{"calls": 9, "s": {"a": 1.0}}, {"calls": 9, "s": {"a": 2.0}}, {"calls": 7, "s": {"a": None}}], "calls",
-    ...       "s", "a")
-    [(9, 2.0)]
-    """
-    found: dict[int, list[float | None]] = {}
+    """The largest value of a step at each place of an axis, ascending; places where it was given up are left out."""
+    found: dict[int, list[Any]] = {}
     for result in results:
         found.setdefault(result[axis], []).append(result[values][step])
-    known = {at: [one for one in many if one is not None] for at, many in found.items()}
-    return [(at, max(many)) for at, many in sorted(known.items()) if len(many) == len(found[at])]
+    return [(at, max(many)) for at, many in sorted(found.items()) if None not in many]
 
 
 def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Places moved as little as they can in turn, from below, until all are ``gap`` apart.
-
-    >>> apart([2.0, 1.0, 1.5], 1.0)
-    [2.5, 0.5, 1.5]
-    """
+    """Places moved as little as they can in turn, from below, until all are ``gap`` apart."""
     order = sorted(range(len(places)), key=places.__getitem__)
     blocks: list[tuple[list[int], float]] = []
     for index in order:
@@ -86,63 +86,26 @@ def apart(places: Sequence[float], gap: float) -> list[float]:
     return moved
 
 
-def draw(axes: Axes, curves: dict[str, Curve], name: Callable[[float, Any], str], *, guides: bool) -> None:
+def panel(axes: Axes, curves: dict[str, Curve], name: Callable[[float, Any], str], *, guides: bool) -> None:
     """One log-log panel with a label beside the end of each line."""
     axes.set(xscale="log", yscale="log")
     for step, curve in curves.items():
         _, colour, dashes = STEPS[step]
         axes.plot(*zip(*curve, strict=True), dashes, color=colour, linewidth=1.6, marker="o", markersize=2.6)
-    left, right = min(at for c in curves.values() for at, _ in c), max(at for c in curves.values() for at, _ in c)
-    low = min(value for c in curves.values() for _, value in c)
-    high = max(value for c in curves.values() for _, value in c)
-    axes.set_xlim(left / 1.15, right * 1.15)
-    axes.set_ylim(low / 2, high * 2)
+    places, values = ([one[place] for curve in curves.values() for one in curve] for place in (0, 1))
+    left, right, low, high = min(places), max(places), min(values), max(values)
+    axes.set(xlim=(left / 1.15, right * 1.15), ylim=(low / 2, high * 2))
     if guides:
         # Not a fit: what growing with the calls, and with their square, looks like.
-        for power, text, below in ((1, "∝ calls", True), (2, "∝ calls²", False)):
+        for power, text, offset, align in ((1, "∝ calls", (-1, -5), "top"), (2, "∝ calls²", (-4, 0), "center")):
             end = min(right, left * (high * 1.5 / low) ** (1 / power))
             top = low / 1.5 * (end / left) ** power
             axes.plot((left, end), (low / 1.5, top), color="#bdbdbd", linewidth=0.9, zorder=0)
             axes.annotate(
-                text,
-                (end, top),
-                (-1, -5) if below else (-4, 0),
-                textcoords="offset points",
-                ha="right",
-                va="top" if below else "center",
-                color=GREY,
-                fontsize=8.5,
-                zorder=0.5,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-            )
-    pixels = axes.figure.dpi * 12.5 / 72
-    whole = {step: curve for step, curve in curves.items() if curve[-1][0] == right}
-    ends = [axes.transData.transform(curve[-1])[1] for curve in whole.values()]
-    margin = axes.transAxes.transform((1.03, 0))[0]
-    for (step, curve), y in zip(whole.items(), apart(ends, pixels), strict=True):
-        text, colour, _ = STEPS[step]
-        axes.annotate(
-            text,
-            curve[-1],
-            axes.transData.inverted().transform((margin, y)),
-            color=colour,
-            va="center",
-            fontsize=9.5,
-            arrowprops={
-                "arrowstyle": "-",
-                "relpos": (0, 0.5),
-                "color": colour,
-                "linewidth": 0.5,
-                "shrinkA": 1,
-                "shrinkB": 3,
-                "alpha": 0.6,
-            },
-            annotation_clip=False,
-        )
-    for step in (one for one in curves if one not in whole):
-        text, colour, _ = STEPS[step]
-        end = curves[step][-1]
-        axes.annotate(f"{text}*", end, (0, 4), textcoords="offset points", ha="right", color=colour, fontsize=9.5)
+                text, (end, top), offset, textcoords="offset points", ha="right", va=align, color=GREY, fontsize=8.5,
+                zorder=0.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )  # fmt: skip
+    labels(axes, curves, right)
     axes.grid(which="major", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(which="minor", length=0)
@@ -153,14 +116,21 @@ def draw(axes: Axes, curves: dict[str, Curve], name: Callable[[float, Any], str]
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def seconds(value: float, _: Any = None) -> str:
-    """``0.002`` reads ``"2 ms"``."""
-    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
-
-
-def mebibytes(value: float, _: Any = None) -> str:
-    """``10.0`` reads ``"10 MiB"``."""
-    return f"{value:g} MiB"
+def labels(axes: Axes, curves: dict[str, Curve], right: float) -> None:
+    """Names of lines: in the margin of those that reach it, at their ends of others."""
+    whole = {step: curve for step, curve in curves.items() if curve[-1][0] == right}
+    ends = [axes.transData.transform(curve[-1])[1] for curve in whole.values()]
+    margin = axes.transAxes.transform((1.03, 0))[0]
+    line = {"arrowstyle": "-", "relpos": (0, 0.5), "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3, "alpha": 0.6}
+    for (step, curve), y in zip(whole.items(), apart(ends, axes.figure.dpi * 12.5 / 72), strict=True):
+        text, colour, _ = STEPS[step]
+        place = tuple(axes.transData.inverted().transform((margin, y)))
+        how: dict[str, Any] = {"arrowprops": {**line, "color": colour}, "annotation_clip": False}
+        axes.annotate(text, curve[-1], place, color=colour, va="center", fontsize=9.5, **how)
+    for step in (one for one in curves if one not in whole):
+        text, colour, _ = STEPS[step]
+        end = curves[step][-1]
+        axes.annotate(f"{text}*", end, (0, 4), textcoords="offset points", ha="right", color=colour, fontsize=9.5)
 
 
 def growth(file: dict[str, Any], out: Path) -> None:
@@ -172,45 +142,119 @@ def growth(file: dict[str, Any], out: Path) -> None:
         found = {step: worst(results, axis, values, step) for step in STEPS}
         return {step: [(at, value * scale) for at, value in curve] for step, curve in found.items() if len(curve) > 1}
 
-    stamp = file["environment"]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.4, 8.8))
-        panels = figure.subplots(2, 2)
-        figure.subplots_adjust(left=0.07, right=0.845, top=0.955, bottom=0.115, wspace=0.75, hspace=0.34)
-        for row, results, axis, label in (
-            (panels[0], by_calls, "calls", "calls (largest of four shapes)"),
-            (panels[1], by_width, "width", "parallel chains in 10,000 calls"),
-        ):
-            draw(row[0], curves(results, axis, "best_s"), seconds, guides=axis == "calls")
-            draw(row[1], curves(results, axis, "peak_bytes", 2**-20), mebibytes, guides=axis == "calls")
-            for panel, what in zip(row, ("Time", "Memory"), strict=True):
-                panel.set(title=f"{what} against {axis}", xlabel=label)
-                if axis == "calls":
-                    panel.set_xticks((1_300, 10_000, 100_000))
-        signed(
-            figure,
-            0.012,
-            f"* given up on larger graphs: over {file['give_up_s']:g} s.   Time: fastest of up to five runs on one "
-            f"thread; memory: peak of what a step allocates.\n{stamp['cpu']}, Python {stamp['python']}, "
-            f"{stamp['date'][:10]}; python -m benchmarks.scheduling",
-            out,
-        )
+    stamp, figure = file["environment"], Figure(figsize=(10.4, 8.8))
+    rows = figure.subplots(2, 2)
+    figure.subplots_adjust(left=0.07, right=0.845, top=0.955, bottom=0.115, wspace=0.75, hspace=0.34)
+    for row, results, axis, label in (
+        (rows[0], by_calls, "calls", "calls (largest of four shapes)"),
+        (rows[1], by_width, "width", "parallel chains in 10,000 calls"),
+    ):
+        time, memory = curves(results, axis, "best_s"), curves(results, axis, "peak_bytes", 2**-20)
+        panel(row[0], time, lambda s, _: f"{s:g} s" if s >= 1 else f"{s * 1e3:g} ms", guides=axis == "calls")
+        panel(row[1], memory, lambda mib, _: f"{mib:g} MiB", guides=axis == "calls")
+        for one, what in zip(row, ("Time", "Memory"), strict=True):
+            one.set(title=f"{what} against {axis}", xlabel=label)
+            if axis == "calls":
+                one.set_xticks((1_300, 10_000, 100_000))
+    about = f"* given up on larger graphs: over {file['give_up_s']:g} s.   Time: fastest of up to five runs on one "
+    about += f"thread; memory: peak of what a step allocates.\n{stamp['cpu']}, Python {stamp['python']}, "
+    signed(figure, 0.012, f"{about}{stamp['date'][:10]}; python -m benchmarks.scheduling", out)
 
 
-def signed(figure: Figure, height: float, text: str, out: Path) -> None:
-    """Write what a figure rests on below it, and the figure to ``out``: the same bytes for the same results."""
-    figure.text(0.01, height, text, color=GREY, fontsize=8.5, linespacing=1.5)
-    figure.savefig(out, metadata={"Date": None}, facecolor="white")
+# -- policies --------------------------------------------------------------------------------------------------------
+
+MARKS: dict[str, dict[str, Any]] = {
+    "nimble": {"marker": "o", "color": "#0072b2", "markersize": 5.5},
+    "critical_path": {"marker": "s", "color": "#007a5a", "markersize": 5},
+    "opara": {"marker": "^", "color": "#7a6a00", "markersize": 6},
+    "torchsched": {"marker": "v", "color": "#b0467f", "markersize": 6},
+    "contention": {"marker": "D", "color": "#000000", "markersize": 8},
+    "auto": {"marker": "o", "color": "#d55e00", "markersize": 13, "fillstyle": "none", "markeredgewidth": 1.8},
+}
+"""Shape and colour (Okabe and Ito's, darkened for white) of each policy; ours are the large ones."""
+
+BESIDE = {"nimble": -0.27, "critical_path": -0.14, "opara": 0.14, "torchsched": 0.27}
+"""How far below its row's middle a mark is drawn, in rows, so that equal policies stay apart."""
+
+MEAN = "geometric mean"
+Speeds = dict[str, tuple[float, float, float]]
+"""``(median, low, high)`` over one stream of replays, by policy; all the same where there is no interval."""
 
 
-def from_command_line(draw: Callable[[Any, Path], None], results: str, image: str, what: str | None) -> None:
-    """Draw the figure from the committed results, or from those of ``--results``."""
-    parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / results)
-    parser.add_argument("--out", type=Path, default=ROOT.parent / "docs" / "images" / image)
-    options = parser.parse_args()
-    draw(json.loads(options.results.read_text()), options.out)
+def speeds(models: Mapping[str, Any], dtype: str) -> dict[str, Speeds]:
+    """Speeds by model; the last row is their mean."""
+    found: dict[str, Speeds] = {}
+    for key, result in models.items():
+        model, _, of = key.rpartition(", ")
+        if of == dtype:
+            entries = {**result["policies"], "auto": result["auto"]}
+            over = {name: entries[name]["replay over single"] for name in MARKS}
+            found[model] = {
+                name: (one["value"], one.get("low", one["value"]), one.get("high", one["value"]))
+                for name, one in over.items()
+            }
+    means = {name: geometric_mean([one[name][0] for one in found.values()]) for name in MARKS if found}
+    return found | ({MEAN: {name: (mean, mean, mean) for name, mean in means.items()}} if found else {})
+
+
+def ranked(panels: Iterable[Mapping[str, Speeds]]) -> list[str]:
+    """Models from the one that ``contention`` speeds up most, and the mean after them."""
+    gained: dict[str, list[float]] = {}
+    for model, found in (row for one in panels for row in one.items()):
+        gained.setdefault(model, []).append(found["contention"][0])
+    return sorted(gained, key=lambda model: (model == MEAN, -geometric_mean(gained[model])))
+
+
+def marks(axes: Axes, found: Mapping[str, Speeds], order: Sequence[str]) -> None:
+    """One row a model, one mark a policy, intervals as thin lines, ``auto`` in numbers."""
+    for row, model in ((row, model) for row, model in enumerate(order) if model in found):
+        for policy, (value, low, high) in found[model].items():
+            y, style = row + BESIDE.get(policy, 0.0), MARKS[policy]
+            rank = {"auto": 4, "contention": 3}.get(policy, 2)
+            if high > low:
+                axes.plot((low, high), (y, y), color=style["color"], linewidth=1.0, alpha=0.55, zorder=rank)
+            axes.plot(value, y, linestyle="", zorder=rank, **style)
+        axes.annotate(
+            f"{found[model]['auto'][0]:.2f}×", (1.015, row), xycoords=("axes fraction", "data"), va="center",
+            color=MARKS["auto"]["color"], fontweight="bold" if model == MEAN else "normal", annotation_clip=False,
+        )  # fmt: skip
+        if row % 2:
+            axes.axhspan(row - 0.5, row + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
+    axes.axvline(1.0, color=GREY, linewidth=1.0, zorder=1)
+    axes.axhline(len(order) - 1.5, color=GREY, linewidth=0.8)
+    axes.set_ylim(len(order) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MultipleLocator(0.25))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+
+
+def policies(file: dict[str, Any], out: Path) -> None:
+    """Speed of every policy over one stream, by model, a panel for each dtype."""
+    panels = {dtype: found for dtype in ("float32", "float16") if (found := speeds(file["models"], dtype))}
+    every = [speed for found in panels.values() for one in found.values() for speed in one.values()]
+    order, stamp = ranked(panels.values()), file["environment"]
+    figure = Figure(figsize=(10.4, height := 1.75 + 0.46 * len(order)))
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure.subplots_adjust(left=0.135, right=0.945, top=1 - 0.85 / height, bottom=0.92 / height, wspace=0.17)
+    ends = min(low for _, low, _ in every) - 0.06, max(high for _, _, high in every) + 0.06
+    for one, (dtype, found) in zip(axes, panels.items(), strict=True):
+        marks(one, found, order)
+        one.set(title=dtype, xlabel="speed over one stream", xlim=ends)
+    axes[0].set_yticks(range(len(order)), order)
+    axes[0].get_yticklabels()[-1].set_fontweight("bold")
+    figure.legend(
+        [Line2D([], [], linestyle="", **style) for style in MARKS.values()], list(MARKS), loc="upper left",
+        bbox_to_anchor=(0.125, 1.0), ncols=len(MARKS), frameon=False, handletextpad=0.35, columnspacing=1.9,
+        labelcolor=[style["color"] for style in MARKS.values()],
+    )  # fmt: skip
+    first = next(iter(file["models"].values()))["auto"]["replay over single"]
+    thin = "intervals of the medians" if "verdict" in first else "quartiles over neighbouring rounds"
+    about = f"Bare replays, host clock, medians; thin lines: {thin}. In numbers: auto, the plan that is used by "
+    about += f"default.\n{stamp['device_name']}, torch {stamp['torch']}, {stamp['date'][:10]}; "
+    signed(figure, 0.1 / height, f"{about}python -m benchmarks.policies", out)
 
 
 if __name__ == "__main__":
-    from_command_line(growth, "scheduling.json", "scheduling-growth.svg", __doc__)
+    main()

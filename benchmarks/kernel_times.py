@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import correlation, linear_regression, median, quantiles
 from typing import Any
 
 import torch
 
-from benchmarks.cuda import write
-from benchmarks.zoo import load
+from benchmarks.common import held, options, write
+from benchmarks.models import example
 from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
 from nimble_core.profiling.kernel_names import short_kernel_name
 from nimble_core.profiling.machine import environment
@@ -47,8 +45,7 @@ Timed = tuple[str, float]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the results file lacks, and print one line for each pair of tools."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -56,17 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.child:
         replay_under_a_tool(given.models[0], given.dtypes[0])
         return
-    if given.out is None:
-        parser.error("--out FILE is missing")
-    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"models": {}}
-    stamp = environment("cuda")
-    for name in given.models:
-        for dtype in given.dtypes:
-            key = f"{name}, {dtype}"
-            if key not in results["models"]:
-                results["models"][key] = one_model(name, dtype)
-                write(given.out, results, stamp)
-            print(*lines(key, results["models"][key]), sep="\n", flush=True)
+    results, stamp = held(given.out), environment("cuda")
+    for name, dtype in ((name, dtype) for name in given.models for dtype in given.dtypes):
+        key = f"{name}, {dtype}"
+        if key not in results["models"]:
+            results["models"][key] = one_model(name, dtype)
+            write(given.out, results, stamp)
+        print(*lines(key, results["models"][key]), sep="\n", flush=True)
 
 
 def one_model(name: str, dtype: str) -> dict[str, Any]:
@@ -88,7 +81,7 @@ def one_model(name: str, dtype: str) -> dict[str, Any]:
 
 def captured(name: str, dtype: str) -> tuple[Device, Recorded, Executable]:
     """The model's eager kernels as a graph on one stream."""
-    model, args, kwargs = load(name, dtype)
+    model, args, kwargs = example(name, dtype)
     with torch.inference_mode():
         model(*args, **kwargs)
     signature = check_inputs(model, args, kwargs)

@@ -2,95 +2,92 @@
 
     python -m benchmarks.policies --out benchmarks/results/policies-h200.json
 
-For every model and dtype, in one run: bare replays under each policy, ``nimble`` and ``contention`` also on fewer
-streams and under a memory limit, ``nimble`` without shared memory, and what ``policy="auto"`` chose. Two times are
-taken of each, all in turn, each sample after an untimed run of the same:
-
-- ``replay``: host clock, one replay and a synchronisation: what a caller sees who waits for each result;
-- ``back to back``: GPU clock, mean of 5 replays in a row: without what it takes to launch one on an idle GPU.
-
-Results are written after each model, and a model that the file holds already is not measured again. Plans that
-several policies agree on are captured and measured once (``same as``). All speeds are ratios of medians, above 1 where
-the first is faster.
+For every model and dtype, with eager's kernels, in one run: eager, whole calls on one stream and by ``nimble`` (copies
+included), bare replays under each policy, ``nimble`` and ``contention`` also on fewer streams and under a memory limit,
+``nimble`` without shared memory, and what ``policy="auto"`` chose. All are timed in turn, each sample after an untimed
+run of the same: by the host's clock (``replay``, one replay and a synchronisation), and replays by the GPU's (``back to
+back``, mean of 5 in a row). Speeds are above 1 where the first is faster. Plans that several policies agree on are
+measured once (``same as``). A model that the file holds already is not measured again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
-from statistics import geometric_mean
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 
-from benchmarks.cuda import figures, write
-from benchmarks.zoo import CASES, ZOO, load
+from benchmarks.common import figures, held, options, over, write
+from benchmarks.models import example
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.api.engine import Engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.autotune.capture_pipeline import capture, device_for, observe, schedule_by
 from nimble_core.ir.call_graph import predecessors
-from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.costs import Costs
-from nimble_core.ir.measurement import Measurement, interleave, quantile, ratio, summarize
-from nimble_core.ir.program import Program
+from nimble_core.ir.measurement import Measurement, interleave, summarize
 from nimble_core.ir.schedule import Schedule
-from nimble_core.ir.timeline import Timeline
 from nimble_core.profiling.machine import environment
 from nimble_core.runtime.device import Device, Executable
 from nimble_core.scheduling.memory_lower_bound import memory_lower_bound
+from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import simulate
+from nimble_core.tracing.pytree import builder
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.utils.errors import DeviceError
 from nimble_core.validation.equality import check_equality
 from nimble_core.validation.judge import eager_cases, from_same_state
 
+DTYPES = ("float32", "float16")
+MODELS = (
+    "NASNet-A large", "HRNet-W18", "GoogLeNet", "Inception-v3", "ResNet-50", "MobileNetV2", "EfficientNet-B0",
+    "BERT-base 128", "CLIP ViT-B/32",
+)  # fmt: skip
+"""What scheduling is measured on: wide graphs and narrow ones."""
+
 OURS = ("nimble", "contention")
-"""Policies that are also measured on fewer streams and under a memory limit, and watched while they run."""
+"""Policies that are also measured on fewer streams and under a memory limit."""
 
 CAPS = (2, 3, 4, 8)
 LIMIT = 1.25
 """Size of the arena under a memory limit, in arenas of one stream."""
 
-ROUNDS = 101
+ROUNDS, IN_A_ROW = 101, 5
 WAYS = ("replay", "back to back")
+EAGER, CALLS = "eager", ("single, call", "nimble, call")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="*", default=list(ZOO), choices=list(ZOO), metavar="MODEL")
-    parser.add_argument("--seconds", type=float, default=1.5, help="time for each model, dtype and way of measuring")
+    parser = options(__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for each model, dtype and clock")
     given = parser.parse_args(argv)
-    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results.setdefault("models", {})
-    stamp = environment("cuda")
-    for name in given.models:
-        for dtype in CASES:
-            key = f"{name}, {dtype}"
-            if key not in results["models"]:
-                results["models"][key] = one_model(name, dtype, given.seconds)
-                results["summary"] = summary(results["models"])
-                write(given.out, results, stamp)
-                print(row(key, results["models"][key]), flush=True)
-    print("\n".join(("", *table(summary(results["models"])))))
+    results, stamp = held(given.out), environment("cuda")
+    for name, dtype in ((name, dtype) for name in given.models for dtype in DTYPES):
+        key = f"{name}, {dtype}"
+        if key not in results["models"]:
+            results["models"][key] = found = one_model(name, dtype, given.seconds)
+            results["summary"] = summary(results["models"])
+            write(given.out, results, stamp)
+            print(key, {one: found["policies"][one]["replay over single"]["value"] for one in POLICIES}, flush=True)
+    print(json.dumps(summary(results["models"]), indent=1))
 
 
 def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
     """Everything about one model in one dtype, batch 1."""
-    began = time.perf_counter()
-    model, args, kwargs = load(name, dtype)
+    model, args, kwargs = example(name, dtype)
     with torch.inference_mode():
         model(*args, **kwargs)
     start = time.perf_counter()
-    net = Nimble(model).prepare(*args, **kwargs)
+    net = Nimble(model, Options(fuse="none")).prepare(*args, **kwargs)
     prepare_s = time.perf_counter() - start
     signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
@@ -99,124 +96,86 @@ def one_model(name: str, dtype: str, seconds: float) -> dict[str, Any]:
         result = measured(device, recorded, net.engines[0], replays_in_a_row_ns, seconds)
     result["auto"]["prepare s"] = prepare_s
     net.close()
-    result["wall s"] = time.perf_counter() - began
     return result
 
 
-def replays_in_a_row_ns(executable: Executable, *, replays: int = 5, untimed: int = 2) -> float:
-    """GPU time of one of several replays in a row, nanoseconds."""
+def replays_in_a_row_ns(executable: Executable) -> float:
+    """GPU time of one of several replays in a row, after two untimed ones, nanoseconds."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(untimed):
-        executable.replay()
-    start.record()
-    for _ in range(replays):
+    for done in range(2 + IN_A_ROW):
+        if done == 2:
+            start.record()
         executable.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e6 / replays
+    return float(start.elapsed_time(end)) * 1e6 / IN_A_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A recorded model on its device, captured on one stream, and what its calls take there."""
+
+    device: Device
+    recorded: Recorded
+    single: Executable
+    costs: Costs
 
 
 def measured(
     device: Device, recorded: Recorded, auto: Engine, back_to_back_ns: Callable[[Executable], float], seconds: float
 ) -> dict[str, Any]:
-    """Capture, time and check every plan for one recorded model.
+    """Capture, time and check every plan; ``auto`` is the same model as ``policy="auto"`` prepared it.
 
-    Args:
-        device: where.
-        recorded: the model. What replays write of it is the caller's to keep.
-        auto: the same model as ``policy="auto"`` prepared it.
-        back_to_back_ns: times one executable, replays in a row.
-        seconds: to spend on each of the two ways to time.
+    What replays write of the model is the caller's to keep.
     """
-    program, graph = recorded.recording.program, recorded.graph
     with ExitStack() as stack:
 
         def kept(executable: Executable) -> Executable:
-            stack.callback(executable.close)
-            return executable
+            return stack.enter_context(closing(executable))
 
         single = kept(capture(device, recorded, schedule_by(recorded, "single", None, 1)))
-        seen = {"single": observe(device, recorded, single, seconds=0.5)}
-        costs = seen["single"].costs
-
-        plans = {"single": single.schedule, **planned(recorded, costs)}
+        model = Model(device, recorded, single, observe(device, recorded, single, seconds=0.5).costs)
+        plans, made = {"single": single.schedule, **planned(model)}, {"single": single}
         same = duplicates(plans)
-        executables = {"single": single}
         for name, schedule in plans.items():
-            if name not in executables and name not in same:
-                executables[name] = kept(capture(device, recorded, schedule))
-
+            if name not in made and name not in same:
+                made[name] = kept(capture(device, recorded, schedule))
         limits: dict[str, dict[str, Any]] = {}
         for name in OURS:
-            found, limits[name] = limited(device, recorded, costs, executables[same.get(name, name)], single)
+            found, limits[name] = limited(model, made[same.get(name, name)])
             if found is not None:
-                executables[f"{name}, limited"] = kept(found)
-        executables["auto"] = auto.executable
+                made[f"{name}, limited"] = kept(found)
+        made["auto"] = auto.executable
         unshared = kept(device.capture(recorded.recording, plans["nimble"], recorded.signature.tensors))
-        executables["not shared"] = unshared
-
-        times = timed(device, executables, back_to_back_ns, seconds)
-        for name in OURS:
-            if name not in same:
-                seen[name] = observe(device, recorded, executables[name], seconds=0.5)
-        cases = eager_cases(recorded).eager
-        path_ns, _ = critical_path(predecessors(graph, meg=True), costs.ns)
-
-        entries: dict[str, dict[str, Any]] = {}
-        for name, executable in executables.items():
-            replay, in_a_row = times["replay"][name], times["back to back"][name]
-            simulated_ns = simulate(graph, executable.schedule, costs, device.model).length_ns
-            entries[name] = {
-                "streams": executable.schedule.streams,
-                "syncs": asdict(executable.counts),
-                "added order": len(executable.schedule.added_order),
-                "replay": figures(replay),
-                "back to back": figures(in_a_row),
-                "replay over single": asdict(ratio(replay, times["replay"]["single"])),
-                "back to back over single": asdict(ratio(in_a_row, times["back to back"]["single"])),
-                "back to back over critical path": in_a_row.median_ns / path_ns if path_ns else None,
-                "simulated us": simulated_ns / 1e3,
-                "simulation error": simulated_ns / in_a_row.median_ns - 1 if in_a_row.median_ns else None,
-                "memory": memory_figures(program, executable, single),
-                "equality": asdict(check_equality(name, from_same_state(recorded, executable.run), cases)),
-            }
-            if name in seen:
-                entries[name]["kernels in flight"] = in_flight(seen[name].timeline)
-
-        for name, figure in limits.items():
-            figure.update(entries.pop(f"{name}, limited", {}))
-        without, chosen = entries.pop("not shared"), entries.pop("auto")
-        without["pool bytes"] = unshared.nbytes - sum(tensor.nbytes for tensor in recorded.signature.tensors)
-        for way in WAYS:
-            shared = times[way][same.get("nimble", "nimble")]
-            without[f"{way}, shared over this"] = asdict(ratio(shared, times[way]["not shared"]))
-        chosen["candidates"] = [candidate_figures(one) for one in auto.candidates]
-        chosen["chosen"] = next((one.name for one in auto.candidates if one.chosen), auto.schedule.policy)
-        chosen["prepare steps s"] = dict(auto.seconds)
-        return {
-            "calls": graph.size,
-            "nodes": len(single.raw.nodes) if single.raw else None,
-            "edges": len(graph.edges),
-            "meg edges": len(graph.meg),
-            "kernels seen": costs.seen,
-            "kernels expected": costs.expected,
-            "sum of kernels us": costs.total_ns / 1e3,
-            "critical path us": path_ns / 1e3,
-            "policies": {name: entries[name] if name in entries else alias(entries, same[name]) for name in plans},
-            "memory limit": limits,
-            "without shared memory": without,
-            "auto": chosen,
-        }
-
-
-def planned(recorded: Recorded, costs: Costs) -> dict[str, Schedule]:
-    """What each policy plans without a cap on streams, and ours with several caps."""
-    wanted: list[tuple[str, int | None]] = [(policy, None) for policy in POLICIES if policy != "single"]
-    wanted += [(policy, cap) for policy in OURS for cap in CAPS]
+        made["not shared"] = unshared
+        ways = {name: one.replay for name, one in made.items()} | calls(model, made[same.get("nimble", "nimble")])
+        clock, wait = device.clock_ns, device.synchronize
+        host = interleave(ways, clock_ns=clock, synchronize=wait, rounds=ROUNDS, budget_s=seconds, rehearse=True)
+        times = dict(zip(WAYS, (host, in_a_row(device, made, back_to_back_ns, seconds)), strict=True))
+        entries = entries_of(model, made, times)
+    for name, figure in limits.items():
+        figure.update(entries.pop(f"{name}, limited", {}))
+    without, chosen = entries.pop("not shared"), entries.pop("auto")
+    without["pool bytes"] = unshared.nbytes - sum(tensor.nbytes for tensor in recorded.signature.tensors)
+    chosen["chosen"] = next((one.name for one in auto.candidates if one.chosen), auto.schedule.policy)
     return {
-        policy if cap is None else f"{policy}, {cap} streams": schedule_by(recorded, policy, costs, cap)
-        for policy, cap in wanted
+        "calls": recorded.graph.size,
+        EAGER: figures(host[EAGER]),
+        **{one: {**figures(host[one]), "over eager": over(host[one], host[EAGER])} for one in CALLS},
+        "policies": {
+            name: {**entries[same[name]], "same as": same[name]} if name in same else entries[name] for name in plans
+        },
+        "memory limit": limits,
+        "without shared memory": without,
+        "auto": chosen,
     }
+
+
+def planned(model: Model) -> dict[str, Schedule]:
+    """What each policy plans without a cap on streams, and ours with several caps."""
+    wanted: dict[str, tuple[str, int | None]] = {policy: (policy, None) for policy in POLICIES if policy != "single"}
+    wanted |= {f"{policy}, {cap} streams": (policy, cap) for policy in OURS for cap in CAPS}
+    return {name: schedule_by(model.recorded, policy, model.costs, cap) for name, (policy, cap) in wanted.items()}
 
 
 def duplicates(plans: Mapping[str, Schedule]) -> dict[str, str]:
@@ -231,99 +190,84 @@ def duplicates(plans: Mapping[str, Schedule]) -> dict[str, str]:
     return same
 
 
-def alias(entries: Mapping[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    """The figures of an equal plan, marked as such."""
-    return {**entries[name], "same as": name}
-
-
-def limited(
-    device: Device, recorded: Recorded, costs: Costs, executable: Executable, single: Executable
-) -> tuple[Executable | None, dict[str, Any]]:
-    """``executable``'s plan with an arena of at most ``LIMIT`` arenas of one stream; what lies beside it may stay.
-
-    Returns:
-        The executable, None where the plan fits as it is or no plan was found; and what to say about it.
-    """
-    if executable.memory is None or single.memory is None:
+def limited(model: Model, executable: Executable) -> tuple[Executable | None, dict[str, Any]]:
+    """``executable``'s plan in an arena of at most ``LIMIT`` arenas of one stream, or None and why there is none."""
+    if executable.memory is None or model.single.memory is None:
         return None, {"skipped": "the device looks after its memory itself"}
-    arena = int(LIMIT * single.memory.nbytes)
-    limit = arena + executable.nbytes - executable.memory.nbytes
-    figure: dict[str, Any] = {"limit bytes": limit, "arena limit bytes": arena}
-    if executable.memory.nbytes <= arena:
-        return None, {**figure, "fits as it is": True}
+    excess = executable.memory.nbytes - int(LIMIT * model.single.memory.nbytes)
+    if excess <= 0:
+        return None, {"fits as it is": True}
+    plan, limit = executable.schedule, executable.nbytes - excess  # what lies beside the arena may stay
     try:
-        found = capture(device, recorded, executable.schedule, memory_limit=limit, costs=costs)
+        return capture(model.device, model.recorded, plan, memory_limit=limit, costs=model.costs), {}
     except DeviceError as error:
-        return None, {**figure, "skipped": error.what}
-    return found, figure
+        return None, {"skipped": error.what}
 
 
-def timed(
-    device: Device,
-    executables: Mapping[str, Executable],
-    back_to_back_ns: Callable[[Executable], float],
-    seconds: float,
-) -> dict[str, dict[str, Measurement]]:
-    """Both times of every executable, by way of measuring and name; all in turn, five rounds at least."""
-    replay = interleave(
-        {name: executable.replay for name, executable in executables.items()},
-        clock_ns=device.clock_ns,
-        synchronize=device.synchronize,
-        rounds=ROUNDS,
-        budget_s=seconds,
-        rehearse=True,
-    )
-    samples: dict[str, list[float]] = {name: [] for name in executables}
-    began = device.clock_ns()
+def calls(model: Model, several: Executable) -> dict[str, Callable[[], object]]:
+    """Eager, and whole calls on one stream and on several: inputs copied in, outputs copied out."""
+    signature, build = model.recorded.signature, builder(model.recorded.recording.output_structure)
+    args, kwargs = builder(signature.structure)(signature.tensors)
+
+    def eager() -> object:
+        with torch.inference_mode():
+            return model.recorded.model(*args, **kwargs)
+
+    def called(one: Executable) -> Callable[[], object]:
+        return lambda: build(one.run(signature.tensors))
+
+    return {EAGER: eager, **{name: called(one) for name, one in zip(CALLS, (model.single, several), strict=True)}}
+
+
+def in_a_row(
+    device: Device, ways: Mapping[str, Executable], time_ns: Callable[[Executable], float], seconds: float
+) -> dict[str, Measurement]:
+    """GPU times of all executables, five rounds at least."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    order, began = random.Random(0), device.clock_ns()
     for done in range(ROUNDS):
         if done >= 5 and device.clock_ns() - began > seconds * 1e9:
             break
-        for name, executable in executables.items():
-            samples[name].append(back_to_back_ns(executable))
-    return dict(zip(WAYS, (replay, {name: summarize(name, taken) for name, taken in samples.items()}), strict=True))
+        for name in order.sample(list(ways), len(ways)):
+            samples[name].append(time_ns(ways[name]))
+    return {name: summarize(name, taken) for name, taken in samples.items()}
 
 
-def memory_figures(program: Program, executable: Executable, single: Executable) -> dict[str, Any]:
+def entries_of(
+    model: Model, executables: Mapping[str, Executable], times: Mapping[str, Mapping[str, Measurement]]
+) -> dict[str, dict[str, Any]]:
+    """What is kept of each executable: plan, times, simulation, memory, and whether outputs are eager's."""
+    recorded, cases = model.recorded, eager_cases(model.recorded).eager
+    path_ns, _ = critical_path(predecessors(recorded.graph, meg=True), model.costs.ns)
+    found = {}
+    for name, one in executables.items():
+        simulated_ns = simulate(recorded.graph, one.schedule, model.costs, model.device.model).length_ns
+        replay, in_a_row = (times[way][name] for way in WAYS)
+        found[name] = {
+            "streams": one.schedule.streams,
+            "syncs": asdict(one.counts),
+            **{way: figures(times[way][name]) for way in WAYS},
+            **{f"{way} over single": over(times[way][name], times[way]["single"]) for way in WAYS},
+            "replay over critical path": replay.median_ns / path_ns if path_ns else None,
+            "simulated us": simulated_ns / 1e3,
+            "simulation error": simulated_ns / in_a_row.median_ns - 1,
+            "memory": memory_figures(model, one),
+            "equality": asdict(check_equality(name, from_same_state(recorded, one.run), cases)),
+        }
+    return found
+
+
+def memory_figures(model: Model, executable: Executable) -> dict[str, Any]:
     """Bytes that an executable holds, and how small its arena could have been."""
-    memory = executable.memory
-    if memory is None or single.memory is None:
+    memory, program = executable.memory, model.recorded.recording.program
+    if memory is None:
         return {"held bytes": executable.nbytes}
     placed = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
     bound = memory_lower_bound(program, executable.schedule, place=placed, alignment=memory.alignment)
-    apart = sum(-(-program.storages[storage].nbytes // memory.alignment) for storage in placed) * memory.alignment
     return {
         "held bytes": executable.nbytes,
         "arena bytes": memory.nbytes,
-        "workspace bytes": memory.workspace_nbytes,
-        "lower bound bytes": bound,
-        "without reuse bytes": apart,
-        "one stream's arena bytes": single.memory.nbytes,
         "arena over lower bound": memory.nbytes / bound if bound else None,
-        "arena over one stream's": memory.nbytes / single.memory.nbytes if single.memory.nbytes else None,
-    }
-
-
-def in_flight(timeline: Timeline) -> dict[str, float]:
-    """Kernels that ran at one time: mean over the replay, and most."""
-    changes = sorted([(span.end_ns, -1) for span in timeline.spans] + [(span.start_ns, 1) for span in timeline.spans])
-    running = most = 0
-    for _, change in changes:
-        running += change
-        most = max(most, running)
-    busy_ns = sum(span.end_ns - span.start_ns for span in timeline.spans)
-    return {"mean": busy_ns / timeline.length_ns if timeline.length_ns else 0.0, "max": most}
-
-
-def candidate_figures(one: Candidate) -> dict[str, Any]:
-    """A candidate of ``auto``; times in µs, as simulated and as it was measured while preparing."""
-    return {
-        "name": one.name,
-        "streams": one.streams,
-        "simulated us": one.simulated_ns / 1e3,
-        "measured us": one.measurement.median_ns / 1e3 if one.measurement else None,
-        "capture s": one.capture_s,
-        "chosen": one.chosen,
-        "note": one.note,
     }
 
 
@@ -333,174 +277,53 @@ def speed(faster: Mapping[str, Any], baseline: Mapping[str, Any], way: str) -> f
 
 
 def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the file says over all models: geometric means, worst cases and where they are."""
-    policies: dict[str, list[dict[str, Any]]] = {}
-    for result in models.values():
-        for policy, entry in (*result["policies"].items(), ("auto", result["auto"])):
-            policies.setdefault(policy, []).append(entry)
-    distinct = [
-        (f"{policy} on {key}", entry)
-        for key, result in models.items()
-        for policy, entry in result["policies"].items()
-        if "same as" not in entry
-    ]
-    extra = [(f"auto on {key}", result["auto"]) for key, result in models.items()]
-    extra += [(f"nimble, not shared, on {key}", result["without shared memory"]) for key, result in models.items()]
-    extra += [
-        (f"{policy}, limited, on {key}", entry)
-        for key, result in models.items()
-        for policy, entry in result["memory limit"].items()
-        if "replay" in entry
-    ]
-    errors = [entry["simulation error"] for _, entry in distinct if entry["simulation error"] is not None]
-    unequal = {where: one["equality"]["reason"] for where, one in (*distinct, *extra) if not one["equality"]["passed"]}
-    return {
-        "models and dtypes": len(models),
-        **{
-            f"speed over {baseline}": {
-                way: {
-                    policy: geometric_mean(
-                        [speed(entry, base, way) for entry, base in zip(found, policies[baseline], strict=True)]
-                    )
-                    for policy, found in policies.items()
-                }
-                for way in WAYS
-            }
-            for baseline in ("single", "nimble")
-        },
-        "simulation error": {
-            "plans": len(errors),
-            "median": quantile([abs(error) for error in errors], 0.5),
-            "quartiles": [quantile([abs(error) for error in errors], q) for q in (0.25, 0.75)],
-            "signed median": quantile(errors, 0.5),
-        },
-        "arena over lower bound": extreme(
-            max, ((where, entry["memory"].get("arena over lower bound")) for where, entry in distinct)
-        ),
-        "arena over one stream's": {
-            policy: spread(entry["memory"].get("arena over one stream's") for entry in found)
-            for policy, found in policies.items()
-        },
-        "memory limit": {policy: limit_summary(models, policy) for policy in OURS},
-        "auto over single": {
-            way: extreme(
-                min, ((key, speed(one["auto"], one["policies"]["single"], way)) for key, one in models.items())
-            )
-            for way in WAYS
-        },
-        "auto prepare s": spread(one["auto"]["prepare s"] for one in models.values()),
-        "shared memory over not shared": {
-            way: {
-                **spread(
-                    speed(one["policies"]["nimble"], one["without shared memory"], way) for one in models.values()
-                ),
-                "slowest": extreme(
-                    min,
-                    (
-                        (key, speed(one["policies"]["nimble"], one["without shared memory"], way))
-                        for key, one in models.items()
-                    ),
-                ),
-            }
-            for way in WAYS
-        },
-        "unstable": {way: [where for where, entry in (*distinct, *extra) if entry[way]["warnings"]] for way in WAYS},
-        "equal to eager": {"checked": len(distinct) + len(extra), "not shown": unequal},
+    """What the file says over all models: geometric means, least and most."""
+    of = {key: {**one["policies"], "auto": one["auto"]} for key, one in models.items()}
+    plans = {
+        f"{name} on {key}": one for key, found in of.items() for name, one in found.items() if "same as" not in one
     }
+    limits = {(name, key): limit for key, one in models.items() for name, limit in one["memory limit"].items()}
+    changed = {at: limit for at, limit in limits.items() if "replay" in limit}
+    every = plans | {f"{name}, limited, on {key}": limit for (name, key), limit in changed.items()}
+    every |= {f"nimble, not shared, on {key}": one["without shared memory"] for key, one in models.items()}
+    errors = [abs(one["simulation error"]) for at, one in plans.items() if not at.startswith("auto on ")]
 
+    def speeds(pairs: Mapping[Any, tuple[Any, Any]]) -> dict[str, Any]:
+        return {way: spread({key: speed(*pair, way) for key, pair in pairs.items()}) for way in WAYS}
 
-def limit_summary(models: Mapping[str, dict[str, Any]], policy: str) -> dict[str, Any]:
-    """How a policy does under the memory limit, where its plan had to change."""
-    pairs = [(one["memory limit"][policy], one["policies"][policy]) for one in models.values()]
-    changed = [(limit, free) for limit, free in pairs if "replay" in limit]
     return {
-        "fits as it is": sum("fits as it is" in limit for limit, _ in pairs),
-        "changed": len(changed),
-        "skipped": sum("skipped" in limit for limit, _ in pairs),
-        "arena over one stream's": spread(limit["memory"].get("arena over one stream's") for limit, _ in changed),
-        "speed over no limit": {way: spread(speed(limit, free, way) for limit, free in changed) for way in WAYS},
         "speed over single": {
-            way: spread(limit[f"{way} over single"]["value"] for limit, _ in changed) for way in WAYS
+            policy: speeds({key: (found[policy], found["single"]) for key, found in of.items()})
+            for policy in next(iter(of.values()))
+        },
+        "auto prepare s": spread({key: found["auto"]["prepare s"] for key, found in of.items()}),
+        "simulation error": {"plans": len(errors), "median": median(errors)},
+        "arena over lower bound": spread(
+            {at: one["memory"].get("arena over lower bound") for at, one in plans.items()}
+        ),
+        "memory limit": {
+            "skipped": sum("skipped" in limit for limit in limits.values()),
+            "speed over no limit": speeds({", ".join(at): (one, of[at[1]][at[0]]) for at, one in changed.items()}),
+        },
+        "shared memory over not shared": speeds(
+            {key: (of[key]["nimble"], one["without shared memory"]) for key, one in models.items()}
+        ),
+        "equal to eager": {
+            "checked": len(every),
+            "not shown": {at: one["equality"]["reason"] for at, one in every.items() if not one["equality"]["passed"]},
         },
     }
 
 
-def spread(values: Iterable[float | None]) -> dict[str, float]:
-    """Least, geometric mean and most of the values that are known; empty if none is.
+def spread(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """Least, geometric mean and most of the values that are known, and whose the ends are; empty if none is.
 
-    >>> spread([1.0, None, 4.0])
-    {'least': 1.0, 'geometric mean': 2.0, 'most': 4.0}
+    >>> spread({"a": 1.0, "b": None, "c": 4.0})
+    {'least': [1.0, 'a'], 'geometric mean': 2.0, 'most': [4.0, 'c']}
     """
-    known = [value for value in values if value]
-    return {"least": min(known), "geometric mean": geometric_mean(known), "most": max(known)} if known else {}
-
-
-def extreme(choose: Callable[..., tuple[float, str]], values: Iterable[tuple[str, float | None]]) -> dict[str, Any]:
-    """The least or the most of named values, and its name.
-
-    >>> extreme(max, [("a", 1.0), ("b", None), ("c", 2.0)])
-    {'value': 2.0, 'where': 'c'}
-    """
-    known = [(value, where) for where, value in values if value is not None]
-    return dict(zip(("value", "where"), choose(known), strict=True)) if known else {}
-
-
-def row(key: str, result: dict[str, Any]) -> str:
-    """One line for the terminal."""
-    policies, auto = result["policies"], result["auto"]
-    speeds = "  ".join(
-        f"{policy} {speed(entry, policies['single'], 'replay'):.2f}x"
-        for policy, entry in (*policies.items(), ("auto", auto))
-        if policy in POLICIES or policy == "auto"
-    )
-    single_us = policies["single"]["replay"]["median us"]
-    return f"{key:26} single {single_us:6.0f} µs  {speeds} ({auto['chosen']})  took {result['wall s']:.0f} s"
-
-
-def table(found: dict[str, Any]) -> list[str]:
-    """The summary as lines for the terminal."""
-    over, than = found["speed over single"], found["speed over nimble"]
-    arenas = found["arena over one stream's"]
-    lines = [f"geometric means over {found['models and dtypes']} models and dtypes"]
-    lines.append(f"{'policy':24}{'replay':>9}{'in a row':>10}{'replay':>12}{'in a row':>10}{'arena':>11}")
-    lines.append(f"{'':24}{'over single':>19}{'over nimble':>22}{'of single':>11}")
-    for policy in over["replay"]:
-        arena = arenas[policy].get("geometric mean", 0.0)
-        lines.append(
-            f"{policy:24}{over['replay'][policy]:8.3f}x{over['back to back'][policy]:9.3f}x"
-            f"{than['replay'][policy]:11.3f}x{than['back to back'][policy]:9.3f}x{arena:10.2f}x"
-        )
-    error, bound, auto = found["simulation error"], found["arena over lower bound"], found["auto over single"]
-    lines.append(
-        f"simulation error: median {error['median']:.1%}, quartiles {error['quartiles'][0]:.1%} and "
-        f"{error['quartiles'][1]:.1%}, signed {error['signed median']:+.1%}, {error['plans']} plans"
-    )
-    lines.append(
-        f"arena over its lower bound: at most {bound['value']:.3f} ({bound['where']})" if bound else "no arenas"
-    )
-    for policy, limit in found["memory limit"].items():
-        line = f"{policy} in {LIMIT} arenas of one stream: {limit['fits as it is']} fit as they are, "
-        line += f"{limit['changed']} changed, {limit['skipped']} skipped"
-        if limit["changed"]:
-            arena, free = limit["arena over one stream's"], limit["speed over no limit"]["replay"]
-            line += f"; arena up to {arena['most']:.3f}, {free['geometric mean']:.3f}x as fast as without ("
-            line += f"{free['least']:.3f} to {free['most']:.3f})"
-        lines.append(line)
-    for way in WAYS:
-        shared = found["shared memory over not shared"][way]
-        lines.append(
-            f"shared memory over not shared, {way}: {shared['geometric mean']:.3f}x, slowest "
-            f"{shared['slowest']['value']:.3f}x ({shared['slowest']['where']})"
-        )
-        lines.append(f"auto over single, {way}: slowest {auto[way]['value']:.3f}x ({auto[way]['where']})")
-    prepare = found["auto prepare s"]
-    lines.append(f"auto prepares in {prepare['least']:.2f} to {prepare['most']:.2f} s")
-    for way, where in found["unstable"].items():
-        lines.append(f"unstable, {way}: {len(where)}" + (f" ({'; '.join(where[:5])})" if where else ""))
-    equal = found["equal to eager"]
-    lines.append(f"equal to eager: {equal['checked'] - len(equal['not shown'])} of {equal['checked']}")
-    lines += [f"  not shown: {where}: {reason}" for where, reason in equal["not shown"].items()]
-    return lines
+    known = sorted((value, name) for name, value in values.items() if value)
+    mean = geometric_mean([value for value, _ in known] or [1.0])
+    return {"least": list(known[0]), "geometric mean": mean, "most": list(known[-1])} if known else {}
 
 
 if __name__ == "__main__":

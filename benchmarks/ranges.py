@@ -17,16 +17,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks.common import options, write
 from nimble_core.profiling.machine import environment
 
 ROOT = Path(__file__).parent.parent
+TOOL = ROOT / "tests" / "support" / "nvtx_tool.cpp"
 CALLS = 16
 KINDS = ("turned off", "no tool", "a tool listens")
 ROWS = {
@@ -42,20 +43,17 @@ ROWS = {
 
 def main() -> None:
     """Measure and print one row for each thing that is done."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranges", description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="processes of each kind (default: 5)")
     parser.add_argument("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--out", type=Path, help="write the samples as JSON too")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         print(json.dumps(measured(given.device)))
         return
+    stamp = environment(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     taken = compared(given.rounds, given.device)
-    if given.out:
-        stamp = environment(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        results = {"environment": asdict(stamp), "samples": taken}
-        given.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write(given.out, {"samples": taken}, stamp)
     print(table(taken))
 
 
@@ -78,7 +76,7 @@ def compiled(folder: Path) -> Path | None:
         return None
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
     made = folder / "tool.so"
-    subprocess.run([compiler, *flags, str(ROOT / "tests" / "nvtx_tool.cpp"), "-o", str(made)], check=True)
+    subprocess.run([compiler, *flags, str(TOOL), "-o", str(made)], check=True)
     return made
 
 

@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.common import options, write
 from nimble_core.profiling.machine import environment
 from nimble_core.utils.units import format_ns
 from nimble_viz import load
@@ -64,18 +64,16 @@ def missed(row: dict[str, float]) -> list[str]:
 
 def main() -> int:
     """Measure, print one line for each report; 1 where a limit is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report_file", description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
     parser.add_argument("--rounds", type=int, default=5, help="of saving and loading (default: 5)")
     parser.add_argument("--cold", action="store_true", help="each report in a process of its own, once")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON too")
     parser.add_argument("--only", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only:
         print(json.dumps(measured(reports(given.calls)[given.only](), 1)))
         return 0
-    failed = False
-    rows = {}
+    failed, rows, stamp = False, {}, environment("cpu")
     for name, make in reports(given.calls).items():
         if given.cold:
             command = [sys.executable, "-m", "benchmarks.report_file", "--only", name, "--calls", str(given.calls)]
@@ -89,9 +87,7 @@ def main() -> int:
             f"save {format_ns(row['save_s'] * 1e9)}, load {format_ns(row['load_s'] * 1e9)}, {row['bytes']:,} bytes"
         )
         print(f"{name}, {given.calls:,} calls: {figures}" + (f"; MISSED: {', '.join(wrong)}" if wrong else ""))
-    if given.out:
-        results = {"environment": asdict(environment("cpu")), "calls": given.calls, "cold": given.cold, "reports": rows}
-        given.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write(given.out, {"calls": given.calls, "cold": given.cold, "reports": rows}, stamp)
     return int(failed)
 
 

@@ -10,12 +10,13 @@ CUDA graphs that a call replays. Two processes of one checkout differ by a few p
 in the other order. What disturbs a host only adds time, so ratios are those of lower quartiles, the newer over the
 older, with the lowest and highest of rounds.
 
-Only the public API is used, which both checkouts have.
+Only the public API is used, which both checkouts have; models are this checkout's for both.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -154,52 +156,53 @@ def child(name: str, dtype: str, kind: str) -> None:
     """Prepare one row with the packages on the path, say so, and take a sample for each line that comes in."""
     import torch
 
-    from benchmarks.zoo import precision
-
-    cuda = torch.cuda.is_available()
+    cuda, measure = torch.cuda.is_available(), _neighbour("measure")
     synchronize: Callable[[], Any] = torch.cuda.synchronize if cuda else lambda: None
-    with precision(dtype):
-        call, engine = _prepared(name, dtype, kind, "cuda" if cuda else "cpu")
-        for _ in range(10):
-            call()
-        synchronize()
-        graphs = _graphs_of(call) if cuda else []
-        schedule, program = engine.schedule, engine.recorded.recording.program
-        about = {
-            "plan": schedule.policy,
-            "fuse": program.fuse,
-            "calls": len(program.calls),
-            "streams": schedule.streams,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-        }
-        print(json.dumps(about), flush=True)
-        for _ in sys.stdin:
-            print(json.dumps(_sample(call, graphs, synchronize)), flush=True)
+    call, engine = _prepared(name, dtype, kind, "cuda" if cuda else "cpu")
+    for _ in range(10):
+        call()
+    synchronize()
+    replay, graphs = measure.replayed(call, torch.cuda.CUDAGraph) if cuda else (call, 0)
+    schedule, program = engine.schedule, engine.recorded.recording.program
+    about = {
+        "plan": schedule.policy,
+        "fuse": program.fuse,
+        "calls": len(program.calls),
+        "streams": schedule.streams,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+    print(json.dumps(about), flush=True)
+    for _ in sys.stdin:
+        found = {"host_us": _host_us(call, synchronize), "throughput_us": measure.block(call, synchronize, CALLS)}
+        if graphs:
+            event = partial(torch.cuda.Event, enable_timing=True)
+            found["device_us"] = median(measure.device_samples(replay, synchronize, event))
+        print(json.dumps(found), flush=True)
 
 
 def _prepared(name: str, dtype: str, kind: str, device: str) -> tuple[Callable[[], Any], Any]:
     import torch
 
-    from benchmarks import train_zoo, zoo
     from nimble_core import Nimble, Options, TrainStep
 
+    models = _neighbour("models")
     options = Options(budget_s=60.0)
     if kind == "inference":
-        model, args, kwargs = zoo.load(name, dtype, device=device)
+        model, args, kwargs = models.example(name, dtype, device=device)
         net = Nimble(model, options).prepare(*args, **kwargs)
         return lambda: net(*args, **kwargs), net.engines[0]
-    task = train_zoo.load(name, dtype, 32, device)
-    optimizer = task.make_optimizer(fused=True)
-    inputs, targets = task.batches[0]
+    task = models.load(next(row for row in models.ROWS.values() if row.title == name), device)
+    model, (inputs, targets) = task.make(), task.batch()
+    optimizer = task.optimizer(model.parameters())
     if kind == "whole step":
-        step = TrainStep(task.model, task.loss_fn, optimizer, options=options).prepare(inputs, targets)
+        step = TrainStep(model, task.loss_fn, optimizer, options=options).prepare(inputs, targets)
         return lambda: step(inputs, targets), step.engine
-    net = Nimble(task.model, options).prepare(*inputs, training=True)
+    net = Nimble(model, options).prepare(inputs, training=True)
 
     def drop_in() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = task.loss_fn(net(*inputs), targets)
+        loss: torch.Tensor = task.loss_fn(net(inputs), targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -207,56 +210,28 @@ def _prepared(name: str, dtype: str, kind: str, device: str) -> tuple[Callable[[
     return drop_in, net.engines[0]
 
 
-def _graphs_of(call: Callable[[], Any]) -> list[Any]:
-    """The CUDA graphs that one call replays."""
-    import torch
-
-    seen: list[Any] = []
-    replay = torch.cuda.CUDAGraph.replay
-
-    def noted(graph: Any) -> None:
-        seen.append(graph)
-        replay(graph)
-
-    torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]  # for one call
-    try:
-        call()
-    finally:
-        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]  # what was there
-    torch.cuda.synchronize()
-    return seen
+def _neighbour(name: str) -> Any:
+    """A module beside this file, also where the package ``benchmarks`` on the path is another checkout's."""
+    folder = Path(__file__).resolve().parent
+    if getattr(sys.modules.get("benchmarks"), "__path__", None) != [str(folder)]:
+        spec = importlib.util.spec_from_file_location(
+            "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"benchmarks.{name}")
 
 
-def _sample(call: Callable[[], Any], graphs: list[Any], synchronize: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds: until a call returns, a call among many, and what its graphs take on the device."""
-    host = []
+def _host_us(call: Callable[[], Any], synchronize: Callable[[], Any]) -> float:
+    """Until a call returns, the device idle before."""
+    taken = []
     for _ in range(7):
         synchronize()
         start = time.perf_counter_ns()
         call()
-        host.append((time.perf_counter_ns() - start) / 1e3)
+        taken.append((time.perf_counter_ns() - start) / 1e3)
     synchronize()
-    start = time.perf_counter_ns()
-    for _ in range(CALLS):
-        call()
-    synchronize()
-    found = {"host_us": median(host), "throughput_us": (time.perf_counter_ns() - start) / 1e3 / CALLS}
-    return found | ({"device_us": _device_us(graphs)} if graphs else {})
-
-
-def _device_us(graphs: list[Any]) -> float:
-    import torch
-
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for graph in graphs:
-        graph.replay()
-    first.record()
-    for _ in range(CALLS):
-        for graph in graphs:
-            graph.replay()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / CALLS * 1e3
+    return median(taken)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ or panning is below ``LIMIT_FPS``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import shutil
@@ -22,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common import options, write
 from benchmarks.report_file import CALLS, reports
 from nimble_core.profiling.machine import environment
 from nimble_viz.render.html import fragment, page
@@ -53,8 +51,7 @@ _COUNTED = "() => { cancelAnimationFrame(window.counting); return window.counted
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one line for each report and view, write the file; 1 where a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--calls", type=int, default=CALLS, help=f"calls of each report (default: {CALLS:,})")
     parser.add_argument("--rounds", type=int, default=5, help="of opening (default: 5)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of panning each view (default: 3)")
@@ -73,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows[kind] = one_report(browser, make(), Path(folder), given.rounds, given.seconds)
             print(*lines(f"{kind}, {given.calls:,} calls", rows[kind]), sep="\n", flush=True)
         browser.close()
-    if given.out:
-        written = {"environment": asdict(stamp), "browser": name, "calls": given.calls, "reports": rows}
-        given.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write(given.out, {"browser": name, "calls": given.calls, "reports": rows}, stamp)
     wrong = [one for row in rows.values() for one in missed(row)]
     print(*(f"MISSED: {one}" for one in wrong), sep="\n", end="\n" * bool(wrong))
     return int(bool(wrong))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.ranges import ROWS, in_turn, table
+from benchmarks.ranges import ROWS, TOOL, in_turn, table
 
 
 def test_each_row_has_its_median_and_its_extremes() -> None:
@@ -12,6 +12,10 @@ def test_each_row_has_its_median_and_its_extremes() -> None:
     assert len(lines) == 2 + len(ROWS)
     assert all(line.endswith("| 2.00 (1.00 to 3.00) |") for line in lines[2:])
     assert "eager run of 16 calls" in table(taken)
+
+
+def test_the_tool_is_where_it_is_compiled_from() -> None:
+    assert "NVTX" in TOOL.read_text(encoding="utf-8")
 
 
 def test_both_run_equally_often_and_each_goes_first_as_often() -> None:

@@ -1,14 +1,13 @@
-"""The scheduling benchmark: graphs are as wide as it says, limits bite, figures leave nothing out silently."""
+"""The scheduling benchmark: graphs are as wide as it says, and limits bite."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import figures, scheduling
+from benchmarks import scheduling
 from nimble_core.algorithms.antichain import width
 from nimble_core.ir.call_graph import build_graph, graph_from_edges, predecessors
 
@@ -57,37 +56,3 @@ def test_a_step_is_given_up_in_time() -> None:
     with scheduling.at_most(0.01):
         pass
     time.sleep(0.02)  # the alarm is off again
-
-
-def test_labels_keep_apart_and_near() -> None:
-    places = [5.0, 1.0, 1.2, 9.0]
-    moved = figures.apart(places, 1.0)
-    assert moved == pytest.approx([5.0, 0.6, 1.6, 9.0])
-
-
-def test_what_was_given_up_is_left_out() -> None:
-    cases = [
-        {"calls": 10, "s": {"a": 1.0}},
-        {"calls": 20, "s": {"a": 2.0}},
-        {"calls": 10, "s": {"a": 3.0}},
-        {"calls": 20, "s": {"a": None}},
-    ]
-    assert figures.worst(cases, "calls", "s", "a") == [(10, 3.0)]
-
-
-def test_the_figure_is_drawn_the_same_twice(tmp_path: Path) -> None:
-    steps = dict.fromkeys(figures.STEPS, 0.5)
-    cases = [
-        {
-            "shape": "chains",
-            "calls": calls,
-            "width": width,
-            "best_s": steps,
-            "peak_bytes": dict.fromkeys(steps, 1 << 20),
-        }
-        for calls, width in ((1_000, 1), (10_000, 1), (10_000, 9))
-    ]
-    stamp = {"cpu": "a CPU", "python": "3.12", "date": "2026-11-21T05:52:04+00:00"}
-    for name in ("one.svg", "two.svg"):
-        figures.growth({"environment": stamp, "give_up_s": 20, "results": cases}, tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()

@@ -1,0 +1,113 @@
+"""Time ways to run a model: raw samples in µs, under the names that records give them.
+
+``latency_us`` is one call and a synchronisation, ``throughput_us`` a block of calls and one synchronisation over the
+number of calls, ``device_us`` CUDA events around back-to-back replays of the CUDA graphs that one call replays,
+``host_us`` until the call returns, the GPU idle before, and ``launch_us`` what launching the same graphs by themselves
+takes of that. Without a GPU only latency and throughput are taken: a call returns when it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
+FEWEST = 16, 3  # samples of latency and of throughput that are taken however long they last
+Act = Callable[[], object]
+Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
+
+
+def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -> dict[str, dict[str, Any]]:
+    """Samples of ``ways``; ``seconds``: for each figure of a way, at most.
+
+    Latencies of several are taken in turn, each sample after an untimed call of the same; other figures way by way.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    began = time.perf_counter()
+    for done in range(SAMPLES):
+        if done >= FEWEST[0] and time.perf_counter() - began > seconds * len(ways):
+            break
+        for name, way in ways.items():
+            pairs[name].append(_pair(*way, rehearse=len(ways) > 1))
+    return {name: _figures(*way, pairs[name], cuda, seconds) for name, way in ways.items()}
+
+
+def block(call: Act, synchronize: Act, calls: int) -> float:
+    """Wall time of a call among so many, µs."""
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    synchronize()
+    return (time.perf_counter_ns() - start) / 1e3 / calls
+
+
+def _pair(call: Act, synchronize: Act, *, rehearse: bool = False) -> tuple[float, float]:
+    """Latency and host time of one call."""
+    if rehearse:
+        block(call, synchronize, 1)
+    start = time.perf_counter_ns()
+    call()
+    returned = time.perf_counter_ns()
+    synchronize()
+    return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
+
+
+def _figures(
+    call: Act, synchronize: Act, pairs: Sequence[tuple[float, float]], cuda: bool, seconds: float
+) -> dict[str, Any]:
+    """All samples of a way whose latencies were taken."""
+    latency, host = zip(*pairs, strict=True)
+    throughput: list[float] = []
+    began = time.perf_counter()
+    while len(throughput) < BLOCKS and (time.perf_counter() - began < seconds or len(throughput) < FEWEST[1]):
+        throughput.append(block(call, synchronize, CALLS))
+    found: dict[str, Any] = {"latency_us": latency, "throughput_us": tuple(throughput)}
+    if not cuda:
+        return found
+    import torch
+
+    replay, graphs = replayed(call, torch.cuda.CUDAGraph)
+    synchronize()
+    found |= {"host_us": host, "graphs": graphs}
+    if graphs:
+        wait = torch.cuda.synchronize
+        found["device_us"] = device_samples(replay, wait, lambda: torch.cuda.Event(enable_timing=True))
+        found["launch_us"] = tuple(_pair(replay, wait)[1] for _ in pairs)
+    return found
+
+
+def replayed(call: Act, kind: Any) -> tuple[Act, int]:
+    """What replays again the graphs of class ``kind`` that ``call`` replays, in order; and how many these are."""
+    seen: list[Any] = []
+    launch = kind.replay
+
+    def noted(graph: Any) -> None:
+        seen.append(graph)
+        launch(graph)
+
+    def replay() -> None:
+        for graph in seen:
+            launch(graph)
+
+    kind.replay = noted
+    try:
+        call()
+    finally:
+        kind.replay = launch
+    return replay, len(seen)
+
+
+def device_samples(replay: Act, synchronize: Act, event: Callable[[], Any]) -> tuple[float, ...]:
+    """Device time of a ``replay``, µs: replays back to back between two events, after an untimed one."""
+    found: list[float] = []
+    for _ in range(DEVICE_BLOCKS):
+        first, last = event(), event()
+        replay()
+        first.record()
+        for _ in range(CALLS):
+            replay()
+        last.record()
+        synchronize()
+        found.append(first.elapsed_time(last) / CALLS * 1e3)
+    return tuple(found)

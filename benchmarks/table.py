@@ -1,0 +1,162 @@
+"""Write what the runner's stores say into README and docs, by one template.
+
+    python -m benchmarks.table          # reads benchmarks/results/h200.jsonl.gz
+    python -m benchmarks.table --check  # writes nothing; exit status 1 where a page says something else
+
+A table lies between two equal marks, ``<!-- inference -->`` or ``<!-- training -->``. For each measure the best peer
+of a row is the fastest right one, graphs captured by hand included. Ratios are of processes: they are bold where the
+interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by which two processes may differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+
+from benchmarks.models import ROWS
+from benchmarks.store import OURS, Record, read
+from nimble_core.ir.measurement import Ratio, across, summarize
+
+ROOT = Path(__file__).parents[1]
+STORE = ROOT / "benchmarks" / "results" / "h200.jsonl.gz"
+PAGES = (ROOT / "README.md",)
+MEASURES = {"latency_us": "latency", "throughput_us": "throughput", "device_us": "device time"}
+DTYPES = {"float32": "float32", "tf32": "TF32", "float16": "float16", "bfloat16": "bfloat16"}
+NAMES = {
+    "graph": "eager by hand",
+    "fr-graph": "Inductor by hand",
+    "compile-graph": "compiled by hand",
+    "step-graph": "compiled step by hand",
+    "ro": "reduce-overhead",
+    "fr": "the same, freezing",
+    "ro-skip": "reduce-overhead, guards skipped",
+    "fr-skip": "freezing, guards skipped",
+}
+
+
+def ratio(ours: Record, peer: Record, measure: str) -> Ratio:
+    """Speed of ours over a peer's, of samples taken in two processes."""
+    new, old = (summarize(one.way, [us * 1e3 for us in getattr(one, measure)]) for one in (ours, peer))
+    return across(new, old)
+
+
+def best(records: Iterable[Record], measure: str) -> Record | None:
+    """The fastest right peer, by this measure; device times of what runs partly in eager do not count."""
+    peers = [
+        one
+        for one in records
+        if one.way not in OURS and not one.wrong and not one.error and measure in one.medians
+        if measure != "device_us" or one.whole
+    ]
+    return min(peers, key=lambda one: one.medians[measure], default=None)
+
+
+def cell(found: Ratio) -> str:
+    """A ratio with its interval and no more than it shows.
+
+    >>> cell(Ratio("ours", "peer", 1.3, 1.28, 1.31, 1.05)), cell(Ratio("ours", "peer", 1.3, 0.9, 1.4, 1.05))
+    ('**1.30x** [1.28, 1.31]', '1.30x [0.90, 1.40], undecided')
+    """
+    said = f"[{found.low:.2f}, {found.high:.2f}]"
+    if found.verdict in ("faster", "slower"):
+        return f"**{found.value:.2f}x** {said}"
+    return f"{found.value:.2f}x {said}" + ", undecided" * (not found.decided)
+
+
+def rows_of(records: Iterable[Record], *, training: bool) -> dict[str, dict[str, Record]]:
+    """Ways by row, alone in their processes, in the order of the suite; rows without ours are left out."""
+    found: dict[str, dict[str, Record]] = {}
+    for one in records:
+        if one.training == training and not one.together:
+            found.setdefault(one.row, {})[one.way] = one
+    order = {name: index for index, name in enumerate(ROWS)}
+    kept = {row: ways for row, ways in found.items() if "ours" in ways and best(ways.values(), "latency_us")}
+    return dict(sorted(kept.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def table(records: Sequence[Record], *, training: bool) -> str:
+    """What one kind of rows says, as Markdown: a sentence, a table, and what to know."""
+    rows = rows_of(records, training=training)
+    if not rows:
+        return "Not measured yet."
+    lines = [
+        "| model | eager | best peer | ours | latency | throughput | device time |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    means: dict[str, list[float]] = {}
+    for ways in rows.values():
+        ours, cells = ways["ours"], []
+        peers = {measure: best(ways.values(), measure) for measure in MEASURES}
+        for measure, peer in peers.items():
+            over = ratio(ours, peer, measure) if peer and measure in ours.medians else None
+            cells.append(cell(over) if over else "–")
+            if over and not ours.wrong:
+                means.setdefault(measure, []).append(over.value)
+        eager = ways["eager"].medians.get("latency_us") if "eager" in ways else None
+        about = f"{ours.title}, {DTYPES[ours.dtype]}" + f", batch {ours.batch}" * (ours.batch != 1)
+        peer_times = _peer_cell(peers)
+        ours_times = _times(ours.medians) + ", WRONG" * ours.wrong
+        lines.append(
+            f"| {about} | {f'{eager:.0f}' if eager else '–'} | {peer_times} | {ours_times} | {' | '.join(cells)} |"
+        )
+    means_said = ", ".join(f"{MEASURES[name]} {geometric_mean(values):.2f}x" for name, values in means.items())
+    what = "steps" if training else "batch 1 unless said"
+    return (
+        f"{_where(rows)}; µs, {what}: latency / throughput / device time. Over the best peer of each row, by geometric "
+        f"means of {len(rows)} rows: {means_said}.\n\n" + "\n".join(lines)
+    )
+
+
+def _times(medians: Mapping[str, float]) -> str:
+    return " / ".join(f"{medians[name]:.0f}" if name in medians else "–" for name in MEASURES)
+
+
+def _peer_cell(peers: Mapping[str, Record | None]) -> str:
+    """Times of the best peers, and who they are: one name where one is best at all."""
+    times = " / ".join(f"{one.medians[name]:.0f}" if one else "–" for name, one in peers.items())
+    names = dict.fromkeys(NAMES.get(one.way, one.way) for one in peers.values() if one)
+    return f"{times} ({'; '.join(names)})"
+
+
+def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:
+    """Machine and versions of the latest record of ours."""
+    one = max((ways["ours"] for ways in rows.values()), key=lambda one: one.date)
+    where, packages = one.environment, one.packages
+    host = f"host {where.get('host_cpu')}, {where.get('cores')} cores"
+    return (
+        f"One {where.get('device_name')} (driver {where.get('driver')}), {host}; torch {packages.get('torch')}, "
+        f"transformers {packages.get('transformers')}"
+    )
+
+
+def filled(page: str, parts: Mapping[str, str]) -> str:
+    """A page with each part between its two marks; parts without marks are not for this page."""
+    for name, text in parts.items():
+        mark = f"<!-- {name} -->"
+        if page.count(mark) == 2:
+            before, _, after = page.split(mark)
+            page = f"{before}{mark}\n{text}\n{mark}{after}"
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fill the pages, or say which are not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args(arguments)
+    records = read(STORE)
+    parts = {"inference": table(records, training=False), "training": table(records, training=True)}
+    changed = [path for path in PAGES if filled(path.read_text(), parts) != path.read_text()]
+    for path in changed:
+        if given.check:
+            print(f"{path.name} does not say what {STORE.name} does: python -m benchmarks.table", file=sys.stderr)
+        else:
+            path.write_text(filled(path.read_text(), parts))
+    return int(given.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

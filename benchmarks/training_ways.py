@@ -1,0 +1,174 @@
+"""Ways to take a training step: zero_grad, forward, loss, backward and optimizer, on data that lie on the device.
+
+As in ``benchmarks.ways``, one function from a ``Case`` to a ``Ready``, which is called with a batch and returns the
+loss. Each way has weights and an optimizer of its own, from the same values. What is captured or graphed runs in
+channels_last; cuDNN has chosen by trial in both layouts before anything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from benchmarks.models import Row, Training
+from benchmarks.ways import Case, Job, Ready, by_hand, judged, of_engine
+from nimble_core.api.nimble import Nimble
+from nimble_core.api.train_step import TrainStep
+from nimble_core.scheduling.options import Options
+from nimble_core.torch_compat.compiler import MODE_OPTIONS
+
+ANCHOR = "compile-graph"
+CUDA_ONLY = (ANCHOR, "graph", "ro", "step-graph", "graphed")
+DEFAULT = (ANCHOR, "ours", "drop-in", "eager", "compile", *CUDA_ONLY[1:])
+_BOUND = {"float32": 3e-3, "tf32": 3e-2}  # of losses of the first steps, which amplify what rounding does
+_STEPS = 4  # on two batches in turn, so that losses show what was learnt
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def open_case(row: Row, given: Training, job: Job) -> Case:
+    """Draw batches, and have cuDNN choose by trial what every way then finds."""
+    case = Case(row, given, job, given.batch(), {}, (given.batch(), given.batch()))
+    if job.device == "cuda":
+        torch.backends.cudnn.benchmark = True
+        for channels_last in (False, True):
+            x = _in_channels_last(case.args[0]) if channels_last else case.args[0]
+            _step(case, *_model(case, channels_last=channels_last))(x, case.args[1])
+        torch.backends.cudnn.benchmark = False
+    return case
+
+
+def check(case: Case, ready: Ready) -> dict[str, Any]:
+    """How far losses of the first steps are from eager's, and eager's from not learning: fields of a record."""
+
+    def losses(way: Ready) -> list[float]:
+        way.reset()
+        return [float(way.run(*case.others[step % 2])) for step in range(_STEPS)]
+
+    want, got = losses(_stepped(case)), losses(ready)
+    size, still = math.hypot(*want), want[:2] * (_STEPS // 2)
+    error = math.dist(got, want) / size
+    return judged(error if math.isfinite(error) else math.inf, math.dist(still, want) / size, _BOUND[case.row.dtype])
+
+
+def _model(case: Case, *, channels_last: bool = False) -> tuple[torch.nn.Module, Optimizer]:
+    model = case.given.make()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = case.given.optimizer(model.parameters())
+    for group in optimizer.param_groups if channels_last else ():  # to be captured
+        group.update({"capturable": True} if "capturable" in group else {})
+    return model, optimizer
+
+
+def _in_channels_last(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
+
+
+def _step(case: Case, model: Any, optimizer: Optimizer, mode: str = "", *, whole: bool = False) -> Step:
+    """The step as it is written everywhere; model and loss compiled in a ``mode``, or the ``whole`` of it."""
+    loss_fn = case.given.loss_fn
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(model(x), y)  # type: ignore[no-any-return]
+
+    options = MODE_OPTIONS.require()(mode or "default")
+    forward = torch.compile(loss_of, options=options, dynamic=False) if mode else loss_of
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = forward(x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    taken = torch.compile(step, dynamic=False) if whole else step
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        if mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        optimizer.zero_grad(set_to_none=True)  # Dynamo does not trace it
+        return taken(x, y)
+
+    return run
+
+
+def _ready(case: Case, run: Step, model: torch.nn.Module, optimizer: Optimizer, **more: Any) -> Ready:
+    """A way that trains ``model``, called three times."""
+    for _ in range(3):
+        run(*case.args)
+
+    def reset() -> None:
+        # In place: graphs know addresses. For SGD without dampening a momentum of zeros is as good as none.
+        start = case.given.make().state_dict()
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(start[name])
+            for state in optimizer.state.values():
+                for kept in filter(torch.is_tensor, state.values()):
+                    kept.zero_()
+
+    return Ready(run, reset=reset, **{"work_of": "", **more})
+
+
+def _captured(case: Case, step: Step) -> Step:
+    """The whole step as one CUDA graph: batches copied in, the loss overwritten by the next step."""
+    torch.backends.cudnn.benchmark = True  # for layouts that compiled code makes up
+    run = by_hand(Ready(step), (_in_channels_last(case.args[0]), case.args[1]), {}, static=True).run
+    torch.backends.cudnn.benchmark = False
+    return run
+
+
+def _stepped(case: Case, mode: str = "", *, captured: bool = False) -> Ready:
+    """The step in eager; in a ``mode`` of torch.compile model and loss compiled; ``captured``: all of it, by hand."""
+    model, optimizer = _model(case, channels_last=captured)
+    run = _step(case, model, optimizer, mode)
+    run = _captured(case, run) if captured else run
+    return _ready(case, run, model, optimizer, work_of="" if mode else "eager", whole=mode != "reduce-overhead")
+
+
+def _step_graph(case: Case) -> Ready:
+    """The whole step compiled with its optimizer, and captured; Dynamo breaks the graph at the backward."""
+    model, optimizer = _model(case, channels_last=True)
+    for group in optimizer.param_groups:  # Inductor fuses what is written out
+        group.update(fused=False, foreach=True)
+    _step(case, model, optimizer)(*case.args)  # makes the optimizer's state
+    run = _step(case, model, optimizer, whole=True)
+    return _ready(case, _captured(case, run), model, optimizer)
+
+
+def _graphed(case: Case) -> Ready:
+    """Forward and backward of the model as CUDA graphs of torch's own."""
+    model, optimizer = _model(case, channels_last=True)
+    graphed: Any = torch.cuda.make_graphed_callables(model, (_in_channels_last(case.args[0]),))
+    return _ready(case, _step(case, graphed, optimizer), model, optimizer, whole=False)
+
+
+def _ours(case: Case, *, drop_in: bool = False) -> Ready:
+    """The whole step as one engine; or forward and backward inside the user's own loop, outputs static."""
+    model, optimizer = _model(case)
+    options = Options(budget_s=case.job.budget_s)
+    if drop_in:
+        net = Nimble(model, replace(options, outputs="static")).prepare(case.args[0], training=True)
+        said = of_engine(_step(case, net, optimizer), net.engines[0])
+    else:
+        step = TrainStep(model, case.given.loss_fn, optimizer, options=options).prepare(*case.args)
+        said = of_engine(step, step.engine)
+    return _ready(case, said.run, model, optimizer, whole=not drop_in, notes=said.notes, chosen=said.chosen)
+
+
+WAYS: Mapping[str, Callable[[Case], Ready]] = {
+    "eager": _stepped,
+    "graph": lambda case: _stepped(case, captured=True),
+    "compile": lambda case: _stepped(case, "default"),
+    "ro": lambda case: _stepped(case, "reduce-overhead"),
+    ANCHOR: lambda case: _stepped(case, "default", captured=True),
+    "step-graph": _step_graph,
+    "graphed": _graphed,
+    "ours": _ours,
+    "drop-in": lambda case: _ours(case, drop_in=True),
+}

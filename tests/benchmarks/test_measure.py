@@ -1,0 +1,45 @@
+import pytest
+
+from benchmarks import measure
+
+
+class Graph:  # takes so long on a device whose clock stands still otherwise
+    device_ms = 0.0
+
+    def __init__(self, us):
+        self.us = us
+
+    def replay(self):
+        Graph.device_ms += self.us / 1e3
+
+
+class Event:
+    def record(self):
+        self.at_ms = Graph.device_ms
+
+    def elapsed_time(self, later):
+        return later.at_ms - self.at_ms
+
+
+def test_device_time_is_that_of_the_graphs_which_one_call_replays():
+    first, second, original = Graph(30.0), Graph(12.5), Graph.replay
+    replay, graphs = measure.replayed(lambda: [first.replay(), second.replay(), first.replay()], Graph)
+    assert (graphs, Graph.replay) == (3, original)
+    assert measure.device_samples(replay, lambda: None, Event) == pytest.approx([72.5] * measure.DEVICE_BLOCKS)
+
+
+def test_ways_are_timed_in_turn_each_after_an_untimed_call_of_the_same():
+    order = []
+    ways = {name: (lambda name=name: order.append(name), lambda name=name: order.append(name.upper())) for name in "ab"}
+    found = measure.take_times(ways, cuda=False)
+    assert order[:16] == [*"aAaAbBbB"] * 2
+    assert {name: len(one["latency_us"]) for name, one in found.items()} == dict.fromkeys("ab", measure.SAMPLES)
+    assert set(found["a"]) == {"latency_us", "throughput_us"}, "nothing is said of a GPU that is not there"
+    assert order.count("a") == 2 * measure.SAMPLES + len(found["a"]["throughput_us"]) * measure.CALLS
+
+
+def test_one_way_is_not_rehearsed_and_slow_ones_get_few_samples():
+    calls = []
+    found = measure.take_times({"a": (lambda: calls.append(1), lambda: None)}, cuda=False, seconds=0.0)["a"]
+    assert (len(found["latency_us"]), len(found["throughput_us"])) == measure.FEWEST
+    assert len(calls) == measure.FEWEST[0] + measure.FEWEST[1] * measure.CALLS

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks import table
+from benchmarks.store import Record, read
+
+
+def record(way: str, us: float, **more: Any) -> Record:
+    draw = random.Random(way)
+    samples = {
+        name: tuple(us * share * draw.uniform(0.9995, 1.0005) for _ in range(count))
+        for name, share, count in (("latency_us", 1.0, 64), ("throughput_us", 0.9, 17), ("device_us", 0.8, 17))
+    }
+    about = {"title": "ResNet-50", "dtype": "float16", "environment": {"device_name": "a GPU", "driver": "1"}}
+    return Record("resnet50", way, False, "run", **{**about, **samples, **more})
+
+
+OURS = record("ours", 100.0)
+EAGER = replace(record("eager", 900.0), device_us=())
+
+
+def cells(records: list[Record]) -> list[str]:
+    """Those of the only row."""
+    (row,) = [line for line in table.table(records, training=False).splitlines() if line.startswith("| ResNet")]
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_the_best_right_peer_of_each_measure_is_compared() -> None:
+    hand, guarded = record("fr-graph", 150.0), record("fr", 300.0, device_us=(40.0,) * 17)
+    wrong = record("ro", 50.0, rel_err=1.0, bound=0.1)
+    failed = record("aoti", 10.0, error="RuntimeError")
+    partly = record("graphed", 200.0, device_us=(1.0,) * 17, whole=False)
+    found = cells([OURS, EAGER, hand, guarded, wrong, failed, partly])
+    assert found[1] == "900"
+    assert found[2] == "150 / 135 / 40 (Inductor by hand; the same, freezing)"
+    assert found[3] == "100 / 90 / 80"
+    assert [cell[:9] for cell in found[4:]] == ["**1.50x**", "**1.50x**", "**0.50x**"]
+
+
+def test_every_ratio_has_its_interval_and_only_decided_ones_are_bold() -> None:
+    draw = random.Random(1)
+    wild = replace(record("fr-graph", 103.0), latency_us=tuple(draw.uniform(50, 200) for _ in range(64)))
+    for cell in cells([OURS, EAGER, wild])[4:]:
+        value, low, high = map(float, re.findall(r"\d+\.\d+", cell))
+        assert low <= value <= high
+        assert ("**" in cell) == (low > 1.05 or high < 0.95)
+    assert "undecided" in cells([OURS, EAGER, wild])[4]
+
+
+def test_rows_without_ours_or_a_peer_are_left_out() -> None:
+    assert table.table([EAGER, record("fr-graph", 150.0)], training=False) == "Not measured yet."
+    assert table.table([OURS], training=False) == "Not measured yet."
+    assert table.table([replace(OURS, together=True), EAGER], training=False) == "Not measured yet."
+
+
+def test_a_page_is_filled_between_its_marks() -> None:
+    page = "a\n<!-- inference -->\nold\n<!-- inference -->\nb <!-- training --> c"
+    assert table.filled(page, {"inference": "new", "training": "x", "other": "y"}) == (
+        "a\n<!-- inference -->\nnew\n<!-- inference -->\nb <!-- training --> c"
+    )
+
+
+def test_the_pages_say_what_the_store_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_store_holds_what_a_reviewer_asks_for() -> None:
+    records = read(table.STORE)
+    assert records
+    for one in records:
+        assert one.packages["torch"], one.way
+        assert one.environment["driver"], one.way
+        assert one.environment["host_cpu"], one.way
+        assert one.error or (one.latency_us and one.spent_s > 0), one.way

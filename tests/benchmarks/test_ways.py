@@ -1,0 +1,88 @@
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from benchmarks import models, training_ways, ways, xla
+from benchmarks.runner import measured
+from benchmarks.ways import Job, judged
+from tests.benchmarks.small_rows import ROWS
+
+COMPILED = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.compiler)) for way in ("compile", "aoti")]
+
+
+def opened(module, row):
+    return module.open_case(row, models.load(row, "cpu", True), Job("", device="cpu", tiny=True))
+
+
+@pytest.fixture
+def case():
+    with torch.inference_mode():
+        yield opened(ways, ROWS["mlp"])
+
+
+def right(found):
+    return found["rel_err"] <= found["bound"] < found["effect"] and not found["notes"]
+
+
+@pytest.mark.parametrize("way", ["eager", "eager-tuned", "ours", "ours-static", *COMPILED])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of its own code
+def test_a_way_computes_what_eager_does(case, way):
+    ready = ways.WAYS[way](case)
+    assert right(ways.check(case, ready))
+    assert ways.work_done(case, ready)["flops"] == 2 * 2 * (8 * 16 + 16 * 4)
+    assert bool(ready.chosen) == way.startswith("ours")
+
+
+def test_static_outputs_follow_the_plan_of_ours(case):
+    first = case.made["ours"] = ways.WAYS["ours"](case)
+    static = ways.WAYS["ours-static"](case)
+    assert (static.engine.plan, static.engine is first.engine) == (first.engine.plan, False)
+
+
+def test_a_wrong_way_is_found_out(case):
+    wrong = ways.Ready(lambda x: case.given.model(x) * 1.01)
+    assert not right(ways.check(case, wrong))
+    assert ways.check(case, replace(wrong, work_of="")) == {}, "other weights are not compared"
+
+
+def test_outputs_that_show_nothing_are_called_void():
+    assert judged(0.0, 0.0, 1e-3)["notes"] == ("void: eager's outputs move by only 0e+00",)
+    assert judged(5e-4, 1e-3, 1e-3)["notes"]
+    assert judged(5e-4, 1e-1, 1e-3)["notes"] == ()
+    assert judged(float("nan"), float("inf"), 1e-3) == {"notes": ("void: eager's own outputs are not finite",)}
+    assert judged(float("inf"), 1.0, 1e-3)["rel_err"] == 1e300, "JSON knows no infinity"
+
+
+@pytest.mark.parametrize("way", ["eager", "ours", "drop-in"])
+def test_a_step_learns_what_eager_learns(way):
+    trained = opened(training_ways, ROWS["trained"])
+    ready = training_ways.WAYS[way](trained)
+    assert right(training_ways.check(trained, ready))
+    assert ready.whole == (way != "drop-in")
+    model = trained.given.make()
+    lazy = replace(ready, run=lambda x, y: trained.given.loss_fn(model(x), y).detach(), reset=lambda: None)
+    assert not right(training_ways.check(trained, lazy)), "who does not learn is found out"
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="needs jax")
+def test_the_network_in_jax_runs():
+    run, synchronize = xla.resnet50(2, 64, "float32", "cpu")
+    assert run().shape == (2, 1000)
+    synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's
+@pytest.mark.parametrize("row", ["mlp", "trained"])
+@pytest.mark.parametrize("together", [False, True])
+def test_every_way_is_measured_on_a_gpu(row, together):
+    module = training_ways if ROWS[row].training else ways
+    job = Job("", "tests.benchmarks.small_rows", tiny=True, row=row, ways=module.DEFAULT, together=together)
+    found = {one.way: one for one in measured(job)}
+    assert {way: one.error for way, one in found.items()} == dict.fromkeys(module.DEFAULT, "")
+    assert not any(one.wrong for one in found.values())
+    graphed = {way for way, one in found.items() if one.host_us and one.device_us and one.launch_us and one.graphs}
+    assert graphed == {*module.DEFAULT} - {"eager", "eager-tuned", "compile"}
