@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 WARM_UPS, SAMPLES, CALLS, BLOCKS, DEVICE_BLOCKS = 10, 400, 50, 17, 17
-FEWEST = 16, 3  # samples of latency and of throughput that are taken however long they last
+FEWEST = 16, 16  # samples of latency and of throughput that are taken however long they last
 Act = Callable[[], object]
 Timed = tuple[Act, Act]  # a call without arguments, and what waits until the device has done it
 

@@ -11,6 +11,7 @@ interval (``nimble_core.ir.measurement.across``) lies beyond the 5% by which two
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,9 +32,9 @@ NAMES = {
     "compile-graph": "compiled by hand",
     "step-graph": "compiled step by hand",
     "ro": "reduce-overhead",
-    "fr": "the same, freezing",
+    "fr": "reduce-overhead with freezing",
     "ro-skip": "reduce-overhead, guards skipped",
-    "fr-skip": "freezing, guards skipped",
+    "fr-skip": "reduce-overhead with freezing, guards skipped",
 }
 
 
@@ -48,7 +49,8 @@ def best(records: Iterable[Record], measure: str) -> Record | None:
     peers = [
         one
         for one in records
-        if one.way not in OURS and not one.wrong and not one.error and measure in one.medians
+        if one.way not in OURS and one.rel_err is not None and not one.wrong and not one.error
+        if measure in one.medians
         if measure != "device_us" or one.whole
     ]
     return min(peers, key=lambda one: one.medians[measure], default=None)
@@ -60,6 +62,8 @@ def cell(found: Ratio) -> str:
     >>> cell(Ratio("ours", "peer", 1.3, 1.28, 1.31, 1.05)), cell(Ratio("ours", "peer", 1.3, 0.9, 1.4, 1.05))
     ('**1.30x** [1.28, 1.31]', '1.30x [0.90, 1.40], undecided')
     """
+    if not math.isfinite(found.high) or not found.low:
+        return "too few samples"
     said = f"[{found.low:.2f}, {found.high:.2f}]"
     if found.verdict in ("faster", "slower"):
         return f"**{found.value:.2f}x** {said}"
@@ -73,6 +77,8 @@ def rows_of(records: Iterable[Record], *, training: bool) -> dict[str, dict[str,
         if one.training == training and not one.together:
             found.setdefault(one.row, {})[one.way] = one
     order = {name: index for index, name in enumerate(ROWS)}
+    for row, ways in found.items():  # of one machine and its versions
+        found[row] = {way: one for way, one in ways.items() if "ours" in ways and one.place == ways["ours"].place}
     kept = {row: ways for row, ways in found.items() if "ours" in ways and best(ways.values(), "latency_us")}
     return dict(sorted(kept.items(), key=lambda item: order.get(item[0], len(order))))
 
@@ -93,7 +99,7 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         for measure, peer in peers.items():
             over = ratio(ours, peer, measure) if peer and measure in ours.medians else None
             cells.append(cell(over) if over else "–")
-            if over and not ours.wrong:
+            if over and over.decided and not ours.wrong:
                 means.setdefault(measure, []).append(over.value)
         eager = ways["eager"].medians.get("latency_us") if "eager" in ways else None
         about = f"{ours.title}, {DTYPES[ours.dtype]}" + f", batch {ours.batch}" * (ours.batch != 1)
@@ -102,11 +108,21 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         lines.append(
             f"| {about} | {f'{eager:.0f}' if eager else '–'} | {peer_times} | {ours_times} | {' | '.join(cells)} |"
         )
-    means_said = ", ".join(f"{MEASURES[name]} {geometric_mean(values):.2f}x" for name, values in means.items())
+    means_said = ", ".join(
+        f"{MEASURES[name]} {geometric_mean(values):.2f}x ({min(values):.2f}x to {max(values):.2f}x)"
+        for name, values in means.items()
+        if len(values) > 1
+    )
     what = "steps" if training else "batch 1 unless said"
     return (
-        f"{_where(rows)}; µs, {what}: latency / throughput / device time. Over the best peer of each row, by geometric "
-        f"means of {len(rows)} rows: {means_said}.\n\n" + "\n".join(lines)
+        f"{_where(rows)}; µs, {what}: latency / throughput / device time. Peers: {_peers(rows)}."
+        + (
+            f" Over the best peer of each row, geometric means of decided rows, with the rows' extremes: {means_said}."
+            if means_said
+            else ""
+        )
+        + "\n\n"
+        + "\n".join(lines)
     )
 
 
@@ -119,6 +135,21 @@ def _peer_cell(peers: Mapping[str, Record | None]) -> str:
     times = " / ".join(f"{one.medians[name]:.0f}" if one else "–" for name, one in peers.items())
     names = dict.fromkeys(NAMES.get(one.way, one.way) for one in peers.values() if one)
     return f"{times} ({'; '.join(names)})"
+
+
+def _peers(rows: Mapping[str, Mapping[str, Record]]) -> str:
+    """Who was measured on how many rows, and who failed on which."""
+    found: dict[str, list[Record]] = {}
+    for ways in rows.values():
+        for one in ways.values():
+            if one.way not in OURS:
+                found.setdefault(NAMES.get(one.way, one.way), []).append(one)
+    said = []
+    for name, records in found.items():
+        failed = [one.title for one in records if one.error or one.wrong]
+        on = f" ({len(records)} of {len(rows)} rows)" if len(records) < len(rows) else ""
+        said.append(f"{name}{on}" + f", failed on {', '.join(failed)}" * bool(failed))
+    return "; ".join(said)
 
 
 def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:

@@ -1,4 +1,4 @@
-"""The measured choice: candidates are captured, checked against eager and timed in turn; the fastest right one wins."""
+"""The measured choice: candidates are captured, checked and timed in turn; the simplest of the best wins."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ def tune(
     elsewhere. Else one stream is captured and watched first: what each call costs decides the rest. ``policy="auto"``
     plans by every policy, simulates the plans, captures the most promising ones as long as the budget lasts
     (``"full"``: all, with several caps on streams), compares their outputs with eager's, and times them in turn with
-    one stream. The fastest whose outputs are right wins; ties within 1% go to fewer streams. A policy given by name is
-    not compared with others.
+    one stream. Of those whose outputs are right and that are not decidedly slower than another, the simplest wins
+    (``simplicity``); where nothing is decided, what was kept last, else the simplest compiled kernels. A policy given
+    by name is not compared with others.
 
     Args:
         device: where.
@@ -180,6 +181,7 @@ class _Tuning:
     notes: list[str] = field(default_factory=list)
     wrong: str = ""
     decided: bool = True
+    timed: int = 0
     began: float = field(default_factory=time.perf_counter)
 
     def tuned(self, measure_single: bool) -> Tuned:
@@ -561,6 +563,7 @@ class _Tuning:
 
     def _time(self, executables: Mapping[str, Executable]) -> None:
         budget_s = self.options.budget_s
+        self.timed += 1
         taken = interleave(
             {name: executable.replay for name, executable in executables.items()},
             clock_ns=self.device.clock_ns,
@@ -570,6 +573,7 @@ class _Tuning:
             open_names=lambda taken: undecided(taken, [name for name in taken if not self._wrong(name)]),
             interruptions=self.device.interruptions,
             rehearse=True,
+            first_round=self.timed * 100_000,
             on_interrupt=_interrupt,
         )
         for name, measurement in taken.items():
@@ -606,21 +610,24 @@ class _Tuning:
         heavy.sort(key=lambda name: (found[name].nbytes, found[name].streams, taken[name].median_ns))
         light = {name: taken[name] for name in taken if name not in heavy} or {name: taken[name] for name in heavy[:1]}
         close = not_slower(light)
-        self.decided = len(light) == 1 or any(
-            ratio(light[close[0]], light[name]).decided for name in light if name != close[0]
-        )
-        best = min(close, key=lambda name: simplicity(found[name])) if self.decided else self._usual(light)
+        beside = [ratio(light[close[0]], light[name]).decided for name in light if name != close[0]]
+        self.decided = all(beside)
+        some = any(beside) or not beside
+        best = min(close, key=lambda name: simplicity(found[name])) if some else self._usual(light)
         for name in heavy:
             if ratio(taken[name], taken[best]).low > self._price(name, best, worth):
                 best = name
         return best
 
     def _usual(self, names: Collection[str]) -> str:
-        """What to run where nothing could be decided: what was kept last, compiled kernels on one stream on CUDA."""
+        """What to run where nothing is decided: what was kept last, else on CUDA the simplest compiled kernels."""
         kept = recall(self._key()) if self.options.policy == "auto" else None
-        usual = ["inductor, single", "library, single"] if self.device.kind == "cuda" else []
-        wanted = [*([kept.policy] if kept else []), *usual, "single"]
-        return next((name for name in wanted if name in names), next(iter(names)))
+        if kept is not None and kept.policy in names:
+            return kept.policy
+        compiled = ("inductor", "library") if self.device.kind == "cuda" else ()
+        ranked = sorted(names, key=lambda name: simplicity(self.candidates[name]))
+        of_kind = (name for kind in compiled for name in ranked if self.candidates[name].fuse == kind)
+        return next(of_kind, ranked[0])
 
     def _choose(self, wanted: Sequence[Fuse]) -> str:
         """Mark the best."""

@@ -14,6 +14,7 @@ from nimble_core.algorithms.median_interval import ERROR, FIRST_LOOK, median_int
 __all__ = [
     "ACROSS",
     "DRIFT_BOUND",
+    "ENOUGH",
     "SAME",
     "SPREAD_BOUND",
     "TIE",
@@ -47,6 +48,9 @@ Verdict = Literal["faster", "slower", "no difference", "undecided"]
 
 _LEAST_S, _LEAST_ROUNDS = 0.2, 512
 """The first look is after this much time or so many rounds: what disturbs a machine often lasts for some time."""
+
+ENOUGH = 128
+"""Rounds that are taken in any case while a verdict is open, as far as the budget goes."""
 
 _MOST_ROUNDS = 4096
 
@@ -150,12 +154,13 @@ def summarize(
 def ratio(faster: Measurement, baseline: Measurement) -> Ratio:
     """Speed of ``faster`` over ``baseline`` (> 1: faster), measured in the same rounds.
 
-    From the ratios of samples of the same round, so that drift of the machine cancels.
+    From the ratios of samples of the same round, so that drift of the machine cancels; as ``across`` where there are
+    none.
     """
     news, olds = _by_round(faster), _by_round(baseline)
     pairs = [(news[k], olds[k]) for k in sorted(news.keys() & olds.keys()) if news[k] > 0 and olds[k] > 0]
     if not pairs:
-        return Ratio(faster.name, baseline.name, _over(baseline.median_ns, faster.median_ns), 0.0, math.inf)
+        return across(faster, baseline)
     low, middle, high = median_interval([math.log(old) - math.log(new) for new, old in pairs])
     return Ratio(faster.name, baseline.name, _exp(middle), _exp(low), _exp(high))
 
@@ -179,16 +184,21 @@ def across(new: Measurement, old: Measurement, same: float = ACROSS) -> Ratio:
 
 
 def not_slower(taken: Mapping[str, Measurement]) -> list[str]:
-    """Name those that are not decidedly slower than the fastest, the fastest first."""
-    names = sorted(taken, key=lambda name: taken[name].median_ns)
-    return names[:1] + [name for name in names[1:] if ratio(taken[name], taken[names[0]]).verdict != "slower"]
+    """Name those that are decidedly slower than none of the others, the fastest first."""
+
+    def slower(name: str) -> bool:
+        return any(ratio(taken[name], taken[other]).verdict == "slower" for other in taken if other != name)
+
+    # Medians of rounds that are not the same compare nothing: who was given up early may have the lowest.
+    left = [name for name in taken if not slower(name)] or list(taken)
+    return sorted(left, key=lambda name: taken[name].median_ns)
 
 
 def undecided(taken: Mapping[str, Measurement], names: Collection[str]) -> set[str]:
     """Name those of ``names`` that are neither faster nor slower than the fastest of them, nor as fast; and it, too."""
     if not names:
         return set()
-    best = min(names, key=lambda name: taken[name].median_ns)
+    best = not_slower({name: taken[name] for name in names})[0]
     rest = {name for name in names if name != best and not ratio(taken[best], taken[name]).decided}
     return rest | {best} if rest else rest
 
@@ -221,6 +231,7 @@ def interleave(
     open_names: Callable[[Mapping[str, Measurement]], Collection[str]] = lambda _: (),
     interruptions: Callable[[], int] = lambda: 0,
     rehearse: bool = False,
+    first_round: int = 0,
     on_round: Callable[[int, int], object] = lambda done, total: None,
     on_interrupt: Callable[[], object] = lambda: None,
 ) -> dict[str, Measurement]:
@@ -228,8 +239,9 @@ def interleave(
 
     Each sample is one call plus a synchronisation, the same for all. ``open_names`` is asked at looks (after ``rounds``
     rounds, and each time that they have doubled) which candidates to go on with; the others keep what they have.
-    Sampling ends when it names none, and at the first look after ``patience_s``; it stops in any case when
-    ``budget_s`` is spent and five rounds are done. A KeyboardInterrupt ends the measuring and keeps the complete rounds
+    Sampling ends when it names none, and at the first look after ``patience_s`` (of at least ``ENOUGH`` rounds if there
+    is any patience), at the latest after 4,096 rounds; it stops in any case when ``budget_s`` is spent and five rounds
+    are done. A KeyboardInterrupt ends the measuring and keeps the complete rounds
     (at least one; before that it propagates).
 
     Samples that were interrupted more than twice as often as others of the same candidate since the last look are left
@@ -244,13 +256,14 @@ def interleave(
         budget_s: seconds to spend at most, None for no bound.
         patience_s: seconds to go on for where something is open.
         open_names: told all measurements so far, the candidates for which more samples are wanted.
-        interruptions: how often this process was interrupted by others since it started.
+        interruptions: how often a core was taken from this process since it started.
         rehearse: make an untimed call and a synchronisation before each sample, so that none of them pays for the
             candidate before it (a GPU that turns from one graph to another fetches it anew).
+        first_round: number of the first round, for measurements that are to be paired with no earlier ones.
         on_round: told ``(rounds done, rounds at the next look)`` after each round.
         on_interrupt: told that a KeyboardInterrupt ended the measuring early.
     """
-    run = _Rounds(list(candidates), warmup)
+    run = _Rounds(list(candidates), warmup, first_round)
     order, going = random.Random(0), list(candidates)  # the same order for all who measure again
     for call in candidates.values():
         for _ in range(warmup):
@@ -274,7 +287,7 @@ def interleave(
                 break
             if done == look:
                 look *= 2
-                if spent_s > patience_s or done >= _MOST_ROUNDS:
+                if done >= _MOST_ROUNDS or (spent_s > patience_s and done >= ENOUGH * (patience_s > 0)):
                     break
                 if spent_s >= min(_LEAST_S, patience_s) or done >= _LEAST_ROUNDS:
                     wanted = open_names(run.measurements(done))
@@ -289,8 +302,8 @@ def interleave(
 class _Rounds:
     """Samples as (round, nanoseconds, interruptions): those since the last look, and those kept before."""
 
-    def __init__(self, names: Sequence[str], warmup: int) -> None:
-        self.warmup = warmup
+    def __init__(self, names: Sequence[str], warmup: int, first: int) -> None:
+        self.warmup, self.first = warmup, first
         self.new: dict[str, list[tuple[int, float, int]]] = {name: [] for name in names}
         self.kept: dict[str, list[tuple[int, float, int]]] = {name: [] for name in names}
         self.dropped = dict.fromkeys(names, 0)
@@ -306,6 +319,6 @@ class _Rounds:
             self.dropped[name] += len(complete) - len(clean)
             new.clear()
             times = [ns for _, ns, _ in self.kept[name]]
-            rounds = [k for k, *_ in self.kept[name]]
+            rounds = [self.first + k for k, *_ in self.kept[name]]
             found[name] = summarize(name, times, self.warmup, rounds, self.dropped[name])
         return found

@@ -26,9 +26,9 @@ class Options:
     Args:
         fuse: which kernels to use: ``"none"`` keeps eager's own; ``"library"`` folds weights, merges siblings and takes
             the fastest calls of cuDNN and cuBLAS (seconds); ``"inductor"`` compiles (seconds to minutes); ``"auto"``
-            measures these on CUDA, as far as ``tune`` and ``budget_s`` allow, and takes the fastest whose outputs are
+            measures these on CUDA, as far as ``tune`` and ``budget_s`` allow, and takes the best whose outputs are
             right. On the host, and with ``tune="off"``, it means ``"none"``.
-        policy: stream assignment: ``"auto"`` measures the candidates and takes the fastest, or a policy's name
+        policy: stream assignment: ``"auto"`` measures the candidates and takes the best, or a policy's name
             (``"single"``, ``"nimble"``, ``"critical_path"``, ``"opara"``, ``"torchsched"``, ``"contention"``), or any
             callable ``(graph, costs) -> Schedule``.
         tune: how much to measure while preparing: ``"off"`` nothing (``policy="auto"`` then means ``"nimble"`` on

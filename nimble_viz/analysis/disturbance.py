@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nimble_core.algorithms.median_interval import FEWEST, FIRST_LOOK
+from nimble_core.algorithms.median_interval import FEWEST
 from nimble_core.ir.environment import Environment
-from nimble_core.ir.measurement import DRIFT_BOUND, Measurement, Ratio
+from nimble_core.ir.measurement import DRIFT_BOUND, ENOUGH, Measurement, Ratio
 from nimble_viz.analysis.labels import label_run, plural
 from nimble_viz.report.data import ReportData
 
@@ -70,7 +70,7 @@ def _drifting(report: ReportData, runs: Sequence[Measurement]) -> Iterator[_Caus
 
 def _few_rounds(report: ReportData, runs: Sequence[Measurement]) -> Iterator[_Cause]:
     rounds = _rounds(runs)
-    if rounds < FIRST_LOOK:
+    if rounds < ENOUGH:
         how, remedy = ("fitted in the time", "raise budget_s") if report.complete else ("were measured", "run again")
         yield f"only {plural(rounds, 'round')} {how}", remedy
 

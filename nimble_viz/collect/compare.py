@@ -86,7 +86,8 @@ def compare(
     measured it returns what there is, marked incomplete, with a ``NimbleWarning`` that says what is missing; earlier it
     passes through.
 
-    Rounds are measured until each verdict (``Ratio.verdict``) is decided, for five seconds at most after the first 32.
+    Rounds are measured until verdicts (``Ratio.verdict``) are decided: up to the first look after five seconds, of at
+    least 128 rounds, within ``budget_s``.
 
     Args:
         model: module or function of tensors, on one device; to train, a module in training mode.
@@ -343,7 +344,7 @@ class _Comparison:
         """Runs whose comparison with eager, or with the fastest of all, is not decided yet."""
         beside_eager = {name for name in taken if name != "eager" and not ratio(taken[name], taken["eager"]).decided}
         names = beside_eager | ({"eager"} if beside_eager else set())
-        return names | undecided(taken, [name for name in taken if name not in ("eager", EAGER_ALONE)])
+        return names | undecided(taken, [name for name in taken if name != "eager"])
 
     def _replay(self, one: Executable) -> Callable[[], object]:
         build, inputs, training = _builder(self.recorded), self.signature.tensors, self.training
