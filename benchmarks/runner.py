@@ -198,7 +198,7 @@ class Runner:
         while self.running or (waiting and not self._late()):
             while waiting and len(self.running) < parallel:
                 folder, context = Path(tempfile.mkdtemp(dir=self.folder)), multiprocessing.get_context(self.method)
-                process = context.Process(target=child, args=(waiting.pop(0), folder))  # type: ignore[attr-defined]
+                process = context.Process(target=child, args=(waiting.pop(0), folder))  # type: ignore[attr-defined]  # the union of contexts lacks it
                 process.start()
                 self.running.append((process, folder, time.monotonic()))
             for one in tuple(self.running):

@@ -75,7 +75,7 @@ def _step(case: Case, model: Any, optimizer: Optimizer, mode: str = "", *, whole
     loss_fn = case.given.loss_fn
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        return loss_fn(model(x), y)  # type: ignore[no-any-return]
+        return loss_fn(model(x), y)  # type: ignore[no-any-return]  # as users write losses
 
     options = MODE_OPTIONS.require()(mode or "default")
     forward = torch.compile(loss_of, options=options, dynamic=False) if mode else loss_of

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def verdict(
 ) -> tuple[Verdict, int]:
     """What is first said of two ways whose speeds differ by ``true``, and after how many rounds."""
     logs = noise(draw, LONGEST) + math.log(true) - noise(draw, LONGEST)
-    found, count = "undecided", 0
+    found: Verdict = "undecided"
+    count = 0
     for count in counts:
         found = judge(logs[:count])
         if found != "undecided":
@@ -167,7 +169,7 @@ def measured(trials: int) -> list[dict[str, Any]]:
             rows.append({"noise": name, "true": true, **found, "wrong by plain intervals": often["wrong"]})
     for count in (FEWEST, 24):
         for name, noise in SLOW.items():
-            found = faults(noise, 1.0, trials, lambda count=count: (count,))  # type: ignore[misc]
+            found = faults(noise, 1.0, trials, partial(iter, (count,)))
             rows.append({"noise": f"{name}, {count} rounds", "true": 1.0, **found})
     return rows
 

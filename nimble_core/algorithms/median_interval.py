@@ -32,10 +32,9 @@ def median_interval(samples: Sequence[float], error: float = ERROR) -> tuple[flo
     the looks (after 32 samples, 64, 128, …): the k-th may err by ``error / (k * (k + 1))``, so sampling may stop at any
     look, as soon as the interval is as wanted. Where there are too few blocks for that, it is the range of the blocks'
     medians (of fewer than eight blocks, or 32 samples, that of the samples), made three times as wide: they may hang
-    together more than so few can show. Fewer than ``FEWEST`` samples say nothing:
-    ``(-inf, median, inf)``.
+    together more than so few can show. Fewer than ``FEWEST`` samples say nothing: ``(-inf, median, inf)``.
 
-    Simulated in ``tests/core/algorithms/test_median_interval.py``: white, drifting, bimodal and autocorrelated noise.
+    Simulated in ``benchmarks/verdicts.py``: white, drifting, bimodal and autocorrelated noise.
 
     Args:
         samples: in any unit; at least one.

@@ -573,7 +573,7 @@ class _Tuning:
             open_names=lambda taken: undecided(taken, [name for name in taken if not self._wrong(name)]),
             interruptions=self.device.interruptions,
             rehearse=True,
-            first_round=self.timed * 100_000,
+            first_round=self.timed * 100_000,  # more than one timing has: samples of two are never paired
             on_interrupt=_interrupt,
         )
         for name, measurement in taken.items():

@@ -270,6 +270,7 @@ def interleave(
             call()
     synchronize()
     began, done, look = clock_ns(), 0, rounds
+    enough = ENOUGH if patience_s > 0 else 0
     try:
         while going:
             for name in order.sample(going, len(going)):
@@ -287,7 +288,7 @@ def interleave(
                 break
             if done == look:
                 look *= 2
-                if done >= _MOST_ROUNDS or (spent_s > patience_s and done >= ENOUGH * (patience_s > 0)):
+                if done >= _MOST_ROUNDS or (spent_s > patience_s and done >= enough):
                     break
                 if spent_s >= min(_LEAST_S, patience_s) or done >= _LEAST_ROUNDS:
                     wanted = open_names(run.measurements(done))
