@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
+from benchmarks import training_ways
+from benchmarks import ways as inference_ways
 from benchmarks.models import ROWS
 from benchmarks.store import OURS, Record, read
 from nimble_core.ir.measurement import Ratio, across, summarize
@@ -33,8 +35,8 @@ NAMES = {
     "step-graph": "compiled step by hand",
     "ro": "reduce-overhead",
     "fr": "reduce-overhead with freezing",
-    "ro-skip": "reduce-overhead, guards skipped",
-    "fr-skip": "reduce-overhead with freezing, guards skipped",
+    "ro-skip": "reduce-overhead without guards",
+    "fr-skip": "reduce-overhead with freezing and without guards",
 }
 
 
@@ -83,11 +85,19 @@ def rows_of(records: Iterable[Record], *, training: bool) -> dict[str, dict[str,
     return dict(sorted(kept.items(), key=lambda item: order.get(item[0], len(order))))
 
 
+def complete(ways: Mapping[str, Record], *, training: bool) -> bool:
+    """Whether a row has what it takes to speak of the best peer: kernels of a compiler, captured by hand."""
+    anchor = ways.get((training_ways if training else inference_ways).ANCHOR)
+    return anchor is not None and not anchor.error
+
+
 def table(records: Sequence[Record], *, training: bool) -> str:
     """What one kind of rows says, as Markdown: a sentence, a table, and what to know."""
-    rows = rows_of(records, training=training)
+    measured = rows_of(records, training=training)
+    rows = {name: ways for name, ways in measured.items() if complete(ways, training=training)}
     if not rows:
         return "Not measured yet."
+    missing = [ways["ours"].title for name, ways in measured.items() if name not in rows]
     lines = [
         "| model | eager | best peer | ours | latency | throughput | device time |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -99,7 +109,7 @@ def table(records: Sequence[Record], *, training: bool) -> str:
         for measure, peer in peers.items():
             over = ratio(ours, peer, measure) if peer and measure in ours.medians else None
             cells.append(cell(over) if over else "–")
-            if over and over.decided and not ours.wrong:
+            if over and not ours.wrong:
                 means.setdefault(measure, []).append(over.value)
         eager = ways["eager"].medians.get("latency_us") if "eager" in ways else None
         about = f"{ours.title}, {DTYPES[ours.dtype]}" + f", batch {ours.batch}" * (ours.batch != 1)
@@ -117,10 +127,12 @@ def table(records: Sequence[Record], *, training: bool) -> str:
     return (
         f"{_where(rows)}; µs, {what}: latency / throughput / device time. Peers: {_peers(rows)}."
         + (
-            f" Over the best peer of each row, geometric means of decided rows, with the rows' extremes: {means_said}."
+            f" Over the best peer of each row, geometric means of all rows, undecided ones included, and the rows'"
+            f" extremes: {means_said}."
             if means_said
             else ""
         )
+        + f" Left out, since the compiled peer has not been measured yet: {', '.join(missing)}." * bool(missing)
         + "\n\n"
         + "\n".join(lines)
     )
@@ -144,12 +156,12 @@ def _peers(rows: Mapping[str, Mapping[str, Record]]) -> str:
         for one in ways.values():
             if one.way not in OURS:
                 found.setdefault(NAMES.get(one.way, one.way), []).append(one)
-    said = []
-    for name, records in found.items():
-        failed = [one.title for one in records if one.error or one.wrong]
-        on = f" ({len(records)} of {len(rows)} rows)" if len(records) < len(rows) else ""
-        said.append(f"{name}{on}" + f", failed on {', '.join(failed)}" * bool(failed))
-    return "; ".join(said)
+    rare = [f"{name} ({len(records)})" for name, records in found.items() if len(records) < len(rows)]
+    said = ", ".join(found) + f"; of {len(rows)} rows not all: {', '.join(rare)}" * bool(rare)
+    for what in ("error", "wrong"):
+        failed = [f"{name} on {one.title}" for name, records in found.items() for one in records if getattr(one, what)]
+        said += f"; {'failed' if what == 'error' else 'wrong'}: {', '.join(failed)}" * bool(failed)
+    return said
 
 
 def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:
