@@ -6,10 +6,12 @@ Where ``cupti-python`` is not installed, replayed kernels are timed in one: with
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from nimble_core.profiling.cupti import Activity, present, take_out
 from nimble_core.profiling.replay_hook import Replays
+from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.locks import capturing, launching
 
 __all__ = ["Session", "collect", "graph_activities"]
@@ -18,7 +20,11 @@ _GRAPH_LAUNCH = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
 class Session:
-    """A session of ``torch.profiler``, from now until ``stop``."""
+    """A session of ``torch.profiler``, from now until ``stop``.
+
+    torch's profiler that is interrupted as it starts or stops goes on running, or has lost what it saw, and raises
+    errors of its own later. Postpone interrupts until what is to ``stop`` it is in place (``interrupts_postponed``).
+    """
 
     def __init__(self, profiler: Any) -> None:
         self._profiler = profiler
@@ -35,7 +41,7 @@ class Session:
         """Stop it, and take CUPTI out if it was not in before and nobody launched graphs without torch meanwhile."""
         import torch
 
-        with capturing, launching:
+        with interrupts_postponed(), capturing, launching:
             try:
                 self._profiler.stop()
                 if torch.cuda.is_initialized() and not self._found and self._launches() <= self._replays.count:
@@ -59,9 +65,14 @@ def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> lis
     from torch.profiler import ProfilerActivity, profile
 
     synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+    profiler: Any = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+    with ExitStack() as running:
+        with interrupts_postponed():
+            running.enter_context(profiler)
         run()
         synchronize()
+        with interrupts_postponed():
+            running.close()
     return graph_activities(profiler.profiler.kineto_results.events())
 
 

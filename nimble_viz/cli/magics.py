@@ -27,6 +27,7 @@ import nimble_viz
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError, NimbleError
+from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.profiled import profiled_verdict
 from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_fields, profiling, split
@@ -156,7 +157,8 @@ class _Magic:
         shown: list[Any] = []
         try:
             with ExitStack() as profiled:
-                profiled.enter_context(run)
+                with interrupts_postponed():
+                    profiled.enter_context(run)
                 with _presented(shell, whole=given.traceback, by_user=True):
                     shown = body.run(shell.user_global_ns, shell.user_ns, calls)
                 with default_progress() as told, told.step("read the profile"):

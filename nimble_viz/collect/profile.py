@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 from nimble_core.ir.measurement import summarize
 from nimble_core.ir.program import Origin
-from nimble_core.profiling import kineto
 from nimble_core.profiling.machine import environment, finish
 from nimble_core.tracing.side_effects import only_watches
 from nimble_core.utils.errors import InputError, ReportFileError
+from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_ns
 from nimble_viz.collect.from_trace import make_report
 from nimble_viz.collect.iterations import LOADER, TICK
@@ -37,10 +37,8 @@ from nimble_viz.traces.chrome import read_trace
 from nimble_viz.traces.profiler import (
     PRINT,
     RUN,
+    Running,
     calibrate,
-    claim_profiler,
-    quiet_kineto,
-    release_profiler,
     watched_prints,
 )
 
@@ -235,14 +233,25 @@ class Profiling:
         if self._whole is not None:
             raise InputError("this profile() has been entered before", fix="call profile() anew for each block")
         self._thread = get_ident()
-        self._whole = _Session.begin()
-        self._listening = _Listening(self._tick, self.sampler)
+        try:
+            with interrupts_postponed():
+                self._whole = _Session()
+                self._whole.start()
+                self._listening = _Listening(self._tick, self.sampler)
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            try:
+                self._end()
+            except KeyboardInterrupt:  # before it postponed interrupts, perhaps
+                self._end()
+                raise
             self._finish()
         except ReportFileError as nothing:
             if kind is None:
@@ -250,6 +259,10 @@ class Profiling:
                 if self._elsewhere:
                     raise InputError(f"{what} in this thread; {_ELSEWHERE}", fix=_THERE) from nothing
                 raise InputError(what, fix=f"{nothing.fix}; what other threads do is not seen: {_THERE}") from nothing
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"what was profiled before cannot be shown: {type(failed).__name__}: {failed}")
         # An error of the block goes its way; what was profiled before it is in ``report``.
 
     def _tick(self, kind: Kind, who: int) -> None:
@@ -259,8 +272,14 @@ class Profiling:
             self._elsewhere = True
             return
         do = self.sampler.tick(kind, who, perf_counter_ns())
+        if do:
+            with interrupts_postponed():  # torch's profiler must not be left half started or half stopped
+                self._do(do)
+
+    def _do(self, do: Do) -> None:
         if do == "watch no more":
             assert self.sampler.chosen is not None
+            assert self._listening is not None
             self._listening.only(self.sampler.chosen[0])
             if self._whole is not None:
                 self._whole.tick()
@@ -271,7 +290,8 @@ class Profiling:
             if do == "stop first":
                 self._whole.end()
         elif do == "profile":
-            self._session = _Session.begin()
+            self._session = _Session()
+            self._session.start()
         elif do == "tick" and self._session is not None:
             self._session.tick()
         elif do == "stop" and self._session is not None:
@@ -290,11 +310,15 @@ class Profiling:
         if self._origins is not None:
             self._origins.end()
 
+    def _end(self) -> None:
+        """Look no more and take off everything, if that has not been done."""
+        with interrupts_postponed():
+            self._close()
+            for session in (self._whole, self._session):
+                if session is not None:
+                    session.end()
+
     def _finish(self) -> None:
-        self._close()
-        for session in (self._whole, self._session):
-            if session is not None:
-                session.end()
         sampled = self._session if self._session is not None and self._session.ticks > 1 else None
         session = sampled or self._whole
         assert session is not None
@@ -410,8 +434,9 @@ def profile(
         call()
         wait()
         samples.append(float(perf_counter_ns() - start))
-    session = _Session.begin()
+    session = _Session()
     try:
+        session.start()
         for at in range(_WARM_PROFILED + checked.profiled):
             if at >= _WARM_PROFILED:
                 session.tick()
@@ -419,11 +444,14 @@ def profile(
         session.tick()
     finally:
         session.end()
-    origins = _Origins.begin()
-    if origins is not None:
-        try:
+    origins = None
+    try:
+        with interrupts_postponed():
+            origins = _Origins.begin()
+        if origins is not None:
             run()
-        finally:
+    finally:
+        if origins is not None:
             origins.end()
     try:
         return _report(
@@ -468,31 +496,26 @@ def _report(
 
 
 class _Session:
-    """One run of ``torch.profiler``."""
+    """One run of ``torch.profiler``, from ``start`` until ``end``."""
 
-    def __init__(self, profiler: Any, watching: ExitStack) -> None:
-        self.ticks = 0
-        self._profiler = profiler
-        self._watching = watching
-        self._running = True
-
-    @staticmethod
-    def begin() -> _Session:
-        """Start. Raises DeviceError if another profiler runs or is attached."""
+    def __init__(self) -> None:
         import torch
 
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        claim_profiler(torch, cuda=torch.cuda.is_available())
-        with ExitStack() as undo:
-            undo.callback(release_profiler)
-            with quiet_kineto():
-                running = kineto.Session(profiler)
-            undo.callback(running.stop)
-            undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
-            return _Session(profiler, undo.pop_all())
+        self.ticks = 0
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._running = Running()
+        self._started = False
+
+    def start(self) -> None:
+        """Start. Raises DeviceError if another profiler runs or is attached."""
+        import torch
+
+        with interrupts_postponed():
+            self._running.start(self._profiler, cuda=torch.cuda.is_available())
+            self._started = True
 
     def tick(self) -> None:
         """Mark that an iteration begins."""
@@ -506,11 +529,14 @@ class _Session:
         """Stop, if it runs."""
         import torch
 
-        if not self._running:
-            return
-        self._running = False
-        with quiet_kineto(), self._watching:  # which stops the session, too
-            calibrate(torch, torch.profiler.record_function)
+        with interrupts_postponed():
+            if not self._started:
+                return
+            self._started = False
+            try:
+                calibrate(torch, torch.profiler.record_function)
+            finally:
+                self._running.stop()
 
     def recording(self) -> Recording:
         """What was recorded. Raises ReportFileError if nothing was."""
@@ -691,10 +717,11 @@ class _Origins:
 
     def end(self) -> None:
         """Look no more, if it still does. Under a mode that was entered since it stays until that has been left."""
-        self._watching.close()
-        if self._entered and _current_mode() is self._mode:
-            self._entered = False
-            self._mode.__exit__(None, None, None)
+        with interrupts_postponed():
+            self._watching.close()
+            if self._entered and _current_mode() is self._mode:
+                self._entered = False
+                self._mode.__exit__(None, None, None)
 
 
 def _current_mode() -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from statistics import median
@@ -24,6 +24,7 @@ from nimble_core.ir.program import Phase
 from nimble_core.profiling.cupti import attached_tool, profiler_runs
 from nimble_core.profiling.kineto import Session
 from nimble_core.utils.errors import DeviceError
+from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_viz.report.data import Stage
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceEvent",
     "OperatorEvent",
     "RawEvent",
+    "Running",
     "RuntimeEvent",
     "Trace",
     "calibrate",
@@ -235,32 +237,62 @@ def profile_eager(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     mark = torch.profiler.record_function
     profiler = torch.profiler.profile(activities=activities, record_shapes=False, with_stack=False, acc_events=True)
-    claim_profiler(torch, cuda=device == "cuda")
+    running = Running()
     try:
-        synchronize()
-        with quiet_kineto(), watched_prints(lambda: mark(PRINT)):
-            session = Session(profiler)
-            try:
-                for _ in range(warmup):
+        running.start(profiler, cuda=device == "cuda", synchronize=synchronize)
+        for _ in range(warmup):
+            run()
+            synchronize()
+        for _ in range(iterations):
+            with mark(ITERATION):
+                with mark(RUN):
                     run()
-                    synchronize()
-                for _ in range(iterations):
-                    with mark(ITERATION):
-                        with mark(RUN):
-                            run()
-                        synchronize()
-                if device == "cpu":
-                    calibrate(torch, mark)
-            finally:
-                session.stop()
+                synchronize()
+        if device == "cpu":
+            calibrate(torch, mark)
     finally:
-        release_profiler()
+        running.stop()
     warnings = ("this build of torch cannot profile CUDA: no device events",) if missing else ()
     return trace_from_events(_raw_events(profiler), device=device, warnings=warnings)
 
 
 _CLAIMED = Lock()
 _ONE_AT_A_TIME = "leave its context first; of several threads one profiles at a time"
+
+
+class Running:
+    """A run of ``torch.profiler`` that nothing else profiles beside; interrupts come once it has started or stopped."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+
+    def start(self, profiler: Any, *, cuda: bool, synchronize: Callable[[], object] = lambda: None) -> None:
+        """Start ``profiler``. See to ``stop`` before: an interrupt that came meanwhile is raised when it runs.
+
+        Args:
+            profiler: a ``torch.profiler.profile``.
+            cuda: whether it watches a GPU.
+            synchronize: waits until the device is idle.
+
+        Raises:
+            DeviceError: another profiler is running or attached.
+        """
+        import torch
+
+        with interrupts_postponed(), ExitStack() as undo:
+            claim_profiler(torch, cuda=cuda)
+            undo.callback(release_profiler)
+            synchronize()
+            with quiet_kineto():
+                session = Session(profiler)
+            undo.callback(session.stop)
+            undo.enter_context(watched_prints(lambda: torch.profiler.record_function(PRINT)))
+            self._undo = undo.pop_all()
+
+    def stop(self) -> None:
+        """Stop it, if it runs."""
+        with interrupts_postponed(), quiet_kineto():
+            self._undo.close()
 
 
 def claim_profiler(torch: Any, *, cuda: bool) -> None:

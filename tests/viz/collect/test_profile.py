@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +26,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import nimble_viz
 from nimble_core import Nimble, Options, TrainStep
+from nimble_core.profiling.cupti import profiler_runs
 from nimble_core.utils.errors import DeviceError, InputError
 from nimble_viz.cli.command import main
-from nimble_viz.collect.profile import Sampler, profile, profile_script
+from nimble_viz.collect.profile import Profiling, Sampler, _Session, profile, profile_script
 from nimble_viz.traces.profiler import dispatch_floor_ns
 
 NEXT = _BaseDataLoaderIter.__next__
@@ -169,6 +171,58 @@ def test_a_loop_that_ends_early_does_not_mix_cold_and_warm(iterations: int) -> N
     assert "18 are enough" in report.warnings[0]
     assert ("later ones took" in report.warnings[0]) == (iterations > 7)
     assert "under the profiler" in report.to_text().split("\n\n")[0]
+
+
+@pytest.mark.parametrize("run", [1, 2], ids=["at once", "once warm"])
+@pytest.mark.parametrize("method", ["start", "stop"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_interrupt_comes_once_torchs_profiler_has_started_or_stopped(
+    method: str, after: bool, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    original, calls = getattr(torch.profiler.profile, method), []
+
+    def interrupted(profiler: torch.profiler.profile) -> None:
+        calls.append(method)
+        if len(calls) == run and not after:
+            signal.raise_signal(signal.SIGINT)
+        original(profiler)
+        if len(calls) == run and after:
+            signal.raise_signal(signal.SIGINT)
+
+    def loop(run: Profiling, iterations: int) -> Profiling:
+        with run:
+            for _ in range(iterations):
+                model(x)
+        return run
+
+    taken = profile(warmup=2, timed=1, profiled=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    monkeypatch.setattr(torch.profiler.profile, method, interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop(taken, 1000)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not profiler_runs()
+    assert not _global_forward_hooks
+    assert not _global_forward_pre_hooks
+    assert taken.found == ((method, run) != ("start", 1))
+    assert loop(profile(warmup=2, timed=1, profiled=1), 20).report.complete
+
+
+def test_what_fails_after_an_interrupt_does_not_come_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(session: object) -> None:
+        raise AssertionError("Profiler must be initialized")
+
+    monkeypatch.setattr(_Session, "recording", fails)
+    with pytest.raises(KeyboardInterrupt) as raised, profile():
+        raise KeyboardInterrupt
+    assert raised.value.__notes__ == [
+        "what was profiled before cannot be shown: AssertionError: Profiler must be initialized"
+    ]
+    with pytest.raises(AssertionError, match="must be initialized"), profile():
+        pass
 
 
 def test_as_many_iterations_as_are_said_to_be_enough_are() -> None:
