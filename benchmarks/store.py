@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from nimble_core.ir.measurement import Ratio, across, summarize
 from nimble_core.utils.files import write_file
 
 MEASURES = ("latency_us", "throughput_us", "device_us", "host_us", "launch_us")
@@ -155,18 +156,29 @@ def _row(records: Sequence[Record], here: Sequence[Record]) -> Iterator[str]:
             said.insert(0, f"host beyond the launch {held['host_us'] - held['launch_us']:.1f}")
         if first.together and (change := moved(held, alone.get(one.way, {}))) is not None:
             said.insert(0, f"{change:+.0%} from alone")
-        over = " ".join(f"{value:.2f}x" for value in _over(ours, one).values())
+        over = " ".join(map(_told, _over(ours, one).values()))
         line = f"  {one.way:14}{''.join(cells)}{far:>9}{one.prepare_s or 0:7.1f} s   {over}"
         yield f"{line}  {'; '.join(filter(None, said))}".rstrip()
 
 
-def _over(ours: Record | None, peer: Record) -> dict[str, float]:
-    """How many times as fast ours is, by measure; nothing where either is wrong or failed."""
+def ratio(ours: Record, peer: Record, measure: str) -> Ratio:
+    """Speed of ours over a peer's, of samples taken in two processes."""
+    new, old = (summarize(one.way, [us * 1e3 for us in getattr(one, measure)]) for one in (ours, peer))
+    return across(new, old)
+
+
+def _told(found: Ratio) -> str:
+    if not (found.low and math.isfinite(found.high)):
+        return "(too few samples)"
+    return f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _over(ours: Record | None, peer: Record) -> dict[str, Ratio]:
+    """Speed of ours over a peer's, by measure; nothing where either is wrong or failed."""
     if ours is None or any(one.wrong or one.error for one in (ours, peer)):
         return {}
-    mine, theirs = ours.medians, peer.medians
     shared = SPEEDS if ours.whole and peer.whole else SPEEDS[:2]
-    return {name: theirs[name] / mine[name] for name in shared if name in mine and name in theirs}
+    return {name: ratio(ours, peer, name) for name in shared if name in ours.medians and name in peer.medians}
 
 
 def _apart(ours: Record | None, peer: Record) -> str:
@@ -185,9 +197,12 @@ def _means(mine: str, records: Sequence[Record]) -> Iterator[str]:
     for ours in (one for one in records if one.way == mine):
         over = [_over(ours, one) for one in records if one.row == ours.row and one.way not in OURS]
         for name in SPEEDS:
-            if known := [one[name] for one in over if name in one]:
-                speeds.setdefault(name.removesuffix("_us"), []).append(min(known))
+            if known := [found[name] for found in over if name in found]:
+                speeds.setdefault(name.removesuffix("_us"), []).append(min(found.value for found in known))
     if speeds:
-        means = (f"{name} {geometric_mean(values):.2f}x ({len(values)})" for name, values in speeds.items())
+        means = (
+            f"{name} {geometric_mean(values):.2f}x ({min(values):.2f}x to {max(values):.2f}x of {len(values)})"
+            for name, values in speeds.items()
+        )
         kind = "training" if records[0].training else "inference"
         yield f"\n{kind}: {mine} over the best peer of each row, geometric means: {', '.join(means)}"

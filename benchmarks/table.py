@@ -20,8 +20,8 @@ from statistics import geometric_mean
 from benchmarks import training_ways
 from benchmarks import ways as inference_ways
 from benchmarks.models import ROWS
-from benchmarks.store import OURS, Record, read
-from nimble_core.ir.measurement import Ratio, across, summarize
+from benchmarks.store import OURS, Record, ratio, read
+from nimble_core.ir.measurement import Ratio
 
 ROOT = Path(__file__).parents[1]
 STORE = ROOT / "benchmarks" / "results" / "h200.jsonl.gz"
@@ -38,12 +38,6 @@ NAMES = {
     "ro-skip": "reduce-overhead without guards",
     "fr-skip": "reduce-overhead with freezing and without guards",
 }
-
-
-def ratio(ours: Record, peer: Record, measure: str) -> Ratio:
-    """Speed of ours over a peer's, of samples taken in two processes."""
-    new, old = (summarize(one.way, [us * 1e3 for us in getattr(one, measure)]) for one in (ours, peer))
-    return across(new, old)
 
 
 def best(records: Iterable[Record], measure: str) -> Record | None:

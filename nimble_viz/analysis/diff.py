@@ -315,13 +315,15 @@ def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio
     """Speed of ``news`` over ``olds`` (> 1: faster), a measurement of each process.
 
     From ``FEWEST_PROCESSES`` a side on, what processes differ by is known: Welch's t interval of the logarithms of
-    their medians, and differences count from ``SAME`` on. Of fewer all pairs together, from ``ACROSS`` on.
+    their medians, and differences count from ``SAME`` on. Of fewer all pairs together, from ``ACROSS`` on. A
+    measurement given twice counts once.
 
     >>> from nimble_core.ir.measurement import summarize
     >>> old, new = ([summarize("nimble", [ns * k] * 40) for k in (1.0, 1.01, 1.02)] for ns in (1100.0, 1000.0))
     >>> processes(new, old).verdict, processes(new[:1], old[:1]).verdict
     ('faster', 'faster')
     """
+    news, olds = (list({one.samples_ns: one for one in some}.values()) for some in (news, olds))
     new_ns, old_ns = ([taken.median_ns for taken in some] for some in (news, olds))
     if min(*new_ns, *old_ns) <= 0 or min(len(news), len(olds)) < FEWEST_PROCESSES:
         found = [across(new, old) for new in news for old in olds]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from nimble_core.utils.errors import InputError
-from nimble_viz.analysis.diff import DifferenceData, differences, subjects
+from nimble_viz.analysis.diff import DifferenceData, differences, environment_changes, subjects
 from nimble_viz.analysis.gate import GateData, Rules, judge
 from nimble_viz.render.text import plain
 from nimble_viz.render.verdict_text import difference_text, gate_text
@@ -68,7 +68,7 @@ def diff(old: Reports, new: Reports) -> Difference:
     """What changed from ``old`` to ``new``; see ``differences``. Three reports a side tell smaller differences.
 
     Raises:
-        InputError: no report, something else, or reports of one side that are of different models.
+        InputError: no report, something else, or reports of one side that are of different models or environments.
     """
     return Difference.of(differences(_several(old), _several(new)))
 
@@ -81,15 +81,22 @@ def gate(
     any_environment: bool = False,
 ) -> Gate:
     """Judge ``report`` by ``rules``; see ``judge``, which says what is asked and what is raised."""
-    against = () if baseline is None else _several(baseline)
-    return Gate.of(judge(_several(report), rules, baseline=against, any_environment=any_environment))
+    against = () if baseline is None else _several(baseline, any_environment)
+    judged = _several(report, any_environment)
+    return Gate.of(judge(judged, rules, baseline=against, any_environment=any_environment))
 
 
-def _several(given: Reports) -> Sequence[ReportData]:
+def _several(given: Reports, any_environment: bool = False) -> Sequence[ReportData]:
     found = list(given) if isinstance(given, Sequence) else [given]
     wrong = [type(one).__name__ for one in found if not isinstance(one, ReportData)]
     if wrong or not found:
         raise InputError(f"expected a Report, given {(*wrong, 'none')[0]}", fix="nimble_viz.load(path) reads one")
     if mixed := next(filter(None, (subjects(found[0], one) for one in found)), ""):
         raise InputError(f"reports of one side differ: {mixed}", fix="several reports of a side repeat one measurement")
+    changed = [one for other in found[1:] for one in environment_changes(found[0].environment, other.environment)]
+    if changed and not any_environment:
+        raise InputError(
+            f"reports of one side are of different environments: {changed[0].name} {changed[0].old}, {changed[0].new}",
+            fix="measure all reports of a side in one environment",
+        )
     return found

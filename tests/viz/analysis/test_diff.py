@@ -301,7 +301,7 @@ def test_speeds_across_processes_mirror_and_lie_in_their_intervals(
     there, back = processes(news, olds), processes(olds, news)
     assert (there.low, there.value, there.high) == pytest.approx((1 / back.high, 1 / back.value, 1 / back.low))
     assert there.low <= there.value <= there.high
-    assert there.same == back.same == (1.02 if min(len(olds), len(news)) >= 3 else 1.05)
+    assert there.same == back.same == (1.02 if min(len(set(map(tuple, one))) for one in (before, after)) >= 3 else 1.05)
 
 
 def test_one_process_a_side_is_what_the_engine_says() -> None:
@@ -318,8 +318,9 @@ def test_three_processes_a_side_show_what_processes_differ_by() -> None:
     assert processes(apart[:2], old).verdict == "no difference"  # two processes may differ by more than 1.04
     restless = [taken("nimble", ns) for ns in (90.0, 100.0, 112.0)]
     assert processes(restless, old).verdict == "undecided"
-    few = [taken("nimble", 100.0, samples=9)] * 3
+    few = [taken("nimble", ns, 0.0, samples=9) for ns in (100.0, 100.1, 100.2)]
     assert processes(few, few).verdict == "no difference"  # a process counts with its median, whatever it is made of
+    assert processes([few[0]] * 3, [few[1]] * 3) == processes(few[:1], few[1:2])  # one process is one, however often
 
 
 def test_several_reports_a_side_are_of_one_model() -> None:
@@ -330,6 +331,9 @@ def test_several_reports_a_side_are_of_one_model() -> None:
     )
     with pytest.raises(InputError, match="reports of one side differ: two different batches: 1 against 4"):
         diff(report, [report, replace(report, batch=4)])
+    elsewhere = replace(report, environment=replace(report.environment, torch="1.0"))
+    with pytest.raises(InputError, match="reports of one side are of different environments: torch"):
+        diff(report, [report, elsewhere])
 
 
 def test_speeds_beside_eager_are_of_the_same_rounds() -> None:
