@@ -3,6 +3,7 @@
 #   make demo     compare two models from transformers; writes report.html and report-bert.html
 #   make test     lint, types, import contracts, and the tests of the inner loop: under 8 minutes on two cores
 #   make test-all the slow compiler, browser and notebook tests too; before submitting what touches any of these
+#   make fuzz     random models beside eager, FUZZ cases of them (20000); goes on where it was stopped
 #   make bench    scheduling and replay benchmarks (benchmarks/README.md)
 #   make clean    remove what these made
 #
@@ -25,7 +26,7 @@ PINS := $(if $(findstring --system-site-packages,$(VENV_FLAGS)),,--constraint co
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_FLAGS) $(PINS)
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -43,6 +44,10 @@ lint: $(VENV)/.test
 	$(BIN)/python -m mypy --strict nimble_core
 	$(BIN)/lint-imports --no-logo
 
+FUZZ ?= 20000
+fuzz: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz --count $(FUZZ) --out fuzz.jsonl
+
 bench: $(VENV)/.test
 	-$(BIN)/python -m benchmarks.scheduling --calls 10000
 	-$(BIN)/python -m benchmarks.host
@@ -51,7 +56,7 @@ bench: $(VENV)/.test
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f report.html report-bert.html report.nimble report-bert.nimble
+	rm -f report.html report-bert.html report.nimble report-bert.nimble fuzz.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.venv:
