@@ -1,8 +1,9 @@
 """See what ahead-of-time scheduling changes about a PyTorch model.
 
 ``compare(model, x)`` measures and returns a ``Report``; ``plan(model, x)`` makes one without running a kernel;
-``profile(...)`` and ``from_trace(path)`` show where the time goes in code that nobody wrapped; ``load(path)`` reads a
-saved report, without torch and without a GPU; ``annotate(export, report)`` joins a profile of Nsight Systems to one.
+``diagnose(model, x)`` finds everything that keeps a model from being prepared; ``profile(...)`` and
+``from_trace(path)`` show where the time goes in code that nobody wrapped; ``load(path)`` reads a saved report, without
+torch and without a GPU; ``annotate(export, report)`` joins a profile of Nsight Systems to one.
 Importing this package imports nothing heavy: names are fetched when first used.
 """
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from nimble_viz.collect.annotate import annotate
     from nimble_viz.collect.annotated import annotated
     from nimble_viz.collect.compare import compare
+    from nimble_viz.collect.diagnose import diagnose
     from nimble_viz.collect.from_trace import from_trace
     from nimble_viz.collect.plan import plan
     from nimble_viz.collect.profile import profile
@@ -37,6 +39,7 @@ __all__ = [
     "annotate",
     "annotated",
     "compare",
+    "diagnose",
     "diff",
     "from_trace",
     "gate",
@@ -53,6 +56,7 @@ _HOMES = {
     "annotate": "nimble_viz.collect.annotate",
     "annotated": "nimble_viz.collect.annotated",
     "compare": "nimble_viz.collect.compare",
+    "diagnose": "nimble_viz.collect.diagnose",
     "diff": "nimble_viz.render.verdicts",
     "from_trace": "nimble_viz.collect.from_trace",
     "gate": "nimble_viz.render.verdicts",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class Engine:
         backward: what follows a forward that was prepared for training; None for inference.
         apart: asks whether inputs share memory; None if a run writes none of them.
         autocast: what it was prepared under; None for a step, which casts by itself or asks by itself.
-        unlinked: set once it was said that outputs carry no gradient to an input that requires one.
+        passed_on: caches among the inputs that the output holds, as ``(0, position)`` or ``(1, keyword)``; ``build``
+            takes them behind the output tensors.
+        unlinked: set once it was said that outputs carry no gradient to an input or a parameter that requires one.
     """
 
     signature: Signature
@@ -72,6 +75,7 @@ class Engine:
     backward: Backward | None = None
     apart: Apart | None = None
     autocast: Autocast | None = None
+    passed_on: tuple[tuple[int, Any], ...] = ()
     unlinked: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -111,16 +115,24 @@ class Engine:
             announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
         return outputs
 
-    def say_unlinked(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Warn, once, of inputs that require gradients, before a run under autograd of what was prepared without."""
-        if not self.unlinked.is_set():
+    def say_unlinked(self, tensors: Sequence[torch.Tensor], parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Warn, once, of inputs that require gradients, before a run under autograd of what was prepared without.
+
+        In training mode of ``parameters``, with their names, too: in evaluation mode few ask for gradients of them.
+        """
+        if self.unlinked.is_set():
+            return
+        inputs = zip(self.signature.paths, tensors, strict=True)
+        named = chain(
+            inputs, ((f"the model is in training mode, {name}", one) for name, one in parameters if self.mode)
+        )
+        wanted = next((name for name, tensor in named if tensor.requires_grad), "")
+        if wanted:
             self.unlinked.set()
-            wanted = next(
-                path for path, tensor in zip(self.signature.paths, tensors, strict=True) if tensor.requires_grad
-            )
             warn(
                 f"{wanted} requires a gradient, but outputs of what was prepared for inference carry none; "
                 "prepare(..., training=True) for gradients, or call under torch.no_grad()"
+                + (" or after eval()" if self.mode else "")
             )
 
     def close(self) -> None:
@@ -131,7 +143,7 @@ class Engine:
 
     def check(self, *, thorough: bool = False) -> None:
         """Refuse a model that a replay cannot follow; fold again what has changed."""
-        change = self.watch.looked_through() if thorough else self.watch.change()
+        change = self.watch.looked_through() or self.watch.setting() if thorough else self.watch.change()
         if change:
             raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
         if self.folded is not None and self.watch.stale():

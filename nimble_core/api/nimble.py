@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, Never
 
 import torch
 
+from nimble_core.api.call_mistakes import input_hint, mistakes_explained, refuse_options
 from nimble_core.api.engine import Engine
 from nimble_core.autotune.autotune import Tuned, tune
 from nimble_core.autotune.capture_pipeline import capture, device_for
@@ -20,13 +22,13 @@ from nimble_core.guards.transforms import transform_of, transforming
 from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.costs import Costs
 from nimble_core.runtime.device import Executable
-from nimble_core.scheduling.options import Options, require_flag, require_options
+from nimble_core.scheduling.options import Options, option_like, require_flag, require_options
 from nimble_core.scheduling.saved_plan import Plan, make_plan, plan_notes, schedule_of
 from nimble_core.tracing.autocast import Autocast
-from nimble_core.tracing.folded_weights import Folded
+from nimble_core.tracing.folded_weights import Folded, with_held
 from nimble_core.tracing.input_aliasing import Apart
 from nimble_core.tracing.provenance import warn
-from nimble_core.tracing.pytree import builder, flatten
+from nimble_core.tracing.pytree import builder, flatten, passed_on
 from nimble_core.tracing.recorded import (
     Recorded,
     Stopwatch,
@@ -51,6 +53,8 @@ from nimble_core.validation.judge import eager_cases
 
 __all__ = ["Nimble"]
 
+_requires_grad = attrgetter("requires_grad")
+
 
 class Nimble(torch.nn.Module):
     """A module that replays ``model`` ahead-of-time scheduled.
@@ -66,6 +70,7 @@ class Nimble(torch.nn.Module):
     Args:
         model: a module, or any function of tensors, on one device.
         options: how to prepare.
+        unknown: refused, with a word on what to write instead.
 
     Raises:
         InputError: ``model`` is neither.
@@ -74,8 +79,12 @@ class Nimble(torch.nn.Module):
     _freed: tuple[bool, ...] = ()
     """Of what was prepared, and closed since: whether it trained."""
 
-    def __init__(self, model: Callable[..., Any], options: Options = Options()) -> None:
+    def __init__(self, model: Callable[..., Any], options: Options = Options(), **unknown: Never) -> None:
         super().__init__()
+        for name in unknown:
+            like = option_like(name)
+            fix = f"Nimble(model, Options({like}=...))" if like else "Nimble(model, options), then prepare(*inputs)"
+            raise InputError(f"Nimble() has no keyword {name!r}", fix=fix)
         if not callable(model) or isinstance(model, type):
             raise InputError(
                 f"Nimble takes a torch.nn.Module or a function, given {model!r}"[:200],
@@ -127,6 +136,7 @@ class Nimble(torch.nn.Module):
     ) -> Engine:
         """The engine that ``prepare`` would add; the caller's to close, or to have adopted. Raises as ``prepare``."""
         require_flag(training, f"training={training!r}")
+        refuse_options(self._model, kwargs)
         if training and plan is not None:
             raise InputError(
                 "a plan is one schedule; prepare(training=True) makes two, of forward and of backward",
@@ -135,7 +145,7 @@ class Nimble(torch.nn.Module):
         # What a preparation makes stays; only training and compilers leave garbage that is worth collecting meanwhile.
         unfused = self._options.fuse == "none" and not training
         paused = collector_paused() if unfused else nullcontext()
-        with preparing(), requirements_kept(args, kwargs), paused:
+        with preparing(self._model), requirements_kept(args, kwargs), paused:
             if training:
                 return _prepare_training(self._model, args, kwargs, self._options)
             return _prepare(self._model, args, kwargs, self._options, plan)
@@ -172,17 +182,16 @@ class Nimble(torch.nn.Module):
                 return self._unprepared(args, kwargs, getattr(self._model, "training", False))
             if engine.backward is not None:
                 return self._trained(engine, engine.backward, tensors, args, kwargs)
-            if torch.is_grad_enabled():
-                for tensor in tensors:
-                    if tensor.requires_grad:
-                        engine.say_unlinked(tensors)
-                        break
+            if torch.is_grad_enabled() and (engine.mode or any(map(_requires_grad, tensors))):
+                engine.say_unlinked(tensors, self.named_parameters())
             try:
                 outputs = engine.run(tensors, static=self._options.outputs == "static")
             except DeviceError:
                 if any(one is engine for one in self._engines):
                     raise
                 continue  # another thread has prepared the model again meanwhile, and closed this engine
+            if engine.passed_on:
+                return engine.build([*outputs, *((args, kwargs)[which][at] for which, at in engine.passed_on)])
             return engine.build(outputs)
 
     def _transformed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -240,8 +249,11 @@ class Nimble(torch.nn.Module):
 
         Only needed after writes that torch does not count: through ``.data``, numpy, DLPack or a CUDA graph of yours,
         and to tensors made under ``inference_mode``. Other changes of values (optimizers, ``load_state_dict``, in-place
-        operators) are noticed by the next call. Engines without folded weights read all of them live. Where ``.data``
-        was given another shape or other strides on the same memory, which calls do not look for either, this refuses.
+        operators) are noticed by the next call. Engines without folded weights read all of them live.
+
+        What calls do not look for, this refuses: another shape or other strides on the same memory (``.data = ...``),
+        and another number, flag or string among the attributes of modules (``bn.eps``, ``lora.scaling``), which replays
+        keep as they were at preparation. Not those that the forward itself changes.
 
         Raises:
             InputError: the model is not the one that was prepared.
@@ -279,10 +291,13 @@ class Nimble(torch.nn.Module):
             called = self._model.input_names if isinstance(self._model, Around) else ()
             elsewhere = [one.autocast is not None and not one.autocast.holds() for one in prepared]
             near, listed = nearest([one.signature for one in prepared], elsewhere, args, kwargs, called)
+            why = near.explain(args, kwargs)
             raise InputError(
-                f"no engine is prepared for these inputs: {near.explain(args, kwargs)}",
+                f"no engine is prepared for these inputs: {why}",
                 where=f"prepared: {listed}",
-                fix='prepare(...) for them as well, or use Options(on_new_shape="prepare" or "eager")',
+                fix=(": expected a tensor, given" in why and input_hint(args, kwargs))
+                or (not (args or kwargs) and "call it with the inputs: net(x)")
+                or 'prepare(...) for them as well, or use Options(on_new_shape="prepare" or "eager")',
             )
         if any(engine.backward is not None for engine in self._engines):
             # Training evaluates in between.
@@ -430,7 +445,10 @@ def _warn_of_python(model: Callable[..., Any], recorded: Recorded) -> None:
 
 
 def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
-    count = len(folded.sources)
+    read = dict.fromkeys(one.names for one in folded.held)
+    if read:
+        yield f"read on the host, and refused once they hold something else: {', '.join(read)}"
+    count = len(folded.sources) - sum(len(one.sources) for one in folded.held)
     if count:
         what = "parameters and buffers are" if count > 1 else "parameter or buffer is"
         yield (
@@ -448,15 +466,17 @@ def _prepare(
         raise InputError(f"plan is a {type(given).__name__}", fix="report.plan, or load_plan(path)")
     _require_prepared_parts(model)
     watch = Stopwatch()
-    signature = check_inputs(model, args, kwargs)
+    with mistakes_explained(args, kwargs):
+        signature = check_inputs(model, args, kwargs)
     device = device_for(signature.device)
-    with watch("warm-up"):
+    with watch("warm-up"), mistakes_explained(args, kwargs):
         device.warm_up(model, *signature.arguments())
     recorded = record_static(device, model, signature, strict=options.strict, step=watch)
     notes = recorded.recording.program.notes
     _warn_of_python(model, recorded)
     program, graph = recorded.recording.program, recorded.graph
-    build = builder(recorded.recording.output_structure)
+    structure, passed = passed_on(recorded.recording.output_structure, len(recorded.recording.outputs))
+    build = builder(structure)
     candidates: tuple[Candidate, ...] = ()
     plan: Plan | None = None
     costs: Costs | None = None
@@ -506,8 +526,10 @@ def _prepare(
                 max_streams=options.max_streams,
                 memory_limit=options.memory_limit,
             )
-        folded: Folded | None = recorded.folded
-        fresh = Watch(model, folded.sources if folded else (), (recorded.eager or recorded).recording.given.values())
+        live = recorded.whole and device.kind == "cpu"  # then the model itself runs, and reads
+        seen = (recorded.eager or recorded).recording
+        folded = with_held(recorded.folded, () if live else seen.held)
+        fresh = Watch(model, folded.sources if folded else (), seen.given.values(), seen.counters)
         engine = Engine(
             signature=signature,
             executable=executable,
@@ -526,6 +548,7 @@ def _prepare(
             writes=_writes(recorded.recording),
             apart=_apart(signature, recorded.recording),
             autocast=None if isinstance(model, Around) else Autocast.here(signature.device.type),
+            passed_on=passed,
         )
         engine.check()  # what changed during the preparation is folded as well
     except BaseException:
@@ -559,18 +582,21 @@ def _prepare_training(
             made.close()
             raise CaptureError(made.wrong, fix="report this model")
         warn(made.wrong)
+    folded = with_held(None, made.joint.recording.held)
+    fresh = Watch(model, folded.sources if folded else (), changing=made.joint.recording.counters)
     return Engine(
         signature=signature,
         executable=forward.best,
         build=builder(made.structure),
         mode=True,
-        watch=Watch(model),
+        watch=fresh,
         check_first=True,
         seconds=dict(watch.seconds),
         recorded=forward.recorded,
         costs=forward.costs,
         candidates=forward.candidates,
-        notes=made.notes,
+        notes=(*made.notes, *(_fold_notes(folded, fresh) if folded else ())),
+        folded=folded,
         writes=_writes(forward.recorded.recording),
         backward=made.backward,
         apart=_apart(signature, forward.recorded.recording),

@@ -33,11 +33,12 @@ from nimble_core.torch_compat.dispatch import (
 from nimble_core.tracing.autocast import autocast_name, autocast_type, no_autocast
 from nimble_core.tracing.grad_accumulators import require_no_node_hooks
 from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
+from nimble_core.tracing.out_of_memory import memory_explained
 from nimble_core.tracing.phase import phase
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.pytree import builder, flatten, leaf_paths
 from nimble_core.tracing.recorded import require_local
-from nimble_core.tracing.signature import require_initialised
+from nimble_core.tracing.signature import require_initialised, require_unchanged
 from nimble_core.tracing.step_wrapper import Around, require_gradients, require_training_mode
 from nimble_core.tracing.strides import share_bytes, with_strides_of
 from nimble_core.training.optimizer import CapturedOptimizer
@@ -173,7 +174,9 @@ class WholeStep(Around):
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"), self._casting():
                 inputs, targets = _without_history((inputs, targets))
+                given, around = flatten(((inputs, targets), {}))
                 output = _called(self.model, inputs)
+                require_unchanged(around, given, ((inputs, targets), {}), self.input_names)
             with phase("loss"), self._casting():
                 loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
                 _require_loss(loss)
@@ -482,7 +485,8 @@ class TrainStep:
         require_training_mode(self.model)
         if targets is None:
             require_no_target(self.loss_fn, "targets: prepare(inputs, targets)")
-        self._captured.refresh()
+        with memory_explained(self.model):
+            self._captured.refresh()
         scaling, hooks, casts = _settings(self.scaler), self._hooks_now(), self._casts_now()
         require_no_node_hooks(self._steps[self._turns[-1]].named_parameters())
         made: list[tuple[Turn, Engine]] = []

@@ -1,7 +1,8 @@
 """Plans that earlier processes chose, kept on disk: the next one makes the same kernels and need not measure.
 
 One small JSON file for each program, GPU, version of torch and set of options, in ``NIMBLE_CACHE_DIR`` or the user's
-cache directory. What is read is checked like any plan; a file that does not fit is as good as none.
+cache directory. What is read is checked like any plan; a file that does not fit, or is a link or a pipe, is as good as
+none, and is replaced.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from nimble_core.scheduling.saved_plan import Plan, load_plan
+from nimble_core.scheduling.saved_plan import MAX_BYTES, Plan
 from nimble_core.utils.errors import NimbleError
+from nimble_core.utils.files import read_own, replace_file
 
 __all__ = ["cache_directory", "choice_key", "recall", "remember"]
 
@@ -42,7 +44,7 @@ def choice_key(fingerprint: str, conditions: Mapping[str, object]) -> str:
 def recall(key: str) -> Plan | None:
     """The plan that was kept under ``key``; None if there is none that can be read."""
     try:
-        return load_plan(cache_directory() / f"{key}.json")
+        return Plan.from_json(read_own(cache_directory() / f"{key}.json", MAX_BYTES + 1))
     except (OSError, RuntimeError, NimbleError):
         return None
 
@@ -52,6 +54,6 @@ def remember(key: str, plan: Plan) -> None:
     try:
         directory = cache_directory()
         directory.mkdir(parents=True, exist_ok=True)
-        plan.save(directory / f"{key}.json")
+        replace_file(directory / f"{key}.json", plan.to_json().encode())
     except (OSError, RuntimeError):  # a cache is no reason to fail; Path.home() raises RuntimeError without one
         return

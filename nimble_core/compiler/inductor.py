@@ -33,6 +33,7 @@ from nimble_core.torch_compat.compiler import (
 )
 from nimble_core.tracing.kernel_launches import generated_modules
 from nimble_core.utils.errors import CaptureError, first_line
+from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["compile_graph", "provenance_in_code", "source_nodes"]
 
@@ -50,7 +51,7 @@ _OPTIONS: Mapping[str, Any] = {
 
 _WRITTEN = "kernels wait first"
 """Names the way in which Inductor's code is written, in keys of what is kept on disk."""
-_WRITING = Lock()
+_WRITING = free_after_fork(Lock())
 """Held while Inductor is changed, for everybody who compiles."""
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from inspect import getclosurevars, unwrap
 from itertools import chain
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from nimble_core.torch_compat.dispatch import ANY_KEY, keys_excluded, no_torch_function
 from nimble_core.tracing.side_effects import installed_by_runs
 from nimble_core.tracing.step_wrapper import Around
+from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["Watch", "announce", "hooks_of_users", "modules_behind", "same_objects"]
 
@@ -39,6 +41,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
 _LIBRARIES = frozenset({"torch", "transformers", "accelerate", "nimble_core", "nimble_viz"})
 """Their forward hooks are part of the forward, or only watch it."""
+_SETTINGS = frozenset({bool, int, float, complex, str})
+_FEW = 64
+"""Entries at most of a container that counts among a module's settings."""
 _BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
 
 
@@ -65,6 +70,7 @@ class Watch:
     or a submodule more, where there were some. Buffers that come do not count; nor do hooks that the model's own runs
     install (``installed_by_runs``), nor hooks of the backward where a replay has none: of a plain model in evaluation
     mode. Another ``forward`` of a submodule is not looked for: to ask all would take a tenth of the time of all else.
+    Nor are numbers, flags and strings among the attributes, unless ``setting`` is asked.
 
     Asked often, and polled each time: nothing tells of every change, since modules keep plain dicts, and memory is
     replaced (``.data = …``, ``share_memory_``) without a count. So the answer "unchanged" is looked up by loops in C,
@@ -76,6 +82,7 @@ class Watch:
         sources: name and tensor of each parameter and buffer that constants were folded from. They count as changed
             until the first ``folding``.
         given: tensors that a run was seen to read; of a function's modules only those that hold some are remembered.
+        changing: attributes that runs change, by path.
     """
 
     def __init__(
@@ -83,8 +90,15 @@ class Watch:
         model: Callable[..., Any],
         sources: Sequence[tuple[str, torch.Tensor]] = (),
         given: Iterable[torch.Tensor] | None = None,
+        changing: Collection[str] = (),
     ) -> None:
         modules = modules_behind(model, given)
+        self._settings = [
+            (vars(module), name, copy(value), f"{path}.{name}".lstrip("."))
+            for path, module in modules.items()
+            for name, value in vars(module).items()
+            if _is_setting(value) and name != "training" and f"{path}.{name}".lstrip(".") not in changing
+        ]
         whole = isinstance(model, torch.nn.Module)
         slots = [
             (module, attribute, path)
@@ -172,6 +186,14 @@ class Watch:
         if not change:
             self._remembered = now  # buffers were added, which is nothing to look into again
         return change
+
+    def setting(self) -> str:
+        """The first number, flag or string of a module that is another one than it was, in words; empty if none is."""
+        for attributes, name, was, path in self._settings:
+            now = attributes.get(name, "gone")
+            if type(now) is not type(was) or not (now == was or now is was):
+                return f"{path} is {now!r:.40}, and was {was!r:.40}"
+        return ""
 
     def stale(self) -> bool:
         """Whether a source was written since the last ``folding``, as far as that shows. About 0.05 µs a source."""
@@ -383,6 +405,14 @@ def _inner(hook: Any) -> Any:
     return hook
 
 
+def _is_setting(value: object) -> bool:
+    """Whether it is a number, flag or string, or a container of some: what a replay keeps as it was."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        return 0 < len(value) <= _FEW and _SETTINGS.issuperset(map(type, items))
+    return type(value) in _SETTINGS
+
+
 def _held(module: Any, attribute: str) -> Any:
     """A module's mode, or a copy of one of its tables; an empty one where it has none."""
     held = getattr(module, attribute, {})
@@ -429,7 +459,7 @@ def _counted(
     return [tensor for tensor in found.values() if not tensor.is_inference()]
 
 
-_watching = threading.Lock()
+_watching = free_after_fork(threading.Lock())
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _hooked = False
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
 from typing import Any, Literal
 
 from nimble_core.scheduling.policies import resolve_policy
 from nimble_core.utils.errors import InputError
 
-__all__ = ["Options", "require_flag", "require_options"]
+__all__ = ["Options", "option_like", "require_flag", "require_options"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "fuse": ("auto", "none", "library", "inductor"),
@@ -87,6 +89,28 @@ class Options:
             raise InputError(f"Options(memory_limit={self.memory_limit}) is negative", fix="bytes, or None")
 
 
+def option_like(name: str) -> str:
+    """The option of this name, or the one most like it; empty if none is. ``"max_stream"`` gives ``"max_streams"``."""
+    return next(iter(get_close_matches(name, [field.name for field in fields(Options)], 1, 0.75)), "")
+
+
+_init = Options.__init__
+
+
+@wraps(_init)
+def _checked_init(self: Options, *args: Any, **given: Any) -> None:
+    known = [field.name for field in fields(Options)]
+    for name in given:
+        if name not in known:
+            like = option_like(name)
+            fix = f"did you mean {like}?" if like else f"one of {', '.join(known)}"
+            raise InputError(f"there is no option {name!r}", fix=fix)
+    _init(self, *args, **given)
+
+
+Options.__init__ = _checked_init  # type: ignore[method-assign]  # a dataclass has no other place for it
+
+
 def require_flag(value: object, called: str) -> None:
     """Raise InputError unless ``value`` is True or False; ``called`` is what was written."""
     if not isinstance(value, bool):
@@ -96,4 +120,5 @@ def require_flag(value: object, called: str) -> None:
 def require_options(options: object) -> None:
     """Raise InputError unless ``options`` is an Options."""
     if not isinstance(options, Options):
-        raise InputError(f"options is a {type(options).__name__}, not an Options", fix="Options(max_streams=8), say")
+        fix = "Options(max_streams=8), say; inputs go to prepare(*inputs)"
+        raise InputError(f"options is a {type(options).__name__}, not an Options", fix=fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nimble_core.torch_compat.private import Private, private
 
-__all__ = ["GRAPH_REPLAY", "IS_CAPTURING", "TENSOR_METHODS"]
+__all__ = ["GRAPH_REPLAY", "IS_CAPTURING", "READS_TO_CHECK", "TENSOR_METHODS"]
 
 IS_CAPTURING = private(
     "torch.cuda:is_current_stream_capturing",
@@ -20,5 +20,13 @@ TENSOR_METHODS: dict[str, Private] = {
         ("tolist", "notice numbers that a model reads on the host"),
         ("cpu", "notice copies to the host where the host stands in for the device"),
         ("to", "notice copies to the host where the host stands in for the device"),
+        ("__format__", "give texts a placeholder for values of a recording"),
+        ("__repr__", "give texts a placeholder for values of a recording"),
     )
+}
+READS_TO_CHECK: dict[str, Private] = {
+    name: private(
+        f"{module}:{name}", "check values without reading them", "models that check values are refused", replaced=True
+    )
+    for module, name in (("torch", "_check_tensor_all_with"), ("torch.nn.functional", "one_hot"))
 }

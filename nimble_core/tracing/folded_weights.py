@@ -8,14 +8,14 @@ parameters had; ``module_guard`` notices when these change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from nimble_core.tracing.recording import issuing
+from nimble_core.tracing.recording import Held, issuing
 from nimble_core.utils.errors import DeviceError, InputError
 
-__all__ = ["Folded"]
+__all__ = ["Folded", "with_held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,13 @@ class Folded:
         sources: name and tensor of every parameter and buffer that ``compute`` reads, or an alias of it. One that is no
             tensor of the model's must share its version counter (``detach()`` in plain code, not ``.data``). The
             program must write none of them.
+        held: reads on the host, which have to go on finding what they found. Their sources are among ``sources``.
     """
 
     compute: Callable[[], Sequence[torch.Tensor]]
     constants: tuple[torch.Tensor, ...]
     sources: tuple[tuple[str, torch.Tensor], ...]
+    held: tuple[Held, ...] = ()
 
     def refresh(self) -> None:
         """Compute the constants anew and copy them into their memory, on the current stream.
@@ -42,9 +44,20 @@ class Folded:
         may run meanwhile.
 
         Raises:
-            InputError: there are more or fewer constants than there were, or one has another shape or dtype.
+            InputError: there are more or fewer constants than there were, or one has another shape or dtype; or a read
+                on the host finds something else.
             DeviceError: they cannot be computed; out of memory, most often.
         """
+        for one in self.held:
+            with torch.inference_mode(False), issuing(one.sources[0][1].device.type):
+                _, found = one.again()
+            if found != one.found:
+                raise InputError(
+                    f"the model reads {one.names} on the host, and finds {found:.40} there, "
+                    f"not {one.found:.40} as when it was prepared",
+                    where=one.where,
+                    fix="call prepare(...) again",
+                )
         if not self.constants:
             return
         try:
@@ -63,6 +76,15 @@ class Folded:
             for constant, value in zip(self.constants, values, strict=True):
                 if value.data_ptr() != constant.data_ptr():  # a layout that needed no copy: the parameter itself
                     constant.copy_(value)
+
+
+def with_held(folded: Folded | None, held: tuple[Held, ...]) -> Folded | None:
+    """``folded``, if there is any, together with reads that have to go on finding what they found."""
+    if not held:
+        return folded
+    folded = folded or Folded(tuple, (), ())
+    sources = (*folded.sources, *(source for one in held for source in one.sources))
+    return replace(folded, sources=sources, held=held)
 
 
 def _described(tensors: Sequence[torch.Tensor]) -> str:

@@ -15,6 +15,7 @@ from nimble_core.tracing.recording import Slot, flat_tensors
 from nimble_core.utils.errors import CaptureError
 
 __all__ = [
+    "INDEXED",
     "TOLD_BY_VALUE",
     "Shown",
     "Traits",
@@ -25,6 +26,7 @@ __all__ = [
     "fills_where_true",
     "has_memory",
     "makes_memory_only",
+    "masks_among",
     "overlaps_itself",
     "owned_tensors",
     "parts_of",
@@ -52,7 +54,7 @@ _SILENT_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 _PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_INDEXED = ("aten::index", *_PUTS)
+INDEXED = ("aten::index", *_PUTS)
 _COPIES = ("aten::copy_", "aten::_copy_from")
 _CHECKS = "aten::_linalg_check_errors"
 _OF_LAYOUT = ("aten::_assert_tensor_metadata", "aten::record_stream")
@@ -102,7 +104,7 @@ def traits_of(func: Any) -> Traits:
         changes_view=torch.Tag.inplace_view in tags,
         looks=looks,
         memory_only=makes_memory_only(func),
-        doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*_INDEXED, *_COPIES, _CHECKS),
+        doubtful=looks or torch.Tag.dynamic_output_shape in tags or name in (*INDEXED, *_COPIES, _CHECKS),
         puts=name in _PUTS,
         checks=not func._schema.returns and name not in _OF_LAYOUT,
     )
@@ -209,8 +211,8 @@ def fills(func: Any) -> bool:
 
 
 def _only_mask(func: Any, args: tuple[Any, ...]) -> tuple[int, torch.Tensor] | None:
-    """Of ``x[mask] = value``, one value and nothing else that indexes: how many dimensions come first, and the mask."""
-    if not traits_of(func).puts or any(args[3:]) or args[2].numel() != 1:  # the fourth: add to what is there
+    """Of ``x[mask] = value``, nothing else that indexes: how many dimensions come first, and the mask."""
+    if not traits_of(func).puts or any(args[3:]):  # the fourth: add to what is there
         return None
     found = [(at, one) for at, one in enumerate(args[1]) if one is not None]
     return found[0] if len(found) == 1 and found[0][1].dtype in (torch.bool, torch.uint8) else None
@@ -222,11 +224,12 @@ def fills_where_true(func: Any, args: tuple[Any, ...]) -> bool:
     It does where one mask is all that indexes, and the number lies on the host.
     """
     found = _only_mask(func, args)
-    return found is not None and found[1].device == args[0].device and args[2].device.type == "cpu"
+    one = found is not None and args[2].numel() == 1 and args[2].device.type == "cpu"
+    return found is not None and one and found[1].device == args[0].device
 
 
 def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.Tensor] | None:
-    """For ``x[mask] = value``, one value that lies where ``x`` does: what does so and counts no places; else None.
+    """For ``x[mask] = value``, the same at all places, on ``x``'s device: what does so and counts none; else None.
 
     Torch itself looks for the places, and for their number, since there could be a value for each.
     """
@@ -235,27 +238,39 @@ def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.T
         return None
     (before, mask), into, value = found, args[0], args[2]
     alike = value.dtype == into.dtype and value.device == into.device == mask.device
+    behind = into.dim() - before - mask.dim()
+    sizes = [1] * (before + 1 + behind - value.dim()) + list(value.shape)
     if not alike or mask.dtype != torch.bool or mask.shape != into.shape[before : before + mask.dim()]:
+        return None
+    if len(sizes) != before + 1 + behind or sizes[before] != 1:  # one value for each place
+        return None
+    sizes[before : before + 1] = [1] * mask.dim()
+    if any(size not in (1, full) for size, full in zip(sizes, into.shape, strict=True)):
         return None
 
     def write() -> torch.Tensor:
         aten, inside = torch.ops.aten, mask
-        for _ in range(into.dim() - before - mask.dim()):
+        for _ in range(behind):
             inside = aten.unsqueeze.default(inside, -1)
         target = into if func._schema.name.endswith("_") else aten.clone.default(into)
-        made: torch.Tensor = aten.copy_.default(target, aten.where.self(inside, aten.view.default(value, []), into))
+        spread = aten.reshape.default(value, sizes)
+        made: torch.Tensor = aten.copy_.default(target, aten.where.self(inside, spread, into))
         return made
 
     return write
 
 
+def masks_among(indices: Any) -> list[torch.Tensor]:
+    """Those of the tensors that index which say where, not at which places."""
+    return [index for index in flat_tensors(indices) if index.dtype in (torch.bool, torch.uint8)]
+
+
 def shape_depends_on_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host would have to look at data to know the shape of this call's result."""
     name = func._schema.name
-    if name in _INDEXED:
+    if name in INDEXED:
         # Only a mask has to be counted; integer indices give a shape that is known.
-        masked = any(index.dtype in (torch.bool, torch.uint8) for index in flat_tensors(args[1]))
-        return masked and not fills_where_true(func, args)
+        return bool(masks_among(args[1])) and not fills_where_true(func, args)
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None and torch.Tag.dynamic_output_shape in func.tags
     if func is torch.ops.aten._ctc_loss.default:  # lengths are given in numbers

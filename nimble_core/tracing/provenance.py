@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,13 +15,13 @@ import torch
 
 from nimble_core.utils.errors import NimbleWarning
 
-__all__ = ["issued_in", "label_of", "line_inside", "module_paths", "pass_over", "place_of", "warn"]
+__all__ = ["issued_in", "label_of", "line_inside", "module_paths", "pass_over", "place_of", "running_module", "warn"]
 
 # With the slash: torchvision's code is not torch's.
 _TORCH_ROOT = f"{torch.__path__[0]}/"
 _FROZEN = "<frozen "  # what runs modules: runpy, importlib
 _PACKAGE_ROOT = f"{Path(__file__).parents[1]}/"
-_passed: tuple[str, ...] = (_TORCH_ROOT, _PACKAGE_ROOT, _FROZEN)
+_passed: tuple[str, ...] = (_TORCH_ROOT, _PACKAGE_ROOT, _FROZEN, contextlib.__file__)
 
 
 def module_paths(model: Callable[..., Any]) -> dict[int, str]:
@@ -54,6 +55,15 @@ def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, 
                 return path, *_outside_torch(frame, fallback)
         frame = frame.f_back
     return "", file, line
+
+
+def running_module(frame: FrameType | None) -> Any:
+    """The innermost module that is running; None if none is."""
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_code.co_filename.startswith(_TORCH_ROOT):
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
 
 
 def issued_in(frame: FrameType | None, file: str) -> bool:

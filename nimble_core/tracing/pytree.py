@@ -2,7 +2,8 @@
 
 A value is split into its tensors and a frozen ``Structure`` of everything else. What a call then pays is reading the
 tensors out and building the output, not walking the value again: ``builder`` compiles a structure into closures.
-Lists, tuples, named tuples, dicts, dataclasses, Hugging Face outputs and registered pytree nodes are understood.
+Lists, tuples, named tuples, dicts, dataclasses, outputs and caches of Hugging Face and registered pytree nodes are
+understood.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
 import torch
 
 from nimble_core.torch_compat.dispatch import pytree as _pytree
+from nimble_core.tracing.known_caches import is_cache
 from nimble_core.tracing.snapshot import (
     Difference,
     Hidden,
@@ -36,8 +38,10 @@ __all__ = [
     "Node",
     "Structure",
     "builder",
+    "cache_paths",
     "flatten",
     "leaf_paths",
+    "passed_on",
     "reader",
     "same_structure",
     "structure_difference",
@@ -46,9 +50,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor, by its position among the tensors."""
+    """A tensor, by its position among the tensors.
+
+    Args:
+        index: the position.
+        first: where the same tensor is for the first time, which an output may hold several times.
+    """
 
     index: int
+    first: int | None = field(default=None, compare=False)
+
+    @property
+    def source(self) -> int:
+        """Position of the tensor to build with."""
+        return self.index if self.first is None else self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +90,13 @@ class Node:
 
     Args:
         kind: ``"list"``, ``"tuple"``, ``"namedtuple"``, ``"dict"``, ``"record"`` (dataclass), ``"output"`` (ordered
-            dict and dataclass in one, as Hugging Face returns them) or ``"pytree"``.
+            dict and dataclass in one, as Hugging Face returns them), ``"cache"`` (of Hugging Face, or its layers) or
+            ``"pytree"``.
         type: the container's class.
         keys: keys or field names, parallel to ``children``; positions for sequences.
         children: what it contains.
-        context: what a registered pytree node needs to be built again; attributes of an ``"output"`` beside its fields.
+        context: what a registered pytree node needs to be built again; attributes of an ``"output"`` beside its fields;
+            of a ``"cache"`` in an output which input it is, as ``(0, position)`` or ``(1, keyword)``.
     """
 
     kind: str
@@ -94,28 +111,41 @@ Structure = Leaf | Constant | Node
 _OUTPUT = "output"
 
 
-def flatten(value: object, *, what: str = "value") -> tuple[list[torch.Tensor], Structure]:
+def flatten(
+    value: object, *, what: str = "value", given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
+) -> tuple[list[torch.Tensor], Structure]:
     """Split ``value`` into its tensors, in order, and the structure around them.
 
     Args:
         value: anything.
         what: how error messages call it, e.g. ``"args"``; ``"output"`` for what a run returned, of which nothing may be
             out of sight.
+        given: positional and keyword inputs: caches among them are noted where an output holds them.
 
     Raises:
         InputError: an object of an unknown type that holds tensors (they could not be replaced by those of a replay),
             an iterator, a container that contains itself; in an output also an array, or an object that cannot be
             looked into.
     """
+    inputs = [(one, (0, at)) for at, one in enumerate(given[0])] + [(one, (1, key)) for key, one in given[1].items()]
+    caches = {id(one): place for one, place in inputs if is_cache(one)}
     tensors: list[torch.Tensor] = []
-    return tensors, _split(value, tensors, what, what == _OUTPUT, {})
+    return tensors, _split(value, tensors, what, what == _OUTPUT, caches, {})
 
 
-def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool, around: dict[int, str]) -> Structure:
-    """``around``: the containers that ``value`` is in, id and path."""
+def _split(
+    value: Any,
+    tensors: list[torch.Tensor],
+    path: str,
+    of_run: bool,
+    places: dict[int, Any],
+    around: dict[int, str],
+) -> Structure:
+    """Args: ``places``: of tensors, and of caches among the inputs, by id; ``around``: path of each container."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return Leaf(len(tensors) - 1)
+        index = len(tensors) - 1
+        return Leaf(index, places.setdefault(id(value), index) if of_run else index)
     if value is None or is_plain(value):
         return Constant(value)
     kind, keys, children, context = _open(value)
@@ -136,8 +166,10 @@ def _split(value: Any, tensors: list[torch.Tensor], path: str, of_run: bool, aro
                 for name, part in gained.items():
                     _remembered(part, f"{path}.{name}", of_run)
                 context = gained
+        elif kind == "cache":
+            context = places.get(id(value))
         parts = tuple(
-            _split(child, tensors, f"{path}{_step(kind, key)}", of_run, around)
+            _split(child, tensors, f"{path}{_step(kind, key)}", of_run, places, around)
             for key, child in zip(keys, children, strict=True)
         )
         del around[id(value)]
@@ -196,11 +228,14 @@ def _open(value: Any) -> tuple[str, Sequence[Any], Sequence[Any], Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         return "record", names, tuple(getattr(value, name) for name in names), None
+    if is_cache(value):
+        names = tuple(sorted(vars(value)))
+        return "cache", names, tuple(vars(value)[name] for name in names), None
     return "", (), (), None
 
 
 def _step(kind: str, key: object) -> str:
-    return f".{key}" if kind in ("namedtuple", "record", "output") else f"[{key!r}]"
+    return f".{key}" if kind in ("namedtuple", "record", "output", "cache") else f"[{key!r}]"
 
 
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
@@ -216,6 +251,15 @@ def _walk(structure: Structure, path: str) -> Iterator[tuple[int, str]]:
             yield from _walk(child, f"{path}{_step(structure.kind, key)}")
 
 
+def cache_paths(structure: Structure, path: str = "") -> Iterator[str]:
+    """Path of every cache that is in no other."""
+    if isinstance(structure, Node) and structure.kind == "cache":
+        yield path
+    elif isinstance(structure, Node):
+        for key, child in zip(structure.keys, structure.children, strict=True):
+            yield from cache_paths(child, f"{path}{_step(structure.kind, key)}")
+
+
 def same_structure(a: Structure, b: Structure) -> bool:
     """Whether two structures hold tensors at the same places and equal constants around them.
 
@@ -225,7 +269,7 @@ def same_structure(a: Structure, b: Structure) -> bool:
         return (
             a.type is b.type
             and a.keys == b.keys
-            and equal(a.context, b.context)
+            and (a.kind == "cache" or equal(a.context, b.context))
             and all(same_structure(x, y) for x, y in zip(a.children, b.children, strict=True))
         )
     if isinstance(a, Constant) and isinstance(b, Constant):
@@ -301,6 +345,17 @@ def _reader(structure: Structure) -> Callable[[Any, list[torch.Tensor]], bool]:
             )
 
         return read_dict
+    if structure.kind == "cache":
+
+        def read_cache(value: Any, found: list[torch.Tensor]) -> bool:
+            if type(value) is not cls or len(held := vars(value)) != len(keys):
+                return False
+            try:
+                return all(map(_apply, parts, map(held.__getitem__, keys), repeat(found)))
+            except KeyError:
+                return False
+
+        return read_cache
 
     alone = _counted_from_zero(structure)
 
@@ -333,10 +388,28 @@ def _counted_from_zero(structure: Structure) -> Structure:
     return counted(structure)
 
 
+def passed_on(structure: Structure, count: int) -> tuple[Structure, tuple[tuple[int, Any], ...]]:
+    """The structure of an output with tensors from position ``count`` on in place of the caches that were inputs.
+
+    Returns:
+        The structure, and which input each of them is: ``(0, position)`` or ``(1, keyword)``.
+    """
+    places: dict[tuple[int, Any], int] = {}
+
+    def marked(part: Structure) -> Structure:
+        if not isinstance(part, Node):
+            return part
+        if part.kind == "cache" and part.context is not None:
+            return Leaf(places.setdefault(part.context, count + len(places)))
+        return dataclasses.replace(part, children=tuple(map(marked, part.children)))
+
+    return marked(structure), tuple(places)
+
+
 def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
     """Compile ``structure`` into a function from tensors to a value of that structure."""
     if isinstance(structure, Leaf):
-        index = structure.index
+        index = structure.source
         return lambda tensors: tensors[index]
     if isinstance(structure, Constant):
         constant = structure.value
@@ -344,7 +417,7 @@ def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
     parts = [builder(child) for child in structure.children]
     cls, keys, kind = structure.type, structure.keys, structure.kind
     if kind in ("list", "tuple"):
-        leaves = [child.index for child in structure.children if isinstance(child, Leaf)]
+        leaves = [child.source for child in structure.children if isinstance(child, Leaf)]
         if kind == "tuple" and leaves == list(range(len(structure.children))):
             return lambda tensors: tuple(tensors[: len(leaves)])
         return lambda tensors: cls(part(tensors) for part in parts)
@@ -352,7 +425,7 @@ def builder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
         return lambda tensors: cls(*[part(tensors) for part in parts])
     if kind == "dict":
         return lambda tensors: cls(zip(keys, [part(tensors) for part in parts], strict=True))
-    if kind == "record":
+    if kind in ("record", "cache"):
         return _record_builder(cls, keys, parts)
     if kind == "output":
         return _output_builder(cls, keys, parts, structure.context)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,15 +16,17 @@ from nimble_core.ir.call_graph import CallGraph, build_graph
 from nimble_core.scheduling.memory_planner import ALIGNMENT, Lent
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
+from nimble_core.tracing.operator_traits import owned_tensors
+from nimble_core.tracing.out_of_memory import memory_explained
+from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recorder import announced, expecting
-from nimble_core.tracing.rng_state import OTHER_SEED, seed_otherwise
-from nimble_core.tracing.side_effects import Saved, random_state_kept
+from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
+from nimble_core.tracing.side_effects import Saved, after_a_run
 from nimble_core.tracing.signature import Signature, require_initialised, require_plain
 from nimble_core.tracing.static_check import (
-    OF_VALUES,
     changed_constant,
-    check_outputs,
     check_static,
+    identical,
     on_other_values,
     other_values,
 )
@@ -33,6 +34,7 @@ from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.torchscript import forget_compiled
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, NimbleError, NotStaticError
 from nimble_core.utils.gc_pause import collector_paused
+from nimble_core.utils.locks import free_after_fork
 
 if TYPE_CHECKING:
     from nimble_core.ir.program import Program
@@ -61,7 +63,7 @@ __all__ = [
 _OUT_OF_SIGHT = "a value was computed or changed outside of torch (numpy, Python numbers, DLPack, C++)"
 
 
-_PREPARING = threading.RLock()
+_PREPARING = free_after_fork(threading.RLock())
 
 
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -187,7 +189,7 @@ class Recorded:
 
 
 @contextmanager
-def preparing(timeout_s: float = -1.0) -> Iterator[None]:
+def preparing(model: Callable[..., Any], timeout_s: float = -1.0) -> Iterator[None]:
     """One preparation at a time: random state is put back for the whole process, and captures exclude each other.
 
     cuBLAS's workspaces go at the end: replays have their own, and eager, which may not run again, would hold 32 MiB for
@@ -195,17 +197,19 @@ def preparing(timeout_s: float = -1.0) -> Iterator[None]:
     after a write that torch does not tell it of.
 
     Args:
+        model: what is prepared.
         timeout_s: how long to wait for others; below 0: until they are done.
 
     Raises:
-        DeviceError: others took longer.
+        DeviceError: others took longer, or memory ran out.
     """
     if not _PREPARING.acquire(timeout=timeout_s):
         raise DeviceError(
             f"another thread was preparing or comparing a model for over {timeout_s:g} s", fix="try again after it"
         )
     try:
-        yield
+        with memory_explained(model):
+            yield
     finally:
         if torch.cuda.is_initialized():
             clear_cublas_workspaces()
@@ -283,23 +287,20 @@ def record_static(
             def again(values: Sequence[torch.Tensor]) -> Recording:
                 other_args, other_kwargs = signature.arguments(values)
                 with (
-                    random_state_kept(signature.device, recording.generators),
+                    random_state_kept(signature.device, recording.generators, recording.draws),
                     announced(refused is not None),
                     expecting(recording),
                 ):
-                    seed_otherwise(signature.device, recording.generators)
-                    # A branch on random numbers of Python or numpy shows as well.
-                    random.seed(OTHER_SEED)
-                    if "numpy" in sys.modules:
-                        sys.modules["numpy"].random.seed(OTHER_SEED)
+                    seed_otherwise(signature.device, recording.generators, recording.draws)
                     return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
 
-            _, second = on_other_values(again, signature.tensors)
-            check_static(recording.program, second.program)
-            check_outputs(recording.output_structure, second.output_structure)
+            others, second = on_other_values(again, signature.tensors)
+            check_static(recording, second)
             recording = _hold_to_seen(device, recording, second)
             if recording.handed_out and not recording.unseen:
                 recording = _hold_to_contrary(device, recording, again, signature.tensors)
+            if recording.counters and not (recording.unseen and device.kind != "cuda"):
+                _hold_to_next(recording, model, signature, again, others)
             # Of the second alone: the first run may have asked for what libraries keep from then on.
             recording = replace(recording, asks=second.asks)
         if recording.unseen and strict:
@@ -365,11 +366,65 @@ def _hold_to_contrary(
         third = again(other_values(tensors, how="contrary"))
     except NimbleError:
         raise
-    except OF_VALUES:  # which says nothing about values that torch takes
+    except Exception:  # which says nothing about values that the model takes
         return replace(recording, unseen=1, unseen_where=recording.handed_out)
-    check_static(recording.program, third.program)
-    check_outputs(recording.output_structure, third.output_structure)
+    check_static(recording, third)
     return _hold_to_seen(device, recording, third)
+
+
+def _hold_to_next(
+    recording: Recording,
+    model: Callable[..., Any],
+    signature: Signature,
+    again: Callable[[Sequence[torch.Tensor]], Recording],
+    others: Sequence[torch.Tensor],
+) -> None:
+    """Refuse a model that computes something else in its next run, because of an attribute that is no tensor.
+
+    What it makes in its first run alone, to find it there later, may be made in each replay.
+    """
+    with after_a_run(model, *signature.arguments()):
+        later = again(others)
+        try:
+            check_static(recording, later)
+            return
+        except NimbleError as error:
+            found = error
+        settled = False
+        with after_a_run(model, *signature.arguments()), suppress(NimbleError):
+            check_static(later, again(others))
+            settled = True
+    if settled and _goes_on_as_replays(recording, model, signature, others):
+        return
+    name = recording.counters[0].rpartition(".")[2]
+    raise NotStaticError(
+        f"the model is not static: a run changes {', '.join(recording.counters[:3])}, and the next one computes "
+        "something else because of that; replays would go on with the first value",
+        where=found.where,
+        fix=f"keep it in a buffer that is written in place (register_buffer({name!r}, torch.tensor(0)), "
+        f"self.{name}.add_(1)), or pass it as an input",
+    ) from found
+
+
+def _goes_on_as_replays(
+    recording: Recording, model: Callable[..., Any], signature: Signature, others: Sequence[torch.Tensor]
+) -> bool:
+    """Whether a second run gives the same where attributes, but not the values of tensors, are as before the first."""
+    program = recording.program
+    written = {program.storages[ref.storage].name for call in program.calls for ref in call.writes}
+
+    def second(*, attributes: bool) -> list[torch.Tensor]:
+        with (
+            random_state_kept(signature.device, recording.generators, recording.draws),
+            after_a_run(model, *signature.arguments(), attributes=attributes),
+            after_a_run(model, *signature.arguments(others)) as result,
+        ):
+            state = [tensor for _, name, tensor in owned_tensors(model) if name in written]
+            return [tensor.detach().clone() for tensor in (*flatten(result)[0], *state)]
+
+    loose = 0.0 if signature.device.type == "cpu" else 0.01  # kernels may add in any order
+    eager, replayed = second(attributes=True), second(attributes=False)
+    return len(eager) == len(replayed) and all(map(identical, eager, replayed, repeat(loose)))
 
 
 def whole_note(device: Records, recorded: Recorded) -> str:
@@ -394,7 +449,7 @@ def state_kept(recorded: Recorded) -> Iterator[None]:
     live += [recorded.signature.tensors[position] for position in recording.written_inputs]
     live += [recorded.lender.memory] if recorded.lender else []
     saved = [Saved.of(tensor) for tensor in live]
-    with random_state_kept(recorded.signature.device, recording.generators):
+    with random_state_kept(recorded.signature.device, recording.generators, recording.draws):
         try:
             yield
         finally:

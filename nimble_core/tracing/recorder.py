@@ -41,8 +41,10 @@ from nimble_core.torch_compat.dispatch import (
 )
 from nimble_core.torch_compat.members import FREE_WEAK_STORAGE
 from nimble_core.torch_compat.public import IS_CAPTURING
+from nimble_core.tracing import unread_values
 from nimble_core.tracing.kernel_launches import Launch, Relaunch, launches_seen, relative_window
 from nimble_core.tracing.operator_traits import (
+    INDEXED,
     TOLD_BY_VALUE,
     Shown,
     Traits,
@@ -51,6 +53,7 @@ from nimble_core.tracing.operator_traits import (
     draws_numbers,
     fills_where_true,
     has_memory,
+    masks_among,
     owned_tensors,
     parts_of,
     same_arguments,
@@ -64,27 +67,38 @@ from nimble_core.tracing.operator_traits import (
     written_where_true,
 )
 from nimble_core.tracing.phase import current_phase
-from nimble_core.tracing.provenance import issued_in, line_inside, module_paths, place_of
+from nimble_core.tracing.provenance import issued_in, line_inside, module_paths, place_of, running_module
 from nimble_core.tracing.pytree import flatten
-from nimble_core.tracing.recording import Recording, Slot, Step, flat_tensors, places_of
+from nimble_core.tracing.recording import (
+    Held,
+    Recording,
+    Slot,
+    Step,
+    flat_tensors,
+    issuing,
+    places_of,
+)
 from nimble_core.tracing.rewritten import Rewritten
-from nimble_core.tracing.rng_state import RandomStates, state_of
+from nimble_core.tracing.rng_state import TORCH, RandomStates, state_of
 from nimble_core.tracing.side_effects import Change, Changes, preserved
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.tensor_escapes import exports_seen, host_copies_seen, readings_seen
 from nimble_core.tracing.torchscript import operator_by_operator
 from nimble_core.utils.errors import CaptureError, NimbleError, NotStaticError, first_line
 from nimble_core.utils.gc_pause import collector_paused
+from nimble_core.utils.locks import free_after_fork
 
-__all__ = ["NodeCounter", "announced", "expecting", "record", "recording_here"]
+__all__ = ["NodeCounter", "announced", "expecting", "noting_refusals", "record", "recording_here"]
 
 # Operators that copy host arguments to the device by themselves, which a capture does not allow. So do those that put,
 # x[index] = 0.5, unless they fill.
 _COPIES_HOST_ARGUMENTS = ("aten::copy_", "aten::index")
 
+_ALIAS = torch.ops.aten.alias.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_NONZERO = torch.ops.aten.nonzero.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -102,9 +116,22 @@ _COPIES = (
 )
 _TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
 _LOOKS = "gives the host a value computed on the device", "compute it on the device, or pass it as an input"
+_PUTS_WHERE_TRUE = (
+    "writes where a mask is true, and counts these places",
+    "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
+)
+_SHAPE_BY_DATA = (
+    "has an output whose shape depends on data",
+    "use a form with a fixed shape (torch.where, a mask, a size argument)",
+)
+_EXPERTS = (
+    'model.set_experts_implementation("batched_mm") before preparing, or from_pretrained(..., '
+    'experts_implementation="batched_mm"): no loop over the experts that are chosen'
+)
 _FIXES = {
     torch.nn.modules.batchnorm.__file__: "give momentum a number: with None torch reads how many batches there were",
     torch.distributions.distribution.__file__: "give distributions validate_args=False: else torch looks at all values",
+    unread_values.__file__: "give F.one_hot its number of classes: F.one_hot(x, num_classes=n)",
 }
 """What to do about it by the file of torch's own that asks for a value, whose lines users cannot change."""
 _WAITS = "the host would have to wait for the device, and a replay cannot"
@@ -168,7 +195,8 @@ def record(
         InputError: an output of an unknown type that holds tensors.
     """
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
-    kept = preserved(model, live=counter is None, memory=False)  # which the recorder puts back: it knows the names
+    # Memory is put back by the recorder, which knows the names; random numbers by who seeded for what it follows.
+    kept = preserved(model, live=counter is None, memory=False, draws=() if recorder.states else None)
     with collector_paused(), _casts_forgotten(), kept as guard, torch.no_grad():
         recorder.before_write, recorder.before_draw = guard.before_write, guard.before_draw
         try:
@@ -178,14 +206,12 @@ def record(
                 live = counter is None and stand_in is None
                 escapes = _escapes_seen(recorder) if live else nullcontext()
             seen = launches_seen(recorder.launched, recorder.inside_operator, recorder.reached_elsewhere)
-            with escapes, operator_by_operator(), _tensors_lifted_first(), _said_to_record(), seen, recorder:
+            unread = unread_values.values_unread(recorder.knows)
+            with escapes, unread, operator_by_operator(), _tensors_lifted_first(), _said_to_record(), seen, recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
-            if not rewritten and (path := signature.changed(args, kwargs)):
-                raise CaptureError(
-                    f"the forward changes {path}, which it is given: a replay would not",
-                    fix="return what it adds, or write tensors in place",
-                )
-            outputs, structure = flatten(result, what="output")
+            if not rewritten:
+                signature.require_unchanged(args, kwargs)
+            outputs, structure = flatten(result, what="output", given=(args, kwargs))
             if stand_in:
                 outputs = [stand_in(None, tensor) for tensor in outputs]
             recording = recorder.finish(outputs, structure)
@@ -200,12 +226,29 @@ def record(
         finally:
             moved = recorder.put_memory_back()
             recorder.addresses.let_go()
-        changed, drawn, seeds = guard.changed_attributes() | moved, guard.drawn(), recorder.sets_seed()
+        changed, drawn = guard.changed_attributes() | moved, guard.draws.drawn()
+        seeds = recorder.draws_nothing() and guard.draws.seed_set()
         carried = recorder.carried(changed, model)
     if carried and any(call.phase == "backward" for call in recording.program.calls):
         raise _refused_to_carry(carried)
+    _require_kept(recording, changed)
     notes = tuple(_notes(changed, carried, drawn, seeds=seeds))
-    return replace(recording, changed=tuple(changed), program=replace(recording.program, notes=notes))
+    program = replace(recording.program, notes=notes)
+    recording = replace(recording, changed=tuple(changed), counters=tuple(_counters(changed)), program=program)
+    return replace(recording, drawn=tuple(drawn))
+
+
+def _counters(changed: Changes) -> dict[str, None]:
+    """Attributes with other values, not only other objects, that are no tensors."""
+    values = (int, float, complex, str)
+    return {
+        change.attribute: None
+        for change in changed.values()
+        if change.attribute
+        and not isinstance(change.was, torch.Tensor)
+        and not isinstance(change.now, torch.Tensor)
+        and not (isinstance(change.was, values) and isinstance(change.now, values) and change.was == change.now)
+    }
 
 
 @contextmanager
@@ -237,6 +280,21 @@ def _notes(changed: Changes, carried: Mapping[str, _Carried], drawn: Sequence[st
     rest.pop("", None)
     if rest:
         yield f"the forward changes attributes, which a replay does not repeat: {', '.join(rest)}"
+
+
+def _require_kept(recording: Recording, changed: Changes) -> None:
+    """Refuse a run that read a tensor on the host and put another one in its place."""
+    reads = {storage_address(tensor): one for one in recording.held for _, tensor in one.sources}
+    for was, now, attribute, _ in changed.values():
+        read = reads.get(storage_address(was)) if isinstance(was, torch.Tensor) and has_memory(was) else None
+        host = read is not None and isinstance(now, torch.Tensor) and now.device.type == "cpu"
+        if read is not None and not (host and torch.equal(was, now)):
+            raise NotStaticError(
+                f"the forward reads {read.names} on the host, and replaces {attribute}: a replay would go on with the "
+                "value that was read",
+                where=read.where,
+                fix=read.fix,
+            )
 
 
 def _refused_to_carry(carried: Mapping[str, _Carried]) -> NotStaticError:
@@ -271,7 +329,8 @@ def _said_to_record() -> Iterator[None]:
             _recording.discard(thread)
 
 
-_ANNOUNCING = threading.RLock()  # one at a time: threads that took turns at random would put back each other's word
+# One at a time: threads that took turns at random would put back each other's word.
+_ANNOUNCING = free_after_fork(threading.RLock())
 
 
 @contextmanager
@@ -301,6 +360,19 @@ def expecting(recording: Recording) -> Iterator[None]:
         yield
     finally:
         _expected.reset(token)
+
+
+_noting: ContextVar[Callable[[NimbleError, FrameType], None] | None] = ContextVar("noting", default=None)
+
+
+@contextmanager
+def noting_refusals(note: Callable[[NimbleError, FrameType], None]) -> Iterator[None]:
+    """Tell ``note`` of each refused call and its frame, and go on with eager's values: for a diagnosis alone."""
+    token = _noting.set(note)
+    try:
+        yield
+    finally:
+        _noting.reset(token)
 
 
 @contextmanager
@@ -462,12 +534,13 @@ class _Recorder(TorchDispatchMode):
         self._fresh: dict[
             int, torch.Tensor
         ] = {}  # storages of constants that each run makes anew, as torch.tensor does
-        self._constant: set[int] = set()  # storages whose values depend on neither inputs nor parameters
+        self._constant: set[int] = set()  # storages whose values depend on no inputs
+        self._held: list[Held] = []  # reads of such values
         self._written: set[int] = set()
         self._generator: int | None = None
         live = counter is None and stand_in is None
-        self._states = RandomStates(expected.generators) if expected and live else None
-        self._seed = torch.initial_seed() if live else None
+        self.states = RandomStates(expected.generators) if expected and live and TORCH in expected.draws else None
+        self._live = live
         self._nodes = counter.nodes() if counter else 0
         self._next_node = sequence_number()
         self._forward_of_node: dict[int, Origin] = {}  # by the sequence number of the backward's node
@@ -498,11 +571,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        frame = sys._getframe(1)
         try:
-            return self._dispatched(func, args, kwargs or {}, sys._getframe(1))
+            return self._dispatched(func, args, kwargs or {}, frame)
         except NimbleError as error:
-            self.refused = self.refused or error
-            raise
+            if _noting.get() is None:
+                self.refused = self.refused or error
+            self._raise_or_note(error, frame)
+            return func(*args, **(kwargs or {}))
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         if (parts := parts_of(func)) is not None:
@@ -524,8 +600,16 @@ class _Recorder(TorchDispatchMode):
             with self:
                 return write()
         if traits.doubtful or "device" in kwargs:
-            self._refuse_dynamic(func, traits, args, kwargs, frame)
-        self.before_draw(kwargs.get("generator"))
+            try:
+                if traits.name in INDEXED and (indices := self._places_for_masks(func, args, frame)):
+                    with self:
+                        return func(args[0], indices, *args[2:], **kwargs)
+                if self._refuse_dynamic(func, traits, args, kwargs, frame):
+                    return self._run_outside()
+            except CaptureError as error:
+                self._raise_or_note(error, frame)
+        if "generator" in kwargs or (traits.seeded and draws_numbers(func, args, kwargs)):
+            self.before_draw(kwargs.get("generator"))
         if self.counter:
             if self._is_host_work(args, kwargs):
                 return self._run_on_host(func, args, kwargs, frame)
@@ -560,7 +644,7 @@ class _Recorder(TorchDispatchMode):
         else:
             moved = not torch.equal(state, state_of(generator))
             draws = generator is not None or moved
-            if moved and self._states and not self._states.follow(generator, state):
+            if moved and self.states and not self.states.follow(generator, state):
                 raise _random_state_set(self._where(traits.text, frame))
         writes = [self._written_ref(tensor) for tensor in written] if written else []
         for ref in writes:
@@ -634,7 +718,7 @@ class _Recorder(TorchDispatchMode):
         if self.counter:
             self._notice_unseen(None)
         self._notice_changes(self._exported, "before the end", None)
-        if self._states and self._generator is not None and not self._states.settled():
+        if self.states and self._generator is not None and not self.states.settled():
             raise _random_state_set("after the last draw of random numbers")
         for tensor in outputs:
             if tensor.device != self.device:
@@ -682,6 +766,7 @@ class _Recorder(TorchDispatchMode):
             unset=frozenset(self._unset),
             handed_out=self._handed_out,
             refs=tuple(self._ref_of),
+            held=tuple(self._holds()),
         )
 
     def _filled_elsewhere(self, outputs: Set[int]) -> str:
@@ -719,9 +804,9 @@ class _Recorder(TorchDispatchMode):
             fix="exchange names (a, b = b, a), or copy values",
         )
 
-    def sets_seed(self) -> bool:
-        """Whether torch has another seed than before, though nothing was drawn."""
-        return self._seed is not None and self._generator is None and self._seed != torch.initial_seed()
+    def draws_nothing(self) -> bool:
+        """Whether this was a live run, in which no call drew random numbers."""
+        return self._live and self._generator is None
 
     def raised_at(self, error: BaseException) -> str:
         """Where the model was when torch raised ``error``, in words."""
@@ -830,13 +915,28 @@ class _Recorder(TorchDispatchMode):
             where = self._where("memory handed out", frame)
             if home not in self._exported:
                 self._exported[home] = _Exported.of(tensor, where)
-            if home not in self._constant:
-                self._handed_out = self._handed_out or where
+            if home in self._constant:
+                self._hold(_ALIAS, (tensor,), {}, where, _LOOKS[1])  # numbers may be read of it
+            else:
+                self._hand_out(where, frame)
 
     def read(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Numbers of ``tensor`` are read: what is made of them is no call."""
-        if has_memory(tensor) and self._storage(tensor) not in self._constant:
-            self._handed_out = self._handed_out or self._where("tolist", frame)
+        if self.knows(tensor):
+            with modes_off():
+                self._hold(_ALIAS, (tensor,), {}, self._where("tolist", frame), _LOOKS[1])
+        elif has_memory(tensor):
+            self._hand_out(self._where("tolist", frame), frame)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether every run finds the values that ``tensor`` has now."""
+        with modes_off():
+            return self.stand_in is None and self._is_constant(tensor)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        if has_memory(tensor) and storage_address(tensor) not in self._storage_ids:
+            self._slot(tensor)  # it is the model's, and seen for the first time
+        return has_memory(tensor) and self._storage(tensor) in self._constant
 
     def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """Refuse a copy of what is on the device."""
@@ -964,6 +1064,8 @@ class _Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             role, name = self._names.get(address, ("intermediate", ""))
             index = self._add_storage(Storage(storage.nbytes(), role, name))
+            if role != "intermediate":
+                self._constant.add(index)
             self._storage_ids[address] = index
             self.addresses.hold(storage)
         return index
@@ -1038,6 +1140,8 @@ class _Recorder(TorchDispatchMode):
                 f"a tensor of shape {list(tensor.shape)} came about out of sight, on memory of a recorded call",
                 fix="report this model",
             )
+        if role == "input":
+            self._constant.discard(storage)
         if role and not known:
             self._storages[storage] = Storage(self._storages[storage].nbytes, role, name)
         elif self._storages[storage].role == "intermediate":  # also if it is known: a launch looks at its memory first
@@ -1105,7 +1209,7 @@ class _Recorder(TorchDispatchMode):
             self._constant.update([self._storage(tensor) for tensor in returned])
         for ref in writes:
             self._written.add(ref.storage)
-            if not inputs_constant:
+            if traits.seeded or not inputs_constant:
                 self._constant.discard(ref.storage)
         phase = current_phase()
         if not traits.seeded:
@@ -1235,41 +1339,112 @@ class _Recorder(TorchDispatchMode):
 
     # -- refusals ----------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _raise_or_note(error: NimbleError, frame: FrameType) -> None:
+        note = _noting.get()
+        if note is None:
+            raise error
+        note(error, frame)
+
+    def _hand_out(self, where: str, frame: FrameType) -> None:
+        self._handed_out = self._handed_out or where
+        if _noting.get():
+            self._raise_or_note(CaptureError("values of a tensor are read outside of torch", where=where), frame)
+
     def _refuse_dynamic(
         self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> None:
+    ) -> bool:
+        """Refuse a call that the host would wait for, unless every run finds the values that it waits for.
+
+        Returns:
+            Whether it has to run outside of the capture, since the host needs its result.
+        """
         tensors = flat_tensors([*args, *kwargs.values()])
-        checks = self.device.type != "cpu" and traits.name == "aten::_linalg_check_errors"
-        if traits.looks or checks:
-            why, fix = (
-                _LOOKS[0],
-                next((fix for file, fix in _FIXES.items() if issued_in(frame, file)), _LOOKS[1]),
-            )
+        if traits.looks or (self.device.type != "cpu" and traits.name == "aten::_linalg_check_errors"):
+            why, fix = _LOOKS[0], next((fix for file, fix in _FIXES.items() if issued_in(frame, file)), _LOOKS[1])
         elif shape_depends_on_data(func, args, kwargs):
             if traits.puts and self.device.type == "cpu":
-                return  # its result has a known shape, and nobody waits
-            why, fix = (
-                (
-                    "writes where a mask is true, and counts these places",
-                    "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
-                )
-                if traits.puts
-                else (
-                    "has an output whose shape depends on data",
-                    "use a form with a fixed shape (torch.where, a mask, a size argument)",
-                )
-            )
+                return False  # its result has a known shape, and nobody waits
+            why, fix = _PUTS_WHERE_TRUE if traits.puts else _SHAPE_BY_DATA
         elif self.device.type != "cpu" and copies_to_host(func, tensors, args, kwargs):
             why, fix = _TO_HOST
         else:
-            return
-        if all(tensor.device.type == "cpu" and self._storage(tensor) in self._constant for tensor in tensors):
-            return  # a constant: the same on every run
-        raise CaptureError(
-            f"{func} {why}: {_WAITS}",
-            where=self._where(func, frame),
-            fix=fix,
-        )
+            return False
+        away = any(tensor.device.type != "cpu" for tensor in tensors)
+        known = all(map(self._is_constant, tensors))
+        if known and away and self.stand_in:
+            fix = "measure with compare(...): a plan has no values, where a recording finds the same in each run"
+        module = running_module(frame)
+        if hasattr(module, "_apply_gate") and getattr(module.config, "_experts_implementation", "") == "eager":
+            fix = _EXPERTS
+        if not known or (away and (self.stand_in is not None or written_tensors(func, args, kwargs))):
+            raise CaptureError(f"{func} {why}: {_WAITS}", where=self._where(func, frame), fix=fix)
+        self._hold(func, args, kwargs, self._where(func, frame), fix)
+        return away
+
+    # -- reads of values that every run finds ------------------------------------------------------------------
+
+    def _hold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, fix: str) -> None:
+        """Remember a read of values that every run finds: the steps that lead to it, and what they start from."""
+        reads: list[int] = []
+        template = tuple(self._templates(args, reads))
+        named = tuple([(name, self._template(arg, reads)) for name, arg in kwargs.items()])
+        steps = [Step(func, template, named, (), tuple(reads), None)]
+        wanted = {self._storage_of[slot] for slot in reads}
+        for step in reversed(self._steps):
+            made = {self._storage_of[slot] for slot in step.outputs if slot >= 0}
+            if step.call is not None:
+                made.update(ref.storage for ref in self._calls[step.call].writes)
+            if made & wanted:
+                steps.append(step)
+                wanted.update(self._storage_of[slot] for slot in step.reads)
+        given = {slot: tensor for slot, tensor in self._given.items() if self._storage_of[slot] in wanted}
+        self._held.append(Held(tuple(reversed(steps)), given, where, fix))
+
+    def _again(self, read: Held) -> tuple[Any, str]:
+        """What ``read`` returns, also as text, computed anew outside of a capture."""
+        trained = any(call.phase == "backward" for call in self._calls)
+        for slot in read.given:
+            storage = self._storages[self._storage_of[slot]]
+            grown = trained and storage.role == "parameter" and self._owners[slot].requires_grad
+            if grown or self._storage_of[slot] in self._written:
+                raise CaptureError(
+                    f"{storage.role} {storage.name} is {'trained' if grown else 'written by the model'}, and read on "
+                    "the host: a replay would go on with the value that was read",
+                    where=read.where,
+                    fix=read.fix,
+                )
+        with self.counter.outside() if self.counter else nullcontext(), issuing(self.device.type):
+            return read.again()
+
+    def _places_for_masks(self, func: Any, args: tuple[Any, ...], frame: FrameType) -> list[Any]:
+        """The indices of ``x[mask]`` with places for masks that every run finds; empty if there are others, or none."""
+        masks = masks_among(args[1])
+        if self.stand_in or not all(mask.dim() and self._is_constant(mask) for mask in masks):
+            return []
+        if not masks or (traits_of(func).puts and (self.device.type == "cpu" or fills_where_true(func, args))):
+            return []
+        indices: list[Any] = []
+        for one in args[1]:
+            if any(one is mask for mask in masks):
+                self._hold(_NONZERO, (one,), {}, self._where(func, frame), _SHAPE_BY_DATA[1])
+                indices += self._run_outside().unbind(1)
+            else:
+                indices.append(one)
+        return indices
+
+    def _run_outside(self) -> Any:
+        """Run the call that was held last outside of the capture, in which nothing has values: its result is given."""
+        return self._made_outside(self._again(self._held[-1])[0])
+
+    def _holds(self) -> Iterator[Held]:
+        """Reads whose values come from tensors that were there before the run."""
+        for read in self._held if self.stand_in is None else ():
+            own = [slot for slot in read.given if self._storage_of[slot] not in self._fresh]
+            if own:
+                live = replace(read, given={slot: self._counted(slot) for slot in read.given})
+                sources = tuple((self._storages[self._storage_of[slot]].name, live.given[slot]) for slot in own)
+                yield replace(live, found=self._again(live)[1], sources=sources)
 
     def _refuse_sparse(self, func: Any, returned: Sequence[torch.Tensor], frame: FrameType) -> None:
         for tensor in returned:
@@ -1354,6 +1529,10 @@ class _Recorder(TorchDispatchMode):
         else:
             with self.counter.outside():
                 result = func(*args, **kwargs)
+        return self._made_outside(result)
+
+    def _made_outside(self, result: Any) -> Any:
+        """``result``, whose tensors are constants from now on."""
         known = len(self._storages)
         for tensor in flat_tensors(result):
             if self._slot_of(tensor) is None:

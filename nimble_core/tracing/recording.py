@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from nimble_core.ir.allocations import Ask
 from nimble_core.ir.program import Program, TensorRef
+from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.pytree import Structure
 from nimble_core.tracing.strides import widened
 
 __all__ = [
+    "Held",
     "Issuer",
     "Recording",
     "Slot",
@@ -28,6 +31,8 @@ __all__ = [
     "flat_tensors",
     "issuing",
     "places_of",
+    "rewinding",
+    "run_step",
     "slots_in",
 ]
 
@@ -64,6 +69,39 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A read on the host of values that every run finds: they come from parameters, buffers and constants alone.
+
+    Args:
+        steps: those that lead to it, itself the last.
+        given: tensors that they start from, by slot.
+        where: the read, in words.
+        fix: what to do where a replay cannot rely on it.
+        found: what was read, as text.
+        sources: name and tensor of each that was there before the run.
+    """
+
+    steps: tuple[Step, ...]
+    given: Mapping[int, torch.Tensor]
+    where: str
+    fix: str
+    found: str = ""
+    sources: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    @property
+    def names(self) -> str:
+        """What it reads, in words."""
+        return ", ".join(dict.fromkeys(name or "a tensor without a name" for name, _ in self.sources))
+
+    def again(self) -> tuple[Any, str]:
+        """What it returns now, also as text: all numbers of tensors."""
+        tensors, result = dict(self.given), None
+        for step in self.steps:
+            result = run_step(step, tensors)
+        return result, repr([one.tolist() for one in flat_tensors(result)] or result)
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """What one run of a model did, ready to be re-issued.
 
@@ -85,9 +123,12 @@ class Recording:
         asks: what each call asks of the device's allocator, its results and what it frees again, such as libraries'
             workspaces; empty where that is not known.
         changed: attributes of the model that the run changed, and which were put back.
+        counters: those of them that are no tensors: numbers, flags, other objects.
+        drawn: generators of Python and numpy that the run drew from, by name.
         handed_out: where memory that may follow the inputs was given to numpy or the like, or its numbers were read,
             in words; empty if nowhere.
         unset: slots of results that hold whatever was in their memory: seeds of dropout where nothing is dropped.
+        held: reads on the host of values that come from the model's own tensors: replays repeat none.
     """
 
     program: Program
@@ -102,16 +143,50 @@ class Recording:
     unseen: int = 0
     unseen_where: str = ""
     changed: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
     asks: tuple[tuple[Ask, ...], ...] = ()
     refs: tuple[TensorRef, ...] = ()
     unset: frozenset[int] = frozenset()
     handed_out: str = ""
+    held: tuple[Held, ...] = ()
+    drawn: tuple[str, ...] = ()
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Generators that all threads share and that a run draws from, by name."""
+        return (*self.drawn, *("torch" for one in self.program.storages if one.role == "generator"))
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
         """The user's own, that operators were given to draw random numbers from."""
         given = (arg for step in self.steps for name, arg in step.kwargs if name == "generator" and arg is not None)
         return tuple(dict.fromkeys(given))
+
+
+def rewinding(recording: Recording, inputs: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """A function that puts counters back: integers that a run writes; None if there are none.
+
+    Positions in a cache are such: many replays of one input would count them out of range, which ends the process's use
+    of a GPU. Of the model's own those count that other calls read (not how many batches a normalisation saw).
+
+    Args:
+        recording: what is replayed.
+        inputs: the tensors that replays read and write, with the values to put back.
+    """
+    calls = recording.program.calls
+    counters = {recording.program.inputs[at].storage: inputs[at] for at in recording.written_inputs}
+    own = {recording.storage_of[slot]: tensor for slot, tensor in recording.given.items() if not _floats(tensor)}
+    written = {ref.storage for call in calls for ref in call.writes if ref.storage in own} if own else set()
+    for call in calls if written else ():
+        others = written - {ref.storage for ref in call.writes}
+        counters |= {ref.storage: own[ref.storage] for ref in call.reads if ref.storage in others}
+    live = [tensor for tensor in counters.values() if not _floats(tensor)]
+    return partial(foreach_copy_, live, [tensor.clone() for tensor in live]) if live else None
+
+
+def _floats(tensor: torch.Tensor) -> bool:
+    """Also of those that may be written under inference_mode only."""
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.is_inference()
 
 
 def slots_in(args: Sequence[Any]) -> Iterator[int]:
@@ -202,14 +277,19 @@ class Issuer:
                 pending.pop()
 
     def _run(self, step: Step) -> None:
-        tensors = self.tensors
-        result = step.func(*[fill(arg, tensors) for arg in step.args], **{k: fill(v, tensors) for k, v in step.kwargs})
-        if not step.outputs:
-            return
-        returned = [result] if isinstance(result, torch.Tensor) else flat_tensors(result)
-        for slot, tensor in zip(step.outputs, returned, strict=True):
-            if slot >= 0:
-                tensors[slot] = tensor
+        run_step(step, self.tensors)
+
+
+def run_step(step: Step, tensors: Any) -> Any:
+    """Run one step on ``tensors``, by slot, and add its results to them; returns what the operator does."""
+    result = step.func(*[fill(arg, tensors) for arg in step.args], **{k: fill(v, tensors) for k, v in step.kwargs})
+    if not step.outputs:
+        return result
+    returned = [result] if isinstance(result, torch.Tensor) else flat_tensors(result)
+    for slot, tensor in zip(step.outputs, returned, strict=True):
+        if slot >= 0:
+            tensors[slot] = tensor
+    return result
 
 
 def _zeros(ref: TensorRef, device: torch.device) -> torch.Tensor:

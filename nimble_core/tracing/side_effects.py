@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, filterfalse, repeat
@@ -29,10 +26,19 @@ from nimble_core.torch_compat.dispatch import (
     pop_mode,
     pytree,
 )
-from nimble_core.tracing.operator_traits import has_memory, parts_of, shown_by, storage_address, written_tensors
+from nimble_core.tracing.operator_traits import (
+    draws_numbers,
+    has_memory,
+    parts_of,
+    shown_by,
+    storage_address,
+    traits_of,
+    written_tensors,
+)
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording import flat_tensors
+from nimble_core.tracing.rng_state import TORCH, Draws, random_state_kept
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import elements_once
 from nimble_core.tracing.tensor_escapes import exports_seen
@@ -44,10 +50,10 @@ __all__ = [
     "Changes",
     "Guard",
     "Saved",
+    "after_a_run",
     "installed_by_runs",
     "only_watches",
     "preserved",
-    "random_state_kept",
     "rehearse",
     "requirements_kept",
     "run_preserved",
@@ -84,6 +90,7 @@ _NAMED_BY = (str, int, float, tuple)
 """Keys that are shown as they are written."""
 _DEPTH, _LONG, _REACH = 12, 1_000, 20_000
 """How deep, how long containers are followed, and how many items in all: data and vocabularies are none of a run's."""
+_HOST = torch.device("cpu")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
@@ -379,13 +386,13 @@ class Guard:
     Args:
         live: whether runs execute.
         changed: which attributes are others by now.
-        drawn: which of the interpreter's generators have been drawn from.
+        draws: what is drawn from generators that all threads share.
     """
 
-    def __init__(self, live: bool, changed: Callable[[], Changes], drawn: Callable[[], list[str]] = list) -> None:
+    def __init__(self, live: bool, changed: Callable[[], Changes], draws: Draws) -> None:
         self.live = live
         self.changed_attributes = changed
-        self.drawn = drawn
+        self.draws = draws
         self._saved: list[Saved] = []
         self._drawn: dict[torch.Generator, torch.Tensor] = {}
 
@@ -395,11 +402,19 @@ class Guard:
             self._saved.append(Saved.of(tensor))
 
     def before_draw(self, generator: torch.Generator | None) -> None:
-        """Keep the state of ``generator``, the user's own. Under a capture only the host's are drawn from."""
+        """Keep the state of ``generator``; None is torch's own. Under a capture only the host's are drawn from."""
+        if generator is None:
+            self.draws.told(TORCH)
         if generator is None or not (self.live or generator.device.type == "cpu"):
             return
         if generator not in self._drawn:
             self._drawn[generator] = generator.get_state()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep what runs inside overwrite, whichever branch they take."""
+        with _WriteGuard(self) as writes, exports_seen(writes.exported):
+            yield
 
     def restore(self) -> None:
         """Undo the writes and the draws, last first. An interrupt that comes meanwhile is raised when all is undone."""
@@ -425,7 +440,14 @@ class Guard:
 
 
 @contextmanager
-def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = True) -> Iterator[Guard]:
+def preserved(
+    model: Callable[..., Any],
+    *,
+    live: bool = True,
+    memory: bool = True,
+    device: torch.device = _HOST,
+    draws: Collection[str] | None = None,
+) -> Iterator[Guard]:
     """Put back, at the end or after an error, what runs of ``model`` inside change.
 
     Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
@@ -436,9 +458,11 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
         live: whether the runs execute (False under a capture).
         memory: whether parameters and buffers that were given other memory get theirs back here; else the caller sees
             to that.
+        device: that torch draws random numbers on.
+        draws: what the model draws from, if that is known (``random_state_kept``).
     """
     with ExitStack() as stack:
-        stack.enter_context(random_state_kept(torch.device("cpu")))
+        drawn = stack.enter_context(random_state_kept(device, draws=draws))
         if memory:
             stack.enter_context(_memory_kept(_owned(model)))
         if not live:
@@ -446,7 +470,7 @@ def preserved(model: Callable[..., Any], *, live: bool = True, memory: bool = Tr
             counted = tuple(one for one in _owned(model) if not one.is_inference())
             stack.enter_context(preserve_version_counter(counted))
         changed = stack.enter_context(_attribute_guard(model))
-        guard = Guard(live, changed, _draws())
+        guard = Guard(live, changed, drawn)
         stack.callback(guard.restore)
         stack.enter_context(_modes_kept())
         yield guard
@@ -465,41 +489,6 @@ def _modes_kept() -> Iterator[None]:
                     mode.__exit__(None, None, None)
                 except IndexError:  # it was interrupted in its exit, with torch's flags put back already
                     pop_mode()
-
-
-def _draws() -> Callable[[], list[str]]:
-    """A function that names those of the interpreter's generators, Python's and numpy's, that have been drawn from."""
-
-    def states() -> dict[str, bytes]:
-        numpy = sys.modules.get("numpy")
-        kept = {"Python's random": random.getstate()} | ({"numpy.random": numpy.random.get_state()} if numpy else {})
-        return {name: pickle.dumps(state) for name, state in kept.items()}
-
-    before = states()
-    return lambda: [name for name, now in states().items() if before.get(name, now) != now]
-
-
-@contextmanager
-def random_state_kept(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Put the random state of Python, numpy (if loaded), torch's host generator, ``device`` and ``generators``, the
-    user's own, back at the end.
-    """
-    own = [(one, one.get_state()) for one in generators]
-    python, host = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy else None
-    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy:
-            numpy.random.set_state(array)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu, device)
-        for one, state in own:
-            one.set_state(state)
 
 
 class _WriteGuard(TorchDispatchMode):
@@ -537,7 +526,8 @@ class _WriteGuard(TorchDispatchMode):
         if (parts := parts_of(func)) is not None:
             with self:
                 return parts(*args, **kwargs)
-        self.guard.before_draw(kwargs.get("generator"))
+        if "generator" in kwargs or (traits_of(func).seeded and draws_numbers(func, args, kwargs)):
+            self.guard.before_draw(kwargs.get("generator"))
         for tensor in written_tensors(func, args, kwargs):
             if has_memory(tensor) and storage_address(tensor) not in self.made:
                 self.guard.before_write(tensor)
@@ -558,16 +548,38 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
             that runs another one inside.
     """
+    with after_a_run(model, args, kwargs) as result:
+        return result
+
+
+@contextmanager
+def after_a_run(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, attributes: bool = True
+) -> Iterator[Any]:
+    """Inside, ``model`` is as one run leaves it, which returned the value; then all is put back, inputs too.
+
+    Args:
+        model: module or function.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        attributes: whether attributes are as the run leaves them too, and not only the values of tensors.
+
+    Raises:
+        CaptureError: as ``run_preserved``.
+    """
     given = [one for one in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
-    with preserved(model) as guard, _memory_kept(given), torch.no_grad(), _WriteGuard(guard) as writes:
-        try:
-            with exports_seen(writes.exported):
-                return model(*args, **kwargs)
-        except RuntimeError as error:
-            refusal = _refusal(error, module_paths(model), differentiates=isinstance(model, Around))
-            if refusal is None:
-                raise
-            raise refusal from error
+    device = next((one.device for one in given if one.is_cuda), _HOST)
+    with preserved(model, device=device) as guard, _memory_kept(given), torch.no_grad():
+        with nullcontext() if attributes else _attribute_guard(model):
+            try:
+                with guard.watching():
+                    result = model(*args, **kwargs)
+            except RuntimeError as error:
+                refusal = _refusal(error, module_paths(model), differentiates=isinstance(model, Around))
+                if refusal is None:
+                    raise
+                raise refusal from error
+        yield result
 
 
 def rehearse(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

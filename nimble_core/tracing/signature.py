@@ -12,21 +12,31 @@ from nimble_core.tracing.pytree import (
     Node,
     Structure,
     builder,
+    cache_paths,
     flatten,
     leaf_paths,
     reader,
     same_structure,
     structure_difference,
 )
-from nimble_core.utils.errors import InputError
+from nimble_core.utils.errors import CaptureError, InputError
 
-__all__ = ["Signature", "require_initialised", "require_plain", "take_apart"]
+__all__ = ["SHOWN", "Signature", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes that do nothing of their own in an operator; buffers are of the first. A replay would pass others by."""
+
+SHOWN = 8
+"""Tensors, and other inputs, of one signature that messages name at most: a cache has hundreds."""
+_IN_PLACE = "return what it adds, or write tensors in place"
+_STATIC_CACHE = (
+    "pass a StaticCache of the greatest length that is needed, after the model itself has run on it once; or no cache, "
+    "with use_cache=False. Layers with a sliding window count in Python: make it from a copy of the config with "
+    "sliding_window=None and each of layer_types 'full_attention'"
+)
 
 
 class Signature:
@@ -49,7 +59,9 @@ class Signature:
         self.tensors, self.structure, self.paths = take_apart(args, kwargs, called)
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
-        self.device = _one_device(self.tensors, self.paths)
+        self.device = _one_device(
+            self.tensors, self.paths, [_in_words(path, called) for path in cache_paths(self.structure)]
+        )
         for tensor, path in zip(self.tensors, self.paths, strict=True):
             _require_dense(tensor, path)
         # A tensor given twice was recorded as one: calls have to do the same.
@@ -69,13 +81,9 @@ class Signature:
         args, kwargs = self._build(self.tensors if tensors is None else tensors)
         return args, kwargs
 
-    def changed(self, args: Args, kwargs: Kwargs) -> str:
-        """Which input a run has changed that was given ``arguments()``, apart from values; empty if none."""
-        tensors, now, paths = take_apart(args, kwargs, self._called)
-        if not same_structure(self.structure, now):
-            return _in_words(structure_difference(self.structure, now).path, self._called)
-        known = zip(self.tensors, tensors, paths, strict=True)
-        return next((path for before, after, path in known if before is not after), "")
+    def require_unchanged(self, args: Args, kwargs: Kwargs) -> None:
+        """Raise CaptureError if a run changed ``arguments()``, which it was given, other than by writing tensors."""
+        require_unchanged(self.structure, self.tensors, (tuple(args), dict(kwargs)), self._called)
 
     def _compile(self) -> Callable[[Args, Kwargs], list[torch.Tensor] | None]:
         assert isinstance(self.structure, Node)
@@ -167,7 +175,31 @@ class Signature:
         return "no difference found"
 
     def __str__(self) -> str:
-        return ", ".join(f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True))
+        shown = [f"{path}: {_describe(*meta)}" for path, meta in zip(self.paths, self.metas, strict=True)]
+        more = [f"and {len(shown) - SHOWN} more tensors"] if len(shown) > SHOWN + 1 else []
+        return ", ".join([*shown[:SHOWN], *more] if more else shown)
+
+
+def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inputs: Any, names: Sequence[str]) -> None:
+    """Raise CaptureError if a run changed the ``inputs`` that it was given, other than by writing into tensors.
+
+    Args:
+        structure: theirs, before the run.
+        tensors: in them, before the run.
+        inputs: positional and keyword inputs, or another pair.
+        names: as in :class:`Signature`.
+    """
+    after, now = flatten(inputs, what="")
+    if not same_structure(structure, now):
+        path = structure_difference(structure, now).path
+    else:
+        known = zip(tensors, after, leaf_paths(now), strict=True)
+        path = next((path for one, other, path in known if one is not other), "")
+    if path:
+        raise CaptureError(
+            f"the forward changes {_in_words(path, names)}, which it is given: a replay would not",
+            fix=_STATIC_CACHE if path.startswith((*cache_paths(structure),)) else _IN_PLACE,
+        )
 
 
 def take_apart(
@@ -236,12 +268,12 @@ def _require_dense(tensor: torch.Tensor, path: str) -> None:
         )
 
 
-def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.device:
+def _one_device(tensors: Sequence[torch.Tensor], paths: Sequence[str], caches: Sequence[str]) -> torch.device:
     device = tensors[0].device
     for tensor, path in zip(tensors, paths, strict=True):
         if tensor.device != device:
             raise InputError(
                 f"inputs on mixed devices: {paths[0]} is on {device}, {path} on {tensor.device}",
-                fix=f"move every input to {device}",
+                fix=_STATIC_CACHE if path.startswith((*caches,)) else f"move every input to {device}",
             )
     return device

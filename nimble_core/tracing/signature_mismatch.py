@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from nimble_core.tracing.pytree import (
     same_structure,
     structure_difference,
 )
-from nimble_core.tracing.signature import Signature, take_apart
+from nimble_core.tracing.signature import SHOWN, Signature, take_apart
 from nimble_core.tracing.snapshot import shown
 from nimble_core.utils.errors import InputError
 
@@ -64,7 +65,7 @@ def nearest(
     words: dict[str, None] = {}  # the same inputs under another autocast are listed once
     for _, signature, parts, _ in found:
         constants = ((path, part) for path, part in parts.items() if path in telling and isinstance(part, Constant))
-        beside = (_was(path, part, given.get(path)) for path, part in constants)
+        beside = (_was(path, part, given.get(path)) for path, part in islice(constants, SHOWN))
         words[", ".join((str(signature), *beside))] = None
     more = [f"and {len(words) - _LISTED} more"] if len(words) > _LISTED else []
     return found[0][1], "; ".join([*list(words)[:_LISTED], *more])

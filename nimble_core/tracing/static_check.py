@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from math import gcd
 from traceback import walk_tb
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from nimble_core.ir.program import Call, Program
+from nimble_core.ir.program import Call, Program, Storage, TensorRef
 from nimble_core.tracing.operator_traits import storage_address
 from nimble_core.tracing.provenance import place_of
-from nimble_core.tracing.pytree import Structure, same_structure, structure_difference
+from nimble_core.tracing.pytree import Structure, leaf_paths, same_structure, structure_difference
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.strides import elements_once, reach
 from nimble_core.utils.errors import CaptureError, NimbleError, NotStaticError, first_line
@@ -23,6 +24,7 @@ __all__ = [
     "changed_constant",
     "check_outputs",
     "check_static",
+    "identical",
     "on_other_values",
     "other_values",
 ]
@@ -86,8 +88,8 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
         seed: of order and scale.
         how: ``"scaled"``: floating ones are only scaled, by one factor for each: matrices that have an inverse keep it.
             ``"moved"``: elements have another order, and no other value. ``"contrary"``: what orders and scales leave
-            alone changes, as signs, sums and extremes: floating ones are negated, flags flipped, integers halved, the
-            last one first, and ones where all are zeros. A model need not take these.
+            alone changes, as signs, sums and extremes, and every element: floating ones are negated, flags flipped,
+            integers halved, mostly the last one first; zeros become ones. A model need not take these.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     kept = [_ascending(tensor) for tensor in tensors]
@@ -111,12 +113,16 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
 
 
 def _contrary(flat: torch.Tensor) -> torch.Tensor:
+    """Every element another one than before at its place: numbers that the host reads there show."""
     if flat.dtype is torch.bool:
         return ~flat
     if flat.is_floating_point() or flat.is_complex():
-        return (-(flat.float() if flat.itemsize == 1 else flat)).to(flat.dtype)
-    half = (flat.to(torch.int64) // 2).flip(0)
-    return torch.where(flat.to(torch.int64).any(), half, half + 1).to(flat.dtype)
+        wide = flat.float() if flat.itemsize == 1 else flat
+        return torch.where(wide == 0, torch.ones_like(wide), -wide).to(flat.dtype)
+    whole = flat.to(torch.int64)
+    half = whole.div(2, rounding_mode="trunc")
+    other = half.flip(0)
+    return torch.where(other == whole, torch.where(whole == 0, 1, half), other).to(flat.dtype)
 
 
 def _other(tensor: torch.Tensor, keep: bool, how: str, generator: torch.Generator) -> torch.Tensor:
@@ -161,62 +167,133 @@ def _ascending(tensor: torch.Tensor) -> bool:
     return bool((flat[1:] >= flat[:-1]).all())
 
 
-def check_static(first: Program, second: Program) -> None:
-    """Compare two recordings of one model on different input values.
+def check_static(first: Recording, second: Recording) -> None:
+    """Compare two recordings of one model on different input values, in full.
+
+    Calls, their arguments, and what they return have to be the same windows on the same memory. Where an input is a
+    part of larger memory, windows on it are compared relative to its start: that may lie elsewhere in each run.
 
     Raises:
-        NotStaticError: naming the first call that differs, with its module path and source line.
+        NotStaticError: naming the first call that differs, with its module path and source line, or the first output.
         CaptureError: a call takes an object that cannot be compared.
     """
-    for a, b in zip(first.calls, second.calls, strict=False):
-        if a is b or (a.operator == b.operator and a.arguments == b.arguments and _shapes(a) == _shapes(b)):
+    one, other = first.program, second.program
+    shown, shown_then = _windows(one), _windows(other)
+    known = list(map(_owner, one.storages)) == list(map(_owner, other.storages))
+    seen = f"; numbers were read on the host: {first.handed_out}" if first.handed_out else ""
+    for a, b in zip(one.calls, other.calls, strict=False):
+        if known and a is b:
             continue
-        if a.operator != b.operator:
-            how = f"{a.operator} in one run, {b.operator} in the other"
-        else:
-            changed = [f"{x[0]}={x[1]} / {y[1]}" for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
-            how = f"{a.operator} with other arguments ({', '.join(changed)[:200] or 'shapes'})"
-        packed = next((x[0] for x, y in zip(a.arguments, b.arguments, strict=False) if x != y and _PACKED in x[1]), "")
-        if packed and a.operator == b.operator:
-            raise CaptureError(
-                f"{a.operator} takes an object of TorchScript ({packed}), such as packed weights: nothing tells "
-                "whether it is the same in every run",
-                where=str(a),
-                fix="leave that part, such as modules of torch.ao.quantization, out of the prepared module",
-            )
-        fix = "remove the branch on data or random state, or prepare only the static part"
-        given, held = _given_and_held(a, first, b, second)
-        if given:
-            how += f": it reads {given} in one run, {held} in the other"
-            fix = f"if {given} is memory that the model itself holds, prepare with {given}.clone(); else {fix}"
+        same = a.operator == b.operator and a.arguments == b.arguments
+        if not same or [(shown(x.ref), x.write) for x in a.accesses] != [
+            (shown_then(x.ref), x.write) for x in b.accesses
+        ]:
+            raise _differing_call(a, one, b, other, seen)
+    if len(one.calls) != len(other.calls):
+        longer = max(one.calls, other.calls, key=len)
+        extra = longer[min(len(one.calls), len(other.calls))]
         raise NotStaticError(
-            f"the model is not static: on other input values call {a.index} is {how}", where=str(a), fix=fix
-        )
-    if len(first.calls) != len(second.calls):
-        longer = max(first.calls, second.calls, key=len)
-        extra = longer[min(len(first.calls), len(second.calls))]
-        raise NotStaticError(
-            f"the model is not static: {len(first.calls)} calls in one run, {len(second.calls)} on other input values",
+            f"the model is not static: {len(one.calls)} calls in one run, {len(other.calls)} on other input values"
+            + seen,
             where=str(extra),
-            fix="remove the branch on data or random state, or prepare only the static part",
+            fix=_BRANCH,
+        )
+    check_outputs(first.output_structure, second.output_structure)
+    paths = leaf_paths(first.output_structure, "output")
+    for path, ref, then in zip(paths, one.outputs, other.outputs, strict=True):
+        if shown(ref) != shown_then(then):
+            makers = [call for call in one.calls if any(write.storage == ref.storage for write in call.writes)]
+            sized = ref.sizes != then.sizes
+            what = f"of shape {list(ref.sizes)} / {list(then.sizes)}" if sized else _moved(ref, one, then, other)
+            raise NotStaticError(
+                f"the model is not static: on other input values {path} is {what}{seen}",
+                where=f"{path}, of {makers[-1]}" if makers else path,
+                fix="return it whole, and its length as a tensor" if sized else _POSITION,
+            )
+    if _lazy_steps(first) != _lazy_steps(second):
+        raise NotStaticError(
+            f"the model is not static: other tensors are conjugated or negated on other input values{seen}", fix=_BRANCH
         )
 
 
-_PACKED = "<torch.ScriptObject object at "
+_BRANCH = "remove the branch on data or random state, or prepare only the static part"
+_POSITION = (
+    "index with a tensor (index_select, gather, index_copy_), or choose with torch.where, instead of by a number or a "
+    "branch that Python takes from data"
+)
 _STORAGE = re.compile(r"(?<![^\[ ])%(\d+)(?![^,\]])")
+_PACKED = "<torch.ScriptObject object at "
+_LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 
 
-def _given_and_held(a: Call, first: Program, b: Call, second: Program) -> tuple[str, str]:
-    """The first input that a call reads where that of the other program reads memory of the model; empty if none.
+def _windows(program: Program) -> Callable[[TensorRef], tuple[object, ...]]:
+    """What is comparable between runs of a window: offsets relative to the inputs that share its memory."""
+    starts: dict[int, int] = {}
+    for ref in program.inputs:
+        starts[ref.storage] = min(starts.get(ref.storage, ref.offset), ref.offset)
 
-    So it is where the inputs of the first recording were weights, or other tensors that the model reads by itself.
-    """
-    for (_, one), (_, other) in zip(a.arguments, b.arguments, strict=False):
-        for was, now in zip(_STORAGE.findall(one), _STORAGE.findall(other), strict=False):
-            given, held = first.storages[int(was)], second.storages[int(now)]
-            if given.role == "input" and held.role in ("parameter", "buffer", "constant"):
-                return given.name, f"{held.role} {held.name}".strip()
-    return "", ""
+    def window(ref: TensorRef) -> tuple[object, ...]:
+        home, start = program.storages[ref.storage], starts.get(ref.storage, 0)
+        return ref.storage, _owner(home), ref.offset - start, ref.sizes, ref.strides, ref.dtype
+
+    return window
+
+
+def _owner(home: Storage) -> tuple[str, str]:
+    """Role and name; inputs are known by their order, and may go by other names."""
+    return home.role, "" if home.role == "input" else home.name
+
+
+def _lazy_steps(recording: Recording) -> list[tuple[object, ...]]:
+    """Views that conjugate or negate, which shows in no window."""
+    return [(step.func, step.args) for step in recording.steps if step.call is None and step.func in _LAZY]
+
+
+def _moved(ref: TensorRef, first: Program, then: TensorRef, second: Program) -> str:
+    """How two windows of the same shape differ, in words."""
+    was, now = first.storages[ref.storage], second.storages[then.storage]
+    names = [f"{home.role} {home.name}".strip() for home in (was, now)]
+    if _owner(was) != _owner(now):
+        return f"{names[0]} in one run, {names[1]} in the other"
+    if ref.storage != then.storage:
+        return "another tensor"
+    if (ref.strides, ref.dtype) != (then.strides, then.dtype):
+        return "laid out otherwise"
+    return f"another part of {names[0] if was.name else 'a tensor'}, which begins elsewhere"
+
+
+def _differing_call(a: Call, first: Program, b: Call, second: Program, seen: str) -> NimbleError:
+    changed = [(x, y) for x, y in zip(a.arguments, b.arguments, strict=False) if x != y]
+    packed = next((x[0] for x, _ in changed if _PACKED in x[1]), "")
+    if packed and a.operator == b.operator:
+        return CaptureError(
+            f"{a.operator} takes an object of TorchScript ({packed}), such as packed weights: nothing tells "
+            "whether it is the same in every run",
+            where=str(a),
+            fix="leave that part, such as modules of torch.ao.quantization, out of the prepared module",
+        )
+    fix, shown, shown_then = _BRANCH, _windows(first), _windows(second)
+    pairs = [(x.ref, y.ref) for x, y in zip(a.accesses, b.accesses, strict=False) if shown(x.ref) != shown_then(y.ref)]
+    if a.operator != b.operator:
+        how = f"{a.operator} in one run, {b.operator} in the other"
+    elif changed or any(x.sizes != y.sizes for x, y in pairs) or not pairs:
+        texts = ", ".join(f"{x[0]}={x[1]} / {y[1]}" for x, y in changed)
+        how = f"{a.operator} with other arguments ({texts[:200] or 'shapes'})"
+    else:
+        how, fix = f"{a.operator} on {_moved(pairs[0][0], first, pairs[0][1], second)}", _POSITION
+    read = [zip(_STORAGE.findall(x[1]), _STORAGE.findall(y[1]), strict=False) for x, y in changed]
+    for was, now in (*chain.from_iterable(read), *((x.storage, y.storage) for x, y in pairs)):
+        given, held = first.storages[int(was)], second.storages[int(now)]
+        if given.role == "input" and held.role in ("parameter", "buffer", "constant"):
+            # The inputs of the first recording were weights, or other tensors that the model reads by itself.
+            how += f": it reads {given.name} in one run, {f'{held.role} {held.name}'.strip()} in the other"
+            fix = (
+                f"if {given.name} is memory that the model itself holds, prepare with {given.name}.clone(); else {fix}"
+            )
+            break
+    return NotStaticError(
+        f"the model is not static: on other input values call {a.index} is {how}{seen}", where=str(a), fix=fix
+    )
 
 
 def check_outputs(first: Structure, second: Structure) -> None:
@@ -245,17 +322,17 @@ def changed_constant(first: Recording, second: Recording) -> str:
         other = second.given.get(slot)
         if first.program.storages[storage].role != "constant" or other is None:
             continue
-        if storage_address(tensor) != storage_address(other) and not _identical(tensor, other):
+        if storage_address(tensor) != storage_address(other) and not identical(tensor, other):
             users = [call for call in first.program.calls if any(a.ref.storage == storage for a in call.accesses)]
             return str(users[0]) if users else "an output"
     return ""
 
 
-def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+def identical(a: torch.Tensor, b: torch.Tensor, loose: float = 0.0) -> bool:
+    """Whether two tensors hold the same, or are off by less than ``loose`` times the largest number."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
-
-
-def _shapes(call: Call) -> list[tuple[Any, ...]]:
-    return [(access.ref.sizes, access.ref.strides, access.ref.dtype, access.write) for access in call.accesses]
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    a, b = torch.nan_to_num(a), torch.nan_to_num(b)
+    return torch.equal(a, b) or bool(loose and (a - b).abs().max() <= loose * a.abs().max())

@@ -18,6 +18,7 @@ import torch
 
 from nimble_core.torch_compat.dispatch import current_mode
 from nimble_core.torch_compat.public import TENSOR_METHODS
+from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["exports_seen", "host_copies_seen", "readings_seen"]
 
@@ -25,7 +26,7 @@ _EXPORTS = ("numpy", "__dlpack__")
 """Methods that share a tensor's memory; ``__array__`` goes through the first."""
 _READINGS = ("tolist",)
 _COPIES = ("cpu", "to")
-_SEEING = threading.RLock()
+_SEEING = free_after_fork(threading.RLock())
 
 Seen = Callable[[torch.Tensor, FrameType], None]
 

@@ -24,12 +24,13 @@ import torch
 
 from nimble_core.torch_compat.autograd import ENGINE_RUN, STASHES, engine_run_is_own, stash, stashed
 from nimble_core.torch_compat.compiler import EVAL_FRAME
+from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["ACCUMULATING", "Behind", "current_search", "searches_are_answered"]
 
 _SEARCH = "nimble_core.search"
 
-ACCUMULATING = threading.RLock()
+ACCUMULATING = free_after_fork(threading.RLock())
 """Held while gradients go into ``.grad``, as autograd's accumulation holds a lock: backwards may run on any threads."""
 
 if hasattr(os, "register_at_fork"):

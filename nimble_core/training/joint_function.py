@@ -18,6 +18,7 @@ from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
 from nimble_core.tracing.phase import phase
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recorded import Recorded, record_static, state_kept
+from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import with_strides_of
 from nimble_core.training.autograd_hooks import Behind
@@ -64,13 +65,16 @@ class ForwardBackward(Around):
                 for position in self.leaves:
                     tensors[position].requires_grad_()
                 if self.turned:
-                    args, kwargs = builder(around)([_channels_last(one) for one in tensors])
+                    given = [_channels_last(one) for one in tensors]
+                    args, kwargs = builder(around)(given)
                     owned = self.model.named_parameters()
                     weights = {name: _channels_last(one) for name, one in owned if name in self.turned}
                     result = torch.func.functional_call(self.model, weights, tuple(args), dict(kwargs))
                 else:
-                    args, kwargs = builder(around)(tensors)
+                    given = tensors
+                    args, kwargs = builder(around)(given)
                     result = self.model(*args, **kwargs)
+                require_unchanged(around, given, (args, kwargs), ())
                 outputs, self.structure = flatten(result, what="output")
             self.differentiable = tuple(at for at, one in enumerate(outputs) if one.requires_grad)
             if not self.differentiable:

@@ -21,7 +21,7 @@ import torch
 from nimble_core.guards.module_guard import same_objects
 from nimble_core.torch_compat.dispatch import foreach_copy_, foreach_kernels, fused_kernels
 from nimble_core.torch_compat.members import ALL_POST_HOOKS, ALL_PRE_HOOKS
-from nimble_core.tracing.side_effects import random_state_kept
+from nimble_core.tracing.rng_state import SHARED, random_state_kept
 from nimble_core.tracing.strides import dense, with_strides_of
 from nimble_core.training.optimizer_trial import (
     PLAIN,
@@ -158,7 +158,7 @@ class CapturedOptimizer:
         with step_explained(optimizer):
             held = led_to(optimizer)
         # Trial steps may draw noise; the user's next is as if there had been none.
-        with random_state_kept(device, [one for one in held if isinstance(one, torch.Generator)]):
+        with random_state_kept(device, [one for one in held if isinstance(one, torch.Generator)], SHARED):
             self.state = tuple(self._made(tensors_among(held)))
         self._stateful = frozenset(position for position, kept in enumerate(self.state) if kept)
         self._used = self._stateful

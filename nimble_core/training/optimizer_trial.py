@@ -26,6 +26,7 @@ from nimble_core.torch_compat.members import CAPTURABLE_DEVICES
 from nimble_core.tracing.operator_traits import has_memory, storage_address, written_tensors
 from nimble_core.tracing.provenance import line_inside
 from nimble_core.utils.errors import InputError
+from nimble_core.utils.locks import free_after_fork
 
 __all__ = [
     "PLAIN",
@@ -102,7 +103,7 @@ def run_step(twin: torch.optim.Optimizer, device: torch.device) -> None:
         step(twin)
 
 
-_patching = threading.RLock()
+_patching = free_after_fork(threading.RLock())
 
 
 @contextmanager

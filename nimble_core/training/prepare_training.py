@@ -217,7 +217,7 @@ def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executa
     for call in recorded.recording.program.calls:
         last |= dict.fromkeys((access.ref.storage for access in call.accesses), call.index)
     tuned = device.libraries_tuned() if recorded.recording.program.fuse != "none" else nullcontext()
-    with preparing(_PATIENCE_S), state_kept(recorded):
+    with preparing(recorded.model, _PATIENCE_S), state_kept(recorded):
         with issuing(recorded.signature.device.type), tuned:
             issuer = Issuer(recorded.recording, recorded.signature.tensors)
             for call in recorded.recording.program.calls:

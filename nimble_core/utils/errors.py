@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "CaptureError",
     "DeviceError",
@@ -16,6 +18,10 @@ __all__ = [
     "ScheduleError",
     "first_line",
 ]
+
+
+_CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+"""What a terminal obeys: names of files and modules may hold it."""
 
 
 class NimbleError(Exception):
@@ -39,7 +45,7 @@ class NimbleError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  to do: {self.fix}")
-        return "\n".join(lines)
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", "\n".join(lines))
 
 
 class NimbleWarning(UserWarning):

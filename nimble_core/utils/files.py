@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nimble_core.utils.errors import InputError
 
-__all__ = ["file_path", "write_file"]
+__all__ = ["file_path", "read_own", "replace_file", "write_file"]
 
 
 def file_path(path: str | os.PathLike[str]) -> Path:
@@ -52,6 +52,17 @@ def _write(target: Path, data: bytes) -> None:
         os.close(os.open(place, os.O_WRONLY))  # who may not write a file may not replace it
     elif not place.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"there is no directory {place.parent}")
+    replace_file(place, data, before)
+
+
+def replace_file(place: Path, data: bytes, before: os.stat_result | None = None) -> None:
+    """Put a new file in the place of whatever is there, a link too, all of it or nothing.
+
+    Args:
+        place: its path.
+        data: what it holds.
+        before: owner and mode that it is given.
+    """
     beside = place.with_name(f".nimble.{os.getpid()}.{os.urandom(4).hex()}")  # any name may be too long with more to it
     try:
         with beside.open("xb") as file:
@@ -66,3 +77,12 @@ def _write(target: Path, data: bytes) -> None:
         beside.replace(place)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def read_own(path: Path, limit: int) -> bytes:
+    """Read at most ``limit`` bytes of a regular file. Raises OSError for a link, and for what may block, as a pipe."""
+    flags = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
+    with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        return file.read(limit)

@@ -21,7 +21,7 @@ from nimble_core.torch_compat.dispatch import TorchDispatchMode, pytree
 from nimble_core.tracing.operator_traits import draws_numbers, has_memory, owned_tensors, parts_of, storage_address
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recording import flat_tensors
-from nimble_core.tracing.side_effects import random_state_kept
+from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.units import format_bytes
 
@@ -87,7 +87,7 @@ def reference_outputs(
         again, named = builder(structure)([copies[id(tensor)] for tensor in tensors])
         twin = _twin(model, copies)
         mode = _InFloat64(copies.values(), limit_bytes - needed)
-        with random_state_kept(device), _nothing_compiled(), torch.no_grad():
+        with random_state_kept(device, draws=None), _nothing_compiled(), torch.no_grad():
             with torch.autocast(device.type, enabled=False, cache_enabled=False), mode:
                 result = twin(*again, **named)
             outputs, _ = flatten(result, what="output")

@@ -24,6 +24,7 @@ from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import Issuer, issuing
 from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.static_check import on_other_values
+from nimble_core.tracing.strides import restrided
 from nimble_core.utils.errors import NimbleError, first_line
 from nimble_core.validation.distances import gaps
 from nimble_core.validation.equality import DROWNED, check_equality, doubt, lowest_precision, working_precision
@@ -127,7 +128,7 @@ def eager_cases(recorded: Recorded, *, truth: bool = False) -> Cases:
                 known = zip(eager.state, before, after, after_moved, strict=True)
                 written = [Update(one.name, was, now, now, other, one.jumps) for one, was, now, other in known]
         if truth and not recorded.trained:
-            args, kwargs = build([tensor.clone() for tensor in inputs])
+            args, kwargs = build(_copies(inputs))
             found = reference_outputs(recorded.model, args, kwargs)
             truths.append(found.outputs)
             why = why or found.reason
@@ -173,6 +174,11 @@ def _further(
     ]
 
 
+def _copies(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the same strides, which the model may branch on."""
+    return [restrided(tensor.clone(), tensor.stride()) for tensor in inputs]
+
+
 class _Eager:
     """Runs of eager that leave model, random numbers and what a step writes as they were.
 
@@ -191,10 +197,11 @@ class _Eager:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs, and what was written; with a ``seed``, every result moved by about its last place."""
         # Clones: a model that writes its inputs must not spoil the case for the replays.
-        args, kwargs = self._build([tensor.clone() for tensor in inputs])
+        args, kwargs = self._build(_copies(inputs))
         model = self._recorded.model
-        with preserved(model), state_kept(self._recorded), torch.no_grad():
-            with nullcontext() if seed is None else perturbed(seed):
+        # On these inputs it may take another branch, and write what the recorded calls do not.
+        with preserved(model, draws=()) as guard, state_kept(self._recorded), torch.no_grad():
+            with guard.watching(), nullcontext() if seed is None else perturbed(seed):
                 outputs, self.structure = flatten(model(*args, **kwargs), what="output")
             made = _with_nothing_unset(self._recorded, [one.detach().clone() for one in outputs])
             return made, [one.tensor.clone() for one in self.state]
@@ -251,7 +258,7 @@ def _stepped(
     """What a run makes of ``inputs``, and what it leaves of the state, which then is as it was."""
     with state_kept(recorded):
         # Clones: a model that writes its inputs must not spoil the case for the next run.
-        outputs = run([tensor.clone() for tensor in inputs])
+        outputs = run(_copies(inputs))
         return outputs, [one.tensor.clone() for one in _state_of(recorded)]
 
 
@@ -429,7 +436,7 @@ def _of_same_sizes(name: str, cases: Cases, run: Run) -> EqualityCheck:
     even gradients of zeros would be noticed.
     """
     assert cases.moved is not None
-    runs = [run([tensor.clone() for tensor in inputs]) for inputs, _ in cases.eager]
+    runs = [run(_copies(inputs)) for inputs, _ in cases.eager]
     outputs_of = [outputs for _, outputs in cases.eager]
     norms = [[gaps(outputs) for outputs in lists] for lists in (outputs_of, cases.moved, runs)]
     moves = [gaps(moved, outputs) for moved, outputs in zip(cases.moved, outputs_of, strict=True)]

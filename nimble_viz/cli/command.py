@@ -1,9 +1,10 @@
-"""The command line: ``compare`` a model, ``profile`` a script; ``show``, ``export``, ``annotate``, ``diff``, ``gate``;
-``doctor``.
+"""The command line: ``compare`` or ``diagnose`` a model, ``profile`` a script; ``show``, ``export``, ``annotate``,
+``diff``, ``gate``; ``doctor``.
 
 Exit codes: 0 done, 1 the model could not be compared or a replay is wrong, 2 bad usage or input (files that are missing
 or damaged and packages that are missing included), 130 interrupted. ``gate``: 1 fail, 3 not decided. ``annotate``: 1 if
-not everything matched. ``doctor``: 1 something needed is broken. ``profile``: that of the script.
+not everything matched. ``diagnose``: 1 blockers were found. ``doctor``: 1 something needed is broken. ``profile``: that
+of the script.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nimble_core.scheduling.options import Options
-from nimble_core.utils.errors import InputError, NimbleError, ReportFileError
+from nimble_core.utils.errors import CaptureError, InputError, NimbleError, ReportFileError
+from nimble_viz.analysis.labels import visible
 from nimble_viz.cli.flags import add_options
 from nimble_viz.collect.suggestions import nearest
 
 if TYPE_CHECKING:
-    from nimble_viz.cli.doctor import Diagnosis
+    from nimble_viz.cli.doctor import Diagnosis as Health
+    from nimble_viz.render.diagnosis import Diagnosis
     from nimble_viz.render.report import Report
     from nimble_viz.render.verdicts import Difference, Gate
 
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.traceback:
             raise
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, CaptureError) and given.run is _compare and not given.training:
+            _warn(f"all blockers at once: python -m nimble_viz diagnose {given.factory}")
         return 2 if isinstance(error, InputError | ReportFileError) else 1
     except ModuleNotFoundError as error:
         if given.traceback or error.name not in _NEEDED:  # a part of an installed package has a dot in its name
@@ -159,6 +164,11 @@ def _call(spec: str, training: bool) -> tuple[Any, tuple[Any, ...], dict[str, An
     )
 
 
+def _warn(text: str) -> None:
+    """One line on standard error. Names of files and modules may hold what a terminal would obey."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -182,12 +192,28 @@ def _compare(given: argparse.Namespace) -> int:
     if not given.quiet:
         _print(report)
     if not report.complete:
-        print(f"interrupted{_kept(given.save)}", file=sys.stderr)
+        _warn(f"interrupted{_kept(given.save)}")
         return 130
     wrong = [check for check in report.checks if check.differs]
     for check in wrong:
-        print(f"{check.name}: {check.reason}", file=sys.stderr)
+        _warn(f"{check.name}: {check.reason}")
     return 1 if wrong else 0
+
+
+def _diagnose(given: argparse.Namespace) -> int:
+    """All that keeps a model from being prepared: a factory's, or the first that a script calls."""
+    from nimble_viz.collect.diagnose import diagnose, diagnose_script
+
+    if given.target.endswith(".py"):
+        found = diagnose_script(Path(given.target), given.arguments)
+    else:
+        model, args, kwargs, _ = _call(given.target, False)
+        found = diagnose(model, *args, kwargs=kwargs)
+    if given.json:
+        _say(found.to_json())
+    else:
+        _print(found)
+    return 0 if found.ok else 1
 
 
 def _profile(given: argparse.Namespace) -> int:
@@ -205,7 +231,7 @@ def _profile(given: argparse.Namespace) -> int:
         names = f"{', '.join(misplaced)} {'was' if len(misplaced) == 1 else 'were'}"
         went = f"{names} ignored: a trace takes none" if is_trace else f"{names} given to {given.script.name}"
         command = f"python -m nimble_viz profile {' '.join(misplaced.values())} {given.script}"
-        print(f"{went}; options of ours come before it: {command}", file=sys.stderr, flush=True)
+        _warn(f"{went}; options of ours come before it: {command}")
     if is_trace:
         from nimble_viz.collect.from_trace import from_trace
 
@@ -227,7 +253,7 @@ def _profile(given: argparse.Namespace) -> int:
     if not given.quiet:
         _print(report)
     if not report.complete:
-        print(f"interrupted{_kept(save)}", file=sys.stderr)
+        _warn(f"interrupted{_kept(save)}")
     if isinstance(ended, Exception):
         raise ended
     return ended
@@ -356,7 +382,7 @@ def _files() -> Iterator[None]:
         raise InputError(f"{error.filename}: {error.strerror}" if named else str(error)) from error
 
 
-def _print(content: Report | Difference | Gate | Diagnosis) -> None:
+def _print(content: Report | Difference | Gate | Diagnosis | Health) -> None:
     from rich.console import Console
 
     from nimble_viz.render.text import MAX_WIDTH, MIN_WIDTH, plain
@@ -389,10 +415,16 @@ def _say(content: str) -> None:
             raise InputError(f"standard output: {error.strerror}", fix="make room, or write elsewhere") from error
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        """As usual, with nothing in it that a terminal would obey."""
+        super().error(visible(message))
+
+
 def _parser() -> argparse.ArgumentParser:
     from nimble_viz import __version__
 
-    parser = argparse.ArgumentParser(prog="python -m nimble_viz", description=_ABOUT)
+    parser = _Parser(prog="python -m nimble_viz", description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"nimble_viz {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -419,6 +451,14 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--quiet", action="store_true", help="print nothing but errors")
     add_options(compare.add_argument_group("options of the preparation"))
     compare.set_defaults(run=_compare)
+
+    diagnosed = commands.add_parser("diagnose", help="everything that keeps a model from being prepared, at once")
+    diagnosed.add_argument("--json", action="store_true", help="print JSON instead")
+    diagnosed.add_argument(
+        "target", metavar="MODULE:FACTORY", help="as for compare; or SCRIPT.py, whose first call of a module counts"
+    )
+    diagnosed.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    diagnosed.set_defaults(run=_diagnose)
 
     profiled = commands.add_parser("profile", help="where the time goes in a script as it is, or in a profiler's trace")
     profiled.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")

@@ -16,8 +16,9 @@ from nimble_core.profiling.kernel_names import short_kernel_name
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_count, format_ns
-from nimble_viz.analysis.labels import plural
+from nimble_viz.analysis.labels import plural, visible
 from nimble_viz.collect.match_replays import Joined, Way, expected, join
+from nimble_viz.export.tables import no_formula
 from nimble_viz.render.report import Report, load
 from nimble_viz.report.data import ReportData
 from nimble_viz.traces.nsight import Export, read_export
@@ -104,7 +105,7 @@ class Annotation:
         out = io.StringIO()
         writer = csv.writer(out)
         writer.writerow(COLUMNS)
-        writer.writerows(self.rows())
+        writer.writerows(map(no_formula, row) for row in self.rows())
         return write_file(path, out.getvalue().encode())
 
     def to_text(self) -> str:
@@ -120,7 +121,7 @@ class Annotation:
         lines.append(
             "  every node matched" if check.passed else "  NOT every node matched: this timeline is unreliable"
         )
-        return "\n".join(lines) + "\n"
+        return "\n".join(map(visible, lines)) + "\n"
 
     def __repr__(self) -> str:
         return f"<Annotation of {self.run!r}: {self.check.seen} of {self.check.expected} nodes>"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nimble_core.runtime.device import Device, Executable
     from nimble_core.scheduling.memory_planner import MemoryPlan
     from nimble_core.tracing.recorded import Recorded
+    from nimble_core.tracing.side_effects import Guard
     from nimble_viz.collect.compare_training import Training
     from nimble_viz.collect.peer_runs import PeerRuns
     from nimble_viz.collect.peers import Peer
@@ -118,6 +119,7 @@ def compare(
         CaptureError: a call that cannot be captured; names it, its module path and source line.
         DeviceError: out of memory.
     """
+    from nimble_core.api.call_mistakes import mistakes_explained
     from nimble_core.autotune.capture_pipeline import device_for
     from nimble_core.tracing.provenance import warn
     from nimble_core.tracing.recorded import check_inputs, preparing
@@ -152,10 +154,11 @@ def compare(
         check_inputs(model, args, named)
         step = Training(model, args, named, **how)
         model, args, named = step.whole, step.arguments, {}
-    signature = check_inputs(model, args, named)
+    with mistakes_explained(args, named):
+        signature = check_inputs(model, args, named)
     run = _Comparison(model, args, named, signature, device or device_for(signature.device), options, peers, step)
     kept = step.gradients_kept() if step else nullcontext()
-    with preparing(), requirements_kept(args, named), kept, progress or default_progress() as told:
+    with preparing(model), requirements_kept(args, named), kept, progress or default_progress() as told:
         try:
             run.measure(told)
         except KeyboardInterrupt:
@@ -189,6 +192,7 @@ class _Comparison:
         self.environment = environment("cuda" if device.kind == "cuda" else "cpu")
         self.recorded: Recorded | None = None
         self.replayed: Recorded | None = None
+        self.rewind: Callable[[], None] | None = None
         self.executables: dict[str, Executable] = {}
         self.schedules: dict[str, Schedule] = {}
         self.candidates: tuple[Candidate, ...] = ()
@@ -207,6 +211,7 @@ class _Comparison:
         self.interrupted = False
         self.others: list[int] = []
         self._without_autograd: Callable[[], Any] = nullcontext
+        self._guard: Guard
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -225,13 +230,23 @@ class _Comparison:
             self.eager_peak = self.device.memory_peak(self._eager)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Runs inside, eager or replayed, leave attributes, tensors and random state as they were."""
+    def _kept(self, runs: int = 2) -> Iterator[None]:
+        """Runs inside, eager or replayed, leave attributes, tensors and random state as they were.
+
+        Args:
+            runs: of eager that are watched first; 0 where none follow.
+        """
+        import torch
+
         from nimble_core.tracing.recorded import state_kept
         from nimble_core.tracing.side_effects import preserved
 
         assert self.recorded is not None
-        with preserved(self.model), state_kept(self.recorded):
+        with preserved(self.model, draws=()) as self._guard, state_kept(self.recorded):
+            # What timed runs write, whichever branch a second one takes, is known before: nothing watches them.
+            for _ in range(0 if self.training else runs):
+                with self._guard.watching(), torch.no_grad():
+                    self._eager()
             yield
 
     def _steps(self, progress: Progress) -> None:
@@ -239,14 +254,17 @@ class _Comparison:
         assert self.recorded is not None
         self.warnings += self.recorded.recording.program.notes
         for take in (self._prepare, self._time, self._check, self._watch, self._profile):
-            with self._kept():
+            with self._kept(0 if take == self._prepare else 2):
                 take(progress)
         self.close()
 
     def _record(self, progress: Progress) -> None:
+        from nimble_core.api.call_mistakes import mistakes_explained
         from nimble_core.tracing.recorded import record_static
+        from nimble_core.tracing.recording import rewinding
 
-        with progress.step("warm-up"):
+        given = ((), {}) if self.training else (self.args, self.kwargs)  # a step calls the user's loss as well
+        with progress.step("warm-up"), mistakes_explained(*given):
             self.device.warm_up(self.model, *self.signature.arguments())
         recorded = record_static(
             self.device,
@@ -256,6 +274,7 @@ class _Comparison:
             step=progress.step,
         )
         self.recorded = self.replayed = recorded
+        self.rewind = rewinding(recorded.recording, self.signature.tensors)
 
     def _prepare(self, progress: Progress) -> None:
         try:
@@ -319,6 +338,12 @@ class _Comparison:
 
         if self.peers:
             candidates |= self.peers.timed()
+        if self.rewind:
+            candidates |= {
+                name: partial(self._rewound, run)
+                for name, run in candidates.items()
+                if name not in ("eager", EAGER_ALONE)
+            }
         if self.device.kind == "cuda" and cupti.present():
             self.warnings.append("CUPTI was in this process: CUDA graphs took longer to launch than they do without it")
         with progress.step("measure"):
@@ -352,10 +377,17 @@ class _Comparison:
             return lambda: build(one.run(inputs))
         return training.replay(lambda: build(one.run(inputs, static=True)))
 
+    def _rewound(self, run: Callable[[], object]) -> object:
+        """Run with counters, such as positions in a cache, as they were: many runs would count them out of range."""
+        assert self.rewind is not None
+        self.rewind()
+        return run()
+
     def _interrupt(self) -> None:
         self.interrupted = True
 
     def _prepare_peers(self, progress: Progress) -> None:
+        from nimble_core.tracing.pytree import builder
         from nimble_core.validation.judge import eager_cases
         from nimble_viz.collect.peer_runs import PeerRuns
 
@@ -372,6 +404,11 @@ class _Comparison:
             training=self.training,
         )
         cases = eager_cases(self.recorded, truth=self.training is None)
+        build = builder(self.recorded.signature.structure)
+        for inputs, _ in () if self.training else cases.eager:
+            args, kwargs = build([tensor.clone() for tensor in inputs])
+            with self._guard.watching(), self._without_autograd():
+                self.model(*args, **kwargs)
         waiting = list(self.against)
         try:
             while waiting:
@@ -482,6 +519,8 @@ class _Comparison:
     # -- eager -------------------------------------------------------------------------------------------------
 
     def _eager(self) -> Any:
+        if self.rewind:
+            self.rewind()
         if self.training:
             return self.training.eager.step(*self.args)
         with self._without_autograd():

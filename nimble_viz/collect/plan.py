@@ -5,7 +5,6 @@ The model sees fake tensors on a target device that need not be there; what come
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -67,7 +66,7 @@ def plan(
     from nimble_core.autotune.capture_pipeline import schedule_by
     from nimble_core.tracing.fake_run import dry_run
     from nimble_core.tracing.recorded import Recorded
-    from nimble_core.tracing.side_effects import random_state_kept
+    from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
     from nimble_core.tracing.static_check import check_static
     from nimble_viz.collect.flops import count_work
 
@@ -90,9 +89,10 @@ def plan(
 
     recording, signature = dry_run(model, args, named, stand_in, remote=remote)
     done("record without running")
-    with random_state_kept(torch.device("cpu")):
-        random.random()  # a branch on Python's random numbers shows
-        check_static(recording.program, dry_run(model, args, named, stand_in, remote=remote)[0].program)
+    host, drawn = torch.device("cpu"), recording.drawn
+    with random_state_kept(host, draws=drawn):
+        seed_otherwise(host, (), drawn)
+        check_static(recording, dry_run(model, args, named, stand_in, remote=remote)[0])
     done("record again")
     program = replace(recording.program, device=device.type)
     graph = build_graph(program)

@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from nimble_core.ir.program import Call
+from nimble_core.utils.locks import free_after_fork
 from nimble_viz.report.data import SourceLines
 
-__all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources"]
+__all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources", "text_of"]
 
 MAX_CHARACTERS = 200_000
 """Most text that a report carries; functions with the most calls come first."""
@@ -26,7 +27,7 @@ MAX_CHARACTERS = 200_000
 _LONGEST_LINE = 400
 _MOST_LINES = 1_000
 _AROUND = 3
-_parsing = threading.Lock()
+_parsing = free_after_fork(threading.Lock())
 """Some releases of Python 3.11 count how deep a parse is for all threads together, and fail where two parse at once."""
 _CELL_MAGIC = "get_ipython().run_cell_magic("
 _MACHINERY = (
@@ -104,7 +105,7 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
 
 def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]:
     """Pieces of one file, each with the number of its calls."""
-    text = _text_of(file)
+    text = text_of(file)
     note = "not found where it ran" if text is None else ""
     if text is not None and max(used) > len(text):
         note = "the file is shorter than it was when it was imported"
@@ -130,7 +131,7 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
         yield SourceLines(file, begin, name, lines, cut), sum(inside.values())
 
 
-def _text_of(file: str) -> Sequence[str] | None:
+def text_of(file: str) -> Sequence[str] | None:
     """The lines that origins call ``file``; None if there is none, or if several texts are called so."""
     from nimble_core.tracing.provenance import label_of
 

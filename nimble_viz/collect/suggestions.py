@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from difflib import SequenceMatcher
 from typing import Any
 
-from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.options import option_like
 from nimble_core.utils.errors import InputError
 
 __all__ = ["nearest", "refuse_unknown"]
-
-_OPTIONS = frozenset(field.name for field in fields(Options))
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) -> list[str]:
@@ -44,8 +41,8 @@ def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) 
         near = nearest(name, known)
         if name == "training":
             fix = "compare(..., training=True, loss_fn=...) is of training steps"
-        elif name in _OPTIONS:
-            fix = f"options=Options({name}=...)"
+        elif like := option_like(name):
+            fix = f"options=Options({like}=...)"
         elif near:
             fix = f"{near[0]}=...; or, if it is an input of the model, kwargs={{{name!r}: ...}}"
         else:

@@ -28,7 +28,10 @@ from nimble_viz.report.data import ReportData
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["KINDS", "Column", "Kind", "Table", "make_table", "to_csv", "to_dataframe", "write_table", "write_tables"]
+__all__ = [
+    "KINDS", "Column", "Kind", "Table", "make_table", "no_formula", "to_csv", "to_dataframe", "write_table",
+    "write_tables",
+]  # fmt: skip
 
 Kind = Literal[
     "calls",
@@ -119,13 +122,18 @@ def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
 def to_csv(table: Table) -> str:
     """The table as CSV with a header, as RFC 4180 has it: commas, quotes where needed, lines that end in CR LF.
 
-    Floats are written so that they are read back exactly; a missing value is an empty cell.
+    Floats are written so that they are read back exactly; a missing value is an empty cell; text is ``no_formula``.
     """
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow([column.name for column in table.columns])
-    writer.writerows(table.rows)
+    writer.writerows(map(no_formula, row) for row in table.rows)
     return out.getvalue()
+
+
+def no_formula(cell: Cell) -> Cell:
+    """``cell``, with an apostrophe before text that a spreadsheet would take for a formula; numbers as they are."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def write_tables(report: ReportData, folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.gaps import CAUSES
-from nimble_viz.analysis.labels import INTERVAL, label_call, plural, trains
+from nimble_viz.analysis.labels import INTERVAL, label_call, plural, trains, visible
 from nimble_viz.analysis.overhead import PARTS, grouped, overhead
 from nimble_viz.analysis.provenance import fused_calls, module_of
 from nimble_viz.analysis.source import hottest, source
@@ -48,8 +48,6 @@ _NOTHING = {
     "timeline": "no timeline was taken: neither eager nor a replay was traced",
     "syncs": "no plan was made and eager was not profiled, so nothing is known to wait",
 }
-# Names come from users' models and from files: what would move the cursor or cannot be encoded is shown as a box.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain_text(report: ReportData, width: int | None = None) -> str:
@@ -240,7 +238,7 @@ def _speed(rows: Sequence[dict[str, Any]]) -> list[RenderableType]:
         peer = ("peer, outputs differ, " if row["wrong"] else "peer, ") if row["peer"] else ""
         kept = f"{format_count(row['samples'])} of " if row["dropped"] else ""
         details = f"{peer}spread {row['spread']}, {kept}{plural(row['samples'] + row['dropped'], 'sample')}"
-        label = _text(f"{_clean(name)}{doubt}\n{details}", lines=True)
+        label = _text(f"{visible(name)}{doubt}\n{details}", lines=True)
         table.add_row(label, _text(row["median"]), _ratio(row["eager"]), _ratio(row["single"]))
     notes = []
     if any(row["eager"] for row in rows):
@@ -578,7 +576,7 @@ class _Bar:
 def _waits(rows: Sequence[dict[str, Any]]) -> Table:
     table = _table(("kind", ""), ("count", "r"), ("total", "r"), ("where, and what to do", ""))
     for row in rows[:_TOP]:
-        advice = _text(f"{_clean(row['source'])}\n{row['hint']}" if row["source"] else row["hint"], lines=True)
+        advice = _text(f"{visible(row['source'])}\n{row['hint']}" if row["source"] else row["hint"], lines=True)
         kind = f"{row['kind']} ({row['phase']})" if row["phase"] else row["kind"]
         table.add_row(_text(kind), _text(format_count(row["count"])), _text(row["total"]), advice)
     return table
@@ -592,9 +590,9 @@ def _hottest(code: dict[str, Any]) -> list[RenderableType]:
         if not row["value"]:
             break
         where = _text(f"{row['file']}:{row['line']}")
-        where.append(_clean(f"  {row['name']}" if row["name"] else ""), "dim")
+        where.append(visible(f"  {row['name']}" if row["name"] else ""), "dim")
         if row["text"]:
-            where.append(f"\n{_clean(row['text'])}")
+            where.append(f"\n{visible(row['text'])}")
         where.no_wrap, where.overflow = True, "ellipsis"
         table.add_row(_text(format_ns(row["value"])), _text(format_percent(row["share"])), where)
     both = "; forward and backward together" if len(code["sides"]) > 1 else ""
@@ -636,9 +634,5 @@ def _text(content: str, style: str = "", *, lines: bool = False) -> Text:
     """``content`` as it is: never markup, never a control code; line breaks only if ``lines``."""
     from rich.text import Text
 
-    cleaned = "\n".join(map(_clean, content.split("\n"))) if lines else _clean(content)
+    cleaned = "\n".join(map(visible, content.split("\n"))) if lines else visible(content)
     return Text(cleaned, style=style, overflow="fold")
-
-
-def _clean(content: str) -> str:
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", content)

@@ -47,9 +47,10 @@ from nimble_core.tracing.grad_accumulators import kept_graphs_apart
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Issuer, Recording, issuing
+from nimble_core.tracing.recording import Issuer, Recording, issuing, rewinding
 from nimble_core.tracing.rewritten import Rewritten
-from nimble_core.tracing.side_effects import random_state_kept, rehearse
+from nimble_core.tracing.rng_state import TORCH, random_state_kept
+from nimble_core.tracing.side_effects import preserved, rehearse
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import widened
@@ -128,7 +129,7 @@ class CudaDevice:
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
-        with capturing, random_state_kept(self.device), _errors_explained():
+        with capturing, _errors_explained():
             rehearse(model, args, kwargs)
             self.synchronize()
 
@@ -196,9 +197,10 @@ class CudaDevice:
             arena.close()
             raise
         kept = tuple(recording.given.values())
-        shapes = [tensor.shape for tensor in inputs]
+        shapes, rewind = [tensor.shape for tensor in inputs], rewinding(recording, buffers)
+        written = recording.written_inputs
         executable = CudaExecutable(
-            self.device, graph, schedule, buffers, shapes, outputs, raw, recording.written_inputs, held, arena, kept
+            self.device, graph, schedule, buffers, shapes, outputs, raw, written, rewind, held, arena, kept
         )
         return replays_marked(executable, recording.program, schedule)
 
@@ -264,7 +266,8 @@ class CudaDevice:
         args, kwargs = builder(signature.structure)(buffers)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         before = torch.cuda.memory_reserved(self.device)
-        with kept_graphs_apart(_leaves(model)), self._capturing(graph, 1), torch.no_grad():
+        kept = preserved(model, live=False, draws=())
+        with kept, kept_graphs_apart(_leaves(model)), self._capturing(graph, 1), torch.no_grad():
             result = model(*args, **kwargs)
         with _errors_explained():
             graph.instantiate()
@@ -273,9 +276,10 @@ class CudaDevice:
         held = max(torch.cuda.memory_stats(self.device)["reserved_bytes.all.current"] - before, 0)
         calls = len(recording.program.calls)
         schedule = Schedule("single", (0,) * calls, tuple(range(calls)), ())
-        shapes = [buffer.shape for buffer in buffers]
+        shapes, rewind = [buffer.shape for buffer in buffers], rewinding(recording, buffers)
+        written = recording.written_inputs
         executable = CudaExecutable(
-            self.device, graph, schedule, buffers, shapes, outputs, raw, recording.written_inputs, held, None, ()
+            self.device, graph, schedule, buffers, shapes, outputs, raw, written, rewind, held, None, ()
         )
         return replays_marked(executable, recording.program, schedule)
 
@@ -313,7 +317,7 @@ class CudaDevice:
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
         """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
-        with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device):
+        with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device, draws=(TORCH,)):
             return [self._time_ns(*call) if isinstance(call, tuple) else self._time_ns(call) for call in calls]
 
     def _time_ns(self, *calls: Callable[[], object]) -> float | None:
@@ -417,7 +421,7 @@ class CudaDevice:
             capturing,
             collector_paused(),
             torch.cuda.device(self.device),
-            random_state_kept(self.device),
+            random_state_kept(self.device, draws=(TORCH,)),
             _errors_explained(),
         ):
             free_ended()

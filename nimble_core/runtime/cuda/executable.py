@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +40,7 @@ class CudaExecutable:
         outputs: where its results lie.
         raw: what the graph consists of.
         written_inputs: positions of inputs that its calls write.
+        rewind: puts counters among them back, if there are any.
         pool_nbytes: that the capture took of torch's allocator.
         arena: the memory of its calls, if they have some of their own.
         kept: what it reads by address.
@@ -55,6 +56,7 @@ class CudaExecutable:
         outputs: list[torch.Tensor],
         raw: RawGraph,
         written_inputs: tuple[int, ...],
+        rewind: Callable[[], None] | None,
         pool_nbytes: int,
         arena: CudaArena | None,
         kept: tuple[torch.Tensor, ...],
@@ -73,7 +75,7 @@ class CudaExecutable:
         self._rests = [one for buffer, shape in zip(buffers, shapes, strict=True) for one in rests(buffer, shape)]
         self.buffers = [corner(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
         self.outputs = outputs
-        self._written = written_inputs
+        self._written, self._rewind = written_inputs, rewind
         self._arena = arena
         self._lock = threading.Lock()
         self._linking = threading.RLock()
@@ -115,6 +117,8 @@ class CudaExecutable:
             if self.graph is None:
                 raise _closed()
             self._follow_last_run()
+            if self._rewind:
+                self._rewind()
             with launching:
                 self.graph.replay()
 

@@ -516,7 +516,8 @@ def _constants(recording: Recording, visible: set[int]) -> tuple[frozenset[int],
 
     Constants are what the forward makes itself (``torch.tensor``, ``arange``): a tensor that it finds outside, in a
     closure or a plain attribute, may be changed by its owner. A call is such if it reads constants only, draws no
-    random numbers, and no other call writes what it writes.
+    random numbers, no other call writes what it writes, and no other call has read that before: it would find the last
+    value there.
     """
     program = recording.program
     given = {recording.storage_of[slot] for slot in (*recording.given, *recording.inputs)}
@@ -534,16 +535,18 @@ def _constants(recording: Recording, visible: set[int]) -> tuple[frozenset[int],
         folded: set[int] = set()
         spoiled: set[int] = set()
         begun: set[int] = set()
+        needed: set[int] = set()  # by calls in every replay
         for call in program.calls:
             writes = {ref.storage for ref in call.writes}
             # Its own results are among what it may read: they were allocated, not computed, before it.
             reads = {ref.storage for ref in call.reads} - (writes - begun)
             begun |= writes
-            if reads <= constant and writes <= made:
+            if reads <= constant and writes <= made - needed:
                 constant |= writes
                 folded.add(call.index)
             else:
                 spoiled |= writes & made
+                needed |= reads
         if not spoiled & constant:
             return frozenset(folded), frozenset(constant)
         made -= spoiled

@@ -48,8 +48,9 @@ from nimble_core.torch_compat.autograd import set_grad_enabled
 from nimble_core.torch_compat.dispatch import no_torch_function
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Recording, issuing
+from nimble_core.tracing.recording import Recording, issuing, rewinding
 from nimble_core.tracing.rewritten import Rewritten
+from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.tracing.side_effects import rehearse
 from nimble_core.utils.errors import CaptureError, DeviceError, NimbleError, first_line
 
@@ -140,9 +141,9 @@ class HostDevice:
                 return self.capture(recording, schedule, inputs, layout, planned)
             except PlacementError:
                 layout = None
-        state = torch.get_rng_state()
         try:
             with (
+                random_state_kept(torch.device("cpu"), recording.generators, recording.draws),
                 capture_range(recording.program, schedule),
                 torch.inference_mode(False),
                 issuing("cpu"),
@@ -161,8 +162,6 @@ class HostDevice:
                 f"a recorded call cannot be issued again: {first_line(error)}",
                 fix="keep that operator out of the prepared module",
             ) from error
-        finally:
-            torch.set_rng_state(state)
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> WholeExecutable:
         """The model itself, called without autograd: what is left where calls cannot be issued one by one."""
@@ -313,6 +312,7 @@ class HostExecutable:
         self._strides = [ref.strides for ref in code.recording.program.inputs]
         self._inputs = [t.clone() if p in written else t for p, t in enumerate(inputs)]
         self.nbytes: int = code.nbytes + sum(self._inputs[position].nbytes for position in written)
+        self._rewind = rewinding(code.recording, self._inputs)
         self._copied = code.copied
         self._run: _Runner | None = _Runner(code)
         self._code = code
@@ -344,7 +344,10 @@ class HostExecutable:
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""
         with self._lock:
-            self._runner()(self._inputs)
+            runner = self._runner()
+            if self._rewind:
+                self._rewind()
+            runner(self._inputs)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -357,6 +360,8 @@ class HostExecutable:
         """A replay that notes when each call begins and ends: ``(wall ns, begins, ends)``."""
         with self._lock:
             runner, lines = self._runner(), self._code.timed_lines()
+            if self._rewind:
+                self._rewind()
             start = time.perf_counter_ns()
             runner(self._inputs, lines)
             wall = time.perf_counter_ns() - start
@@ -399,6 +404,7 @@ class WholeExecutable:
         self._build = builder(signature.structure)
         written = recording.written_inputs
         self._inputs = [t.detach().clone() if p in written else t for p, t in enumerate(signature.tensors)]
+        self._rewind = rewinding(recording, self._inputs)
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
         """Call the model; its outputs are what it returned."""
@@ -412,6 +418,8 @@ class WholeExecutable:
 
     def replay(self) -> None:
         """Run once more on the inputs of preparation."""
+        if self._rewind:
+            self._rewind()
         self.run(self._inputs)
 
     def paused(self) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ import torch
 
 from nimble_core.scheduling.memory_planner import ALIGNMENT
 from nimble_core.tracing.recording import Recording, Slot, Step, fill
+from nimble_core.tracing.rng_state import alone
 from nimble_core.tracing.strides import elements_once, extent
 
 __all__ = ["Trial", "accept", "accepted", "refuse", "refused"]
@@ -57,7 +58,10 @@ class Trial:
         self.was = {slot: _bits(self.reads[slot]).clone() for slot in written}
         self.kept = {slot: _looked_at(tensor).clone() for slot, tensor in self.reads.items() if slot not in self.was}
         own = dict(step.kwargs).get("generator")
-        self.generators = (torch.default_generator, *((own,) if own is not None else ()))
+        may_draw = torch.Tag.nondeterministic_seeded in step.func.tags if hasattr(step.func, "tags") else alone()
+        self.void = may_draw and not alone()
+        torchs = (torch.default_generator,) if may_draw else ()
+        self.generators = (*torchs, *((own,) if own is not None else ()))
         self.states = [one.get_state() for one in self.generators]
 
     def passed(self, into: Step, made: Mapping[int, torch.Tensor]) -> bool:
@@ -70,6 +74,8 @@ class Trial:
             into: the call, with a slot for each tensor to fill.
             made: what the call itself has returned since, by slot.
         """
+        if self.void:  # what other threads draw meanwhile would be drawn again
+            return False
         before = {slot: _as_it_was(self.reads[slot], bits) for slot, bits in self.was.items()}
         memory, given = _guarded(made)
         places = [_place(tensor) for tensor in given.values()]

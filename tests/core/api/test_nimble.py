@@ -859,12 +859,29 @@ def test_other_autocasts(answer: Any, training: bool) -> None:
     net.close()
 
 
+def test_parameters_in_training_mode_whose_gradients_no_output_carries_are_mentioned_once_an_engine() -> None:
+    model, head, x = Deep().train(), nn.Linear(8, 2), torch.randn(2, 8)
+    net = Nimble(model, QUICK).prepare(x)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x)
+    with pytest.warns(NimbleWarning, match=r"training mode, .*weight requires a gradient.*training=True") as caught:
+        [head(net(x)).sum().backward() for _ in range(2)]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    net.requires_grad_(False).prepare(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x)
+    net.close()
+
+
 def test_gradients_that_no_output_carries_are_mentioned_once_an_engine() -> None:
-    model, x = Deep(), torch.randn(2, 8)
+    model, x = Deep().eval(), torch.randn(2, 8)
     net = Nimble(model, QUICK).prepare(x)
     wants = x.clone().requires_grad_()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # parameters require gradients as well: nothing is said of them
+        warnings.simplefilter("error")  # parameters require gradients as well: in evaluation mode nothing is said
         net(x)
         with torch.no_grad():
             net(wants)

@@ -124,7 +124,7 @@ def test_values_made_out_of_sight() -> None:
 
 
 def test_replays_leave_state_inputs_and_random_numbers() -> None:
-    model, device = Norms().train(), FakeDevice()
+    model, device = torch.nn.Sequential(norms := Norms(), torch.nn.Dropout()).train(), FakeDevice()
     x = torch.randn(2, 3, 4, 4)
     found = recorded(model, x, device=device)
     one = capture(device, found, schedule_by(found, "single", None, 1))
@@ -134,8 +134,8 @@ def test_replays_leave_state_inputs_and_random_numbers() -> None:
     def run() -> None:
         with state_kept(found):
             one.run([x])
-            torch.rand(3)
-            assert not torch.equal(model.norm.running_mean, kept["norm.running_mean"])
+            assert not torch.equal(norms.norm.running_mean, kept["0.norm.running_mean"])
+            assert not torch.equal(torch.get_rng_state(), state)
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
-from nimble_core.scheduling.saved_plan import KernelChoice, Plan, make_plan
+from nimble_core.scheduling.saved_plan import KernelChoice, Plan, load_plan, make_plan
 from tests.support.sample_reports import CASES, sample_report
 
 KEY = choice_key("ab" * 32, {"torch": "2.13"})
@@ -42,6 +42,28 @@ def test_what_was_remembered_is_recalled(directory: Path) -> None:
     other = replace(plan(), fuse="library")
     remember(KEY, other)
     assert recall(KEY) == other
+    assert [path.name for path in directory.iterdir()] == [f"{KEY}.json"], "nothing else is left behind"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to nothing", "folder"])
+def test_only_files_of_its_own_are_read_and_written(directory: Path, tmp_path: Path, kind: str) -> None:
+    other, place = tmp_path / "other.json", directory / f"{KEY}.json"
+    directory.mkdir()
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(other)
+        if kind == "link":
+            plan().save(other)
+    assert recall(KEY) is None
+    remember(KEY, replace(plan(), fuse="library"))
+    assert (recall(KEY) is None) == (kind == "folder")
+    assert other.exists() == (kind == "link")
+    if kind == "link":
+        assert load_plan(other) == plan(), "a link is replaced, not followed"
     assert [path.name for path in directory.iterdir()] == [f"{KEY}.json"], "nothing else is left behind"
 
 

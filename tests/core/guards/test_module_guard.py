@@ -255,6 +255,42 @@ def test_another_layout_of_the_same_memory_is_found_when_asked_thoroughly(
         replayed.refresh()
 
 
+class Scaled(nn.Module):
+    """Numbers among the attributes, one of which each run changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scaling, self.runs = nn.BatchNorm1d(4), {"default": 2.0}, 0
+        self.limit, self.names = float("nan"), ["a"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return self.norm(x) * self.scaling["default"]
+
+
+SETTINGS: dict[str, Callable[[Scaled], object]] = {
+    "norm.eps is 0.5, and was 1e-05": lambda net: setattr(net.norm, "eps", 0.5),
+    "scaling is {'default': 1.0}, and was {'default': 2.0}": lambda net: net.scaling.update(default=1.0),
+    "names is ['a', 'b'], and was ['a']": lambda net: net.names.append("b"),
+    "limit is None, and was nan": lambda net: setattr(net, "limit", None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the forward changes attributes")
+@pytest.mark.parametrize("said", SETTINGS)
+@pytest.mark.parametrize("training", [False, True])
+def test_refresh_refuses_another_number_among_the_attributes(said: str, training: bool) -> None:
+    net, x = Scaled().train(training), torch.randn(3, 4)
+    replayed = Nimble(net, Options(tune="off", fuse="none")).prepare(x, training=training)
+    net(x)  # counts on
+    replayed.refresh()
+    SETTINGS[said](net)
+    with pytest.raises(InputError) as caught:
+        replayed.refresh()
+    assert said in caught.value.what
+    assert "prepare(...) again" in caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -76,3 +76,23 @@ def test_frozen() -> None:
 def test_a_value_of_the_wrong_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=name):
         Options(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("max_stream", "did you mean max_streams?"), ("Tune", "did you mean tune?"), ("colour", "one of fuse, policy")],
+)
+def test_an_option_that_there_is_not(name: str, fix: str) -> None:
+    for make in (Options, lambda **given: replace(Options(), **given)):
+        with pytest.raises(InputError, match=f"no option '{name}'") as caught:
+            make(**{name: 1})
+        assert caught.value.fix.startswith(fix)
+
+
+def test_options_are_declared_as_before() -> None:
+    import copy
+    import inspect
+    import pickle
+
+    assert list(inspect.signature(Options).parameters)[:2] == ["fuse", "policy"]
+    assert pickle.loads(pickle.dumps(Options("none"))) == copy.copy(Options("none")) == Options(fuse="none")

@@ -88,7 +88,11 @@ def test_one_value_where_a_mask_is_true_is_written_as_eager_does(data: st.DataOb
     theirs = mine.clone()
     assert list(mine.shape) == sizes
     mask = torch.rand(sizes[before : before + masked]) > data.draw(st.sampled_from([-1.0, 0.5, 2.0]))
-    args = ([None] * before + [mask], torch.randn([1] * data.draw(st.integers(0, 1))))
+    shape = [*sizes[:before], 1, *sizes[before + masked :]]
+    shape = [data.draw(st.sampled_from([1, size])) for size in shape]
+    while shape[:1] == [1] and data.draw(st.booleans()):
+        shape = shape[1:]
+    args = ([None] * before + [mask], torch.randn(shape))
     write = written_where_true(func, (mine, *args))
     assert write is not None
     expected, found = func(theirs, *args), write()

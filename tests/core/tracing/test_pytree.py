@@ -14,7 +14,17 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPOutput
 
-from nimble_core.tracing.pytree import Constant, Leaf, Node, builder, flatten, leaf_paths, reader, same_structure
+from nimble_core.tracing.pytree import (
+    Constant,
+    Leaf,
+    Node,
+    builder,
+    flatten,
+    leaf_paths,
+    passed_on,
+    reader,
+    same_structure,
+)
 from nimble_core.utils.errors import InputError
 
 
@@ -305,12 +315,39 @@ def test_what_is_there_twice_does_not_contain_itself(value: Any) -> None:
     assert equal(again, [value, [value], value])
 
 
-def test_a_hugging_face_cache_is_refused_with_the_path() -> None:
-    cache = DynamicCache()
+def test_an_unknown_cache_is_refused_with_the_path() -> None:
+    class OwnCache:
+        def __init__(self) -> None:
+            self.keys = [torch.ones(1)]
+
+    with pytest.raises(InputError, match="OwnCache") as caught:
+        flatten({"past": OwnCache()}, what="output")
+    assert caught.value.where.startswith("output['past'].keys[0]")
+    assert "use_cache=False" in caught.value.fix
+
+
+@given(values)
+def test_a_tensor_that_an_output_holds_twice_is_one_when_built(value: Any) -> None:
+    x = torch.ones(1)
+    tensors, structure = flatten([x, value, (x, x)], what="output")
+    first, _, (second, third) = builder(structure)([tensor.clone() for tensor in tensors])
+    assert first is second is third
+    assert len(leaf_paths(structure)) == len(tensors)
+
+
+@given(values)
+def test_caches_that_were_inputs_are_passed_on(value: Any) -> None:
+    cache, other = DynamicCache(), DynamicCache()
     cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
-    with pytest.raises(InputError, match="DynamicCache") as caught:
-        flatten({"past": cache}, what="output")
-    assert caught.value.where.startswith("output['past'].layers[0]")
+    output = {"value": value, "past": cache, "again": [cache], "made": DynamicCache()}
+    tensors, structure = flatten(output, what="output", given=((1, other), {"past": cache}))
+    around, passed = passed_on(structure, len(tensors))
+    assert passed == ((1, "past"),)
+    found = builder(around)([*tensors, cache])
+    assert found["past"] is found["again"][0] is cache
+    assert type(found["made"]) is DynamicCache
+    assert found["made"] is not output["made"]
+    assert equal(found["value"], value)
 
 
 def test_objects_without_tensors_are_constants() -> None:

@@ -22,16 +22,16 @@ from nimble_core.api.nimble import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.ir.allocations import Ask, Window
 from nimble_core.ir.call_graph import CallGraph, build_graph, successors
-from nimble_core.ir.program import Program
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.operator_traits import makes_memory_only, storage_address, written_tensors
 from nimble_core.tracing.pytree import builder, flatten
 from nimble_core.tracing.recorder import announced, expecting, record
 from nimble_core.tracing.recording import Issuer, Recording, issuing
+from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.tracing.side_effects import run_preserved
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.static_check import changed_constant, check_static, on_other_values, other_values
-from nimble_core.utils.errors import CaptureError, NimbleError, NimbleWarning, NotStaticError
+from nimble_core.utils.errors import CaptureError, InputError, NimbleError, NimbleWarning, NotStaticError
 from tests.support.models import CASES, Busy, Deep, Norms, Wide, make
 
 CAPTURING = torch.cuda.is_current_stream_capturing
@@ -114,7 +114,7 @@ def test_reissue_equals_eager_in_any_order_that_the_hazards_allow(name: str) -> 
     model, args, kwargs = make(name)
     signature = Signature(args, kwargs)
     recording = record(model, signature, args=args, kwargs=kwargs)
-    check_static(recording.program, recorded_on_others(model, signature).program)
+    check_static(recording, recorded_on_others(model, signature))
     graph = build_graph(recording.program)
     rng = random.Random(name)
     start = [tensor.detach().clone() for tensor in owned(model)]
@@ -610,19 +610,19 @@ def test_a_branch_on_values_is_not_static() -> None:
     first = recorded(model, torch.ones(3))
     second = recorded(model, -torch.ones(3))
     with pytest.raises(NotStaticError, match=r"relu.*tanh") as caught:
-        check_static(first.program, second.program)
+        check_static(first, second)
     assert "in 0 at" in caught.value.where
     assert "test_recorder.py" in caught.value.where
 
 
 def test_another_number_of_calls_is_not_static() -> None:
-    def times(count: int) -> Program:
+    def times(count: int) -> Recording:
         def forward(x: torch.Tensor) -> torch.Tensor:
             for _ in range(count):
                 x = x + 1
             return x
 
-        return recorded(forward, torch.ones(3)).program
+        return recorded(forward, torch.ones(3))
 
     with pytest.raises(NotStaticError, match="2 calls in one run, 3"):
         check_static(times(2), times(3))
@@ -634,9 +634,9 @@ def test_another_number_of_calls_is_not_static() -> None:
 def test_another_argument_is_not_static() -> None:
     x = torch.ones(3)
     with pytest.raises(NotStaticError, match="other=1 / 2"):
-        check_static(recorded(lambda x: x + 1, x).program, recorded(lambda x: x + 2, x).program)
+        check_static(recorded(lambda x: x + 1, x), recorded(lambda x: x + 2, x))
     with pytest.raises(NotStaticError, match="shapes"):
-        check_static(recorded(lambda x: x + 1, x).program, recorded(lambda x: x + 1, torch.ones(4)).program)
+        check_static(recorded(lambda x: x + 1, x), recorded(lambda x: x + 1, torch.ones(4)))
 
 
 def test_values_computed_out_of_sight_are_found() -> None:
@@ -1062,7 +1062,7 @@ def test_independent_branches_have_no_edge(branches: int) -> None:
 def test_expected_calls_are_taken_over_and_the_recording_is_the_same(name: str) -> None:
     model, args, kwargs = make(name)
     first, plain = recorded(model, *args, **kwargs), recorded(model, *args, **kwargs)
-    with expecting(first):
+    with random_state_kept(torch.device("cpu"), first.generators, first.draws), expecting(first):
         second = recorded(model, *args, **kwargs)
     assert second.program == plain.program
     assert (second.refs, second.storage_of, second.outputs) == (plain.refs, plain.storage_of, plain.outputs)
@@ -1098,7 +1098,8 @@ def test_equal_calls_are_the_expected_ones() -> None:
 )
 def test_calls_that_are_not_as_expected_are_recorded(one: Callable[..., Any], other: Callable[..., Any]) -> None:
     x = torch.rand(4, 4)
-    with expecting(recorded(one, x)):
+    first = recorded(one, x)
+    with random_state_kept(torch.device("cpu"), draws=first.draws), expecting(first):
         found = recorded(other, x)
     plain = recorded(other, x)
     assert [replace(call, origins=()) for call in found.program.calls] == [
@@ -1110,7 +1111,7 @@ def test_calls_that_are_not_as_expected_are_recorded(one: Callable[..., Any], ot
 
 def test_batch_norm_that_averages_over_all_batches_is_told_what_helps() -> None:
     model = nn.BatchNorm1d(4, momentum=None).train()
-    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+    with pytest.raises(CaptureError, match="written by the model, and read on the host") as caught:
         Nimble(model).prepare(torch.randn(3, 4), training=True)
     assert caught.value.fix == "give momentum a number: with None torch reads how many batches there were"
 
@@ -1125,6 +1126,132 @@ class Scaled(nn.Module):
 def test_what_batch_norm_calls_is_not_batch_norm() -> None:
     model = nn.BatchNorm1d(4).train()
     nn.utils.parametrize.register_parametrization(model, "weight", Scaled())
-    with pytest.raises(CaptureError, match="gives the host a value") as caught:
+    with pytest.raises(CaptureError, match="trained, and read on the host") as caught:
         Nimble(model).prepare(torch.randn(3, 4), training=True)
     assert "momentum" not in caught.value.fix
+
+
+# ---------------------------------------------------------------- reads of values that every run finds
+
+
+class Padded(nn.Module):
+    """Pads by numbers that it keeps in tensors, and picks by a mask."""
+
+    number: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("number", torch.tensor(1))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.kept = torch.tensor([2, 0])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.kept.tolist()
+        padded = nn.functional.pad(x, (left, int(self.number * 2 + right)))
+        ends = torch.arange(2, 5, device=x.device)
+        return self.layer(x)[:, self.mask], padded * torch.arange(ends[0], ends[-1], device=x.device).sum()
+
+
+CHANGES = [
+    ("number", lambda model: model.number.add_(1)),
+    ("mask", lambda model: model.mask.logical_not_()),
+    ("a tensor without a name", lambda model: model.kept.add_(1)),
+]
+
+
+def holds_what_it_read(device: str, fuse: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = Padded().to(device)
+    x = torch.randn(3, 4, device=device)
+    net = Nimble(model, Options(fuse=fuse, tune="off", strict=True))  # type: ignore[arg-type]
+    for name, change in CHANGES:
+        net.prepare(x, training=training)
+        y = torch.randn(3, 4, device=device)
+        with torch.set_grad_enabled(training):
+            for found, expected in zip(net(y), model(y), strict=True):
+                torch.testing.assert_close(found, expected)
+            change(model)
+            for _ in range(2):
+                with pytest.raises(InputError, match=f"the model reads {name} on the host") as caught:
+                    net(y)
+        assert "prepare" in caught.value.fix
+        net.close()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_what_is_read_of_the_models_own_tensors_is_held(fuse: str, training: bool) -> None:
+    holds_what_it_read("cpu", fuse, training)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+def test_what_is_read_on_a_gpu_is_computed_outside_of_the_capture(fuse: str) -> None:
+    holds_what_it_read("cuda", fuse, False)
+
+
+def test_another_value_that_gives_the_same_number_is_no_change() -> None:
+    scale = nn.Linear(2, 1)
+    with torch.no_grad():
+        scale.weight.fill_(3.0)
+    net = Nimble(lambda x: x * int(scale.weight.sum()), Options(fuse="none", tune="off"))
+    x = torch.randn(3)
+    net.prepare(x)
+    with torch.no_grad():
+        scale.weight.copy_(torch.tensor([[2.0, 4.0]]))
+    assert torch.equal(net(x), x * 6)
+    with torch.no_grad():
+        scale.weight.fill_(1.0)
+    with pytest.raises(InputError, match="reads a tensor without a name on the host"):
+        net(x)
+
+
+class Counting(nn.Module):
+    """Counts its runs in a buffer, and reads it."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = self.count.item()
+        self.count += 1
+        return x * number
+
+
+def test_a_number_that_the_model_reads_and_writes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="buffer count is written by the model, and read on the host"):
+        Nimble(Counting(), Options(fuse="none", tune="off")).prepare(torch.randn(3))
+
+
+@pytest.mark.parametrize("number", [lambda count: int(count) + 1, lambda count: count + 1], ids=["read", "computed"])
+def test_a_number_that_the_model_reads_and_replaces_is_refused(number: Any) -> None:
+    class Replacing(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = torch.as_tensor(number(self.count))
+            return x * self.count.item()
+
+    with pytest.raises(NotStaticError, match="reads count on the host, and replaces count"):
+        Nimble(Replacing(), Options(fuse="none", tune="off")).prepare(torch.randn(3))
+
+
+def test_a_trained_parameter_that_is_read_is_refused() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale * self.scale.detach().item()
+
+    with pytest.raises(CaptureError, match="parameter scale is trained, and read on the host"):
+        Nimble(Scaling(), Options(fuse="none", tune="off")).prepare(torch.randn(3), training=True)
+
+
+def test_random_numbers_drawn_into_a_constant_are_no_constant() -> None:
+    with pytest.raises(CaptureError, match="gives the host a value"):
+        Nimble(lambda x: x * torch.zeros(1).uniform_().item()).prepare(torch.randn(3))

@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from nimble_core import Nimble, Options
 from nimble_core.tracing.recorder import record
-from nimble_core.tracing.recording import Issuer, Recording, Slot, flat_tensors, issuing, slots_in
+from nimble_core.tracing.recording import Issuer, Recording, Slot, flat_tensors, issuing, rewinding, slots_in
 from nimble_core.tracing.signature import Signature
 from tests.support.models import Wide, make
 
@@ -108,3 +110,52 @@ def test_no_autograd_and_no_autocast_while_issuing() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), issuing("cpu"):
         assert not torch.is_grad_enabled()
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+class Counts(nn.Module):
+    """Writes each input behind the last one, at a position of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(4, 3))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.index_copy_(0, self.position, self.norm(x)[:1])
+        self.position.add_(1)
+        return self.rows.sum(0)
+
+
+def counts(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    position.add_(1)
+    return x[position]
+
+
+def test_only_counters_are_put_back() -> None:
+    net = Counts()
+    x, position = torch.ones(4, 3), torch.zeros(1, dtype=torch.int64)
+    net(x)
+    recording = recorded(net, x)
+    rewind = rewinding(recording, [x])
+    assert rewind is not None
+    net(x)
+    rewind()
+    assert (net.position.item(), net.norm.num_batches_tracked.item()) == (1, 2)  # normalisation is none
+    recording = recorded(counts, x, position)
+    rewind = rewinding(recording, [x, position])
+    assert rewind is not None
+    counts(x, position)
+    rewind()
+    assert position.item() == 0
+    recording = recorded(nn.Linear(3, 3), x)
+    assert rewinding(recording, [x]) is None
+
+
+@torch.no_grad()
+def test_many_replays_do_not_count_out_of_range() -> None:
+    net, eager, x = Counts(), Counts(), torch.rand(4, 3)
+    prepared = Nimble(net, Options(fuse="none", budget_s=0.1)).prepare(x)
+    for _ in range(3):
+        torch.testing.assert_close(prepared(x), eager(x))
+    assert net.position.item() == 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, NotStaticError, Options, TrainStep
+from nimble_core.tracing import rng_state
 from nimble_core.tracing.rng_state import RandomStates, seed_otherwise, state_of
 
 QUICK = Options(tune="off")
@@ -93,7 +97,10 @@ def kept() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", [None, 0, 7])
 @pytest.mark.parametrize("model", SETTING)
-def test_random_state_that_a_model_sets_is_refused(model: Callable[[torch.Tensor], torch.Tensor], seed: Any) -> None:
+def test_random_state_that_a_model_sets_is_refused(
+    model: Callable[[torch.Tensor], torch.Tensor], seed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rng_state, "alone", lambda: True)  # whatever other tests, or who runs them, have left
     if seed is not None:  # what the model sets is what there is already
         torch.manual_seed(seed)
         OWN.manual_seed(seed)
@@ -171,7 +178,7 @@ def followed(steps: list[str | Callable[[dict[str, torch.Generator]], object]]) 
     """Whether steps pass as draws: of torch's generator, of two of the user's, of another thread; or what is called."""
     own = {"first": torch.Generator(), "second": torch.Generator()}
     with torch.random.fork_rng():
-        seed_otherwise(torch.device("cpu"), own.values())
+        seed_otherwise(torch.device("cpu"), own.values(), ("torch",))
         states, known = RandomStates(list(own.values())), True
         for step in steps:
             if callable(step):
@@ -269,6 +276,103 @@ def test_beside_threads_that_wait_it_is_refused_all_the_same() -> None:
     finally:
         stop.set()
         other.join()
+
+
+@contextmanager
+def beside(*work: Callable[[], object], pause_s: float = 0.0002) -> Iterator[list[list[Any]]]:
+    """Threads that go on doing this; what each has made."""
+    stop, made = Event(), [list[Any]() for _ in work]
+
+    def go_on(one: Callable[[], object], results: list[Any]) -> None:
+        while not stop.wait(pause_s):
+            results.append(one())
+
+    others = [Thread(target=go_on, args=pair) for pair in zip(work, made, strict=True)]
+    for other in others:
+        other.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        for other in others:
+            other.join()
+
+
+DRAWN_ELSEWHERE = (random.random, lambda: np.random.rand(), lambda: tuple(torch.rand(3).tolist()))
+LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def drops(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(LAYERS(x), 0.5) + torch.rand_like(x)
+
+
+def branches_on_randoms(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if random.random() < 2 and np.random.rand() < 2 else x
+
+
+@pytest.mark.parametrize("fuse", ["none", "library"])
+@pytest.mark.parametrize("model", [LAYERS, drops], ids=["draws nothing", "draws"])
+def test_what_other_threads_draw_does_not_repeat(model: Callable[[torch.Tensor], torch.Tensor], fuse: Any) -> None:
+    with beside(*DRAWN_ELSEWHERE) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.ones(3, 4))
+    assert [len(one) - len(set(one)) for one in made] == [0, 0, 0]
+    assert all(made)
+    # While others draw, a replay and eager do not draw the same: then the model is called as it is.
+    assert model is drops or not caught
+
+
+def test_sequences_of_other_threads_go_on_where_nothing_is_drawn() -> None:
+    own, state = random.Random(), random.getstate()
+    own.setstate(state)
+    try:
+        with beside(random.random) as (made,):
+            Nimble(LAYERS, QUICK).prepare(torch.ones(3, 4))
+    finally:
+        random.setstate(state)
+    assert made == [own.random() for _ in made]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("model", [drops, branches_on_randoms])
+def test_what_a_model_draws_is_put_back(model: Callable[[torch.Tensor], torch.Tensor], idle: bool) -> None:
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    with beside(lambda: None) if idle else nullcontext():
+        before = states()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            net = Nimble(model, Options(tune="off", fuse="library")).prepare(torch.ones(3, 4))
+            assert not net.engines[0].recorded.whole
+        assert states() == before
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), random.random, np.random.rand], ids=["", "bound", "numpy"])
+@pytest.mark.parametrize("others", [(lambda: None,), DRAWN_ELSEWHERE], ids=["idle", "drawing"])
+def test_who_draws_from_the_interpreters_generators_is_told(others: Any, draw: Callable[[], float]) -> None:
+    with beside(*others):
+        if draw is random.random and others is DRAWN_ELSEWHERE:
+            pytest.skip("a method that is called past its module is not told from others' draws")
+        if draw is np.random.rand:
+            with pytest.warns(NimbleWarning, match="draws from numpy"):
+                Nimble(lambda x: x * 2 if np.random.rand() < 2 else x, QUICK).prepare(torch.ones(3))
+            return
+        with pytest.warns(NimbleWarning, match="draws from Python's random:"):
+            Nimble(lambda x: x * 2 if draw() < 2 else x, QUICK).prepare(torch.ones(3))
+    assert getattr(random.random, "__self__", None), "functions are as they were"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_a_model_draws_on_a_gpu_is_put_back(idle: bool) -> None:
+    x = torch.ones(3, 4, device="cuda")
+    with beside(lambda: None) if idle else nullcontext():
+        before, host = torch.cuda.get_rng_state(), torch.get_rng_state()
+        Nimble(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda(), QUICK).prepare(x, training=True)
+        assert torch.equal(before, torch.cuda.get_rng_state())
+        assert torch.equal(host, torch.get_rng_state())
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, Options, TrainStep
+from nimble_core.tracing.rng_state import Draws
 from nimble_core.tracing.side_effects import Guard, installed_by_runs, preserved, run_preserved
 from nimble_viz import compare
 from tests.support.interrupts import interrupted
@@ -197,9 +198,9 @@ def test_draws_from_the_interpreters_generators_are_told(draw: Callable[[], obje
     numpy_random()
     with preserved(nn.ReLU()) as guard:
         draw()
-        assert guard.drawn() == told
+        assert guard.draws.drawn() == told
     with preserved(nn.ReLU()) as guard:
-        assert guard.drawn() == []
+        assert guard.draws.drawn() == []
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -463,7 +464,7 @@ def test_what_is_put_back_is_put_back_to_the_end() -> None:
 
     def undo() -> None:
         nonlocal begun
-        guard = Guard(live=True, changed=dict)
+        guard = Guard(live=True, changed=dict, draws=Draws(torch.device("cpu"), ()))
         for one in written:
             guard.before_write(one)
             one.fill_(1)

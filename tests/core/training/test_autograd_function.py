@@ -1188,7 +1188,10 @@ def test_outputs_that_share_memory_are_copies_of_each_other(order: list[int], wr
     x = torch.randn(3, 4)
     results = []
     for model in (net, eager):
-        outputs = model(x) if model is net else [one.clone() for one in model(x)]
+        outputs = model(x)
+        if model is eager:  # one that is returned twice is one tensor for us too
+            copies = {id(one): one.clone() for one in outputs}
+            outputs = [copies[id(one)] for one in outputs]
         outputs[written].mul_(3)
         results.append(outputs)
         sum(((at + 1) * one).sum() for at, one in enumerate(outputs)).backward()

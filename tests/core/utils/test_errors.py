@@ -15,3 +15,9 @@ def test_first_line() -> None:
     assert first_line(ValueError("\n\n  a\nb")) == "  a"
     assert first_line(ValueError()) == ""
     assert len(first_line(ValueError("y" * 500))) == 200
+
+
+def test_nothing_that_a_terminal_would_obey() -> None:
+    shown = str(InputError("no file \x1b[31m\x07a\x9b", where="\rb", fix="\x1b]0;title\x07"))
+    assert not set(shown) & {"\x1b", "\x07", "\x9b", "\r"}
+    assert shown.count("\n") == 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from nimble_core import Nimble
 from nimble_core.api.train_step import TrainStep
 from nimble_core.autotune.capture_pipeline import capture
 from nimble_core.ir.call_graph import build_graph
@@ -33,6 +34,7 @@ from nimble_core.validation.judge import (
     full_precision,
     issued,
 )
+from nimble_viz import compare
 
 DEVICE = HostDevice()
 
@@ -374,3 +376,35 @@ def test_issued_calls_do_what_the_model_does() -> None:
             made = issued(DEVICE, found)(inputs)
         torch.testing.assert_close(list(made), list(outputs))
         assert all(one.data_ptr() != tensor.data_ptr() for one in made for tensor in found.recording.given.values())
+
+
+COMPILED = [pytest.mark.compiler, pytest.mark.slow]
+
+
+class Branches(nn.Module):
+    """Writes where the recorded calls do not: for other strides, and in any run but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), None
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_contiguous():
+            self.seen.add_(1)
+        if self.last is not None:
+            self.seen.add_(10)
+        self.last = x
+        return self.layer(x).relu()
+
+
+@pytest.mark.filterwarnings("ignore:the forward changes attributes")
+@pytest.mark.parametrize("way", ["prepare", "compare"])
+@pytest.mark.parametrize("fuse", ["none", "library", pytest.param("inductor", marks=COMPILED)])
+def test_runs_that_take_another_branch_leave_no_trace(way: str, fuse: Any) -> None:
+    model, x = Branches(), torch.randn(3, 8)[:, ::2]
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    options = Options(fuse=fuse, tune="off", budget_s=0.1)
+    Nimble(model, options).prepare(x) if way == "prepare" else compare(model, x, options=options)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert model.last is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import json
 import os
 import runpy
 import subprocess
@@ -193,7 +194,8 @@ def test_an_interruption_while_the_command_is_imported(
 def test_an_error_is_its_message(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     called["raises"] = CaptureError("a host read", where="net.py:3", fix="do not")
     assert main(["compare", f"{factory}:two"]) == 1
-    assert capsys.readouterr().err == "error: a host read\n  where: net.py:3\n  to do: do not\n"
+    more = f"all blockers at once: python -m nimble_viz diagnose {factory}:two\n"
+    assert capsys.readouterr().err == f"error: a host read\n  where: net.py:3\n  to do: do not\n{more}"
     with pytest.raises(CaptureError):
         main(["compare", f"{factory}:two", "--traceback"])
 
@@ -450,3 +452,65 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, capsys: pytest.Captur
     path = sample_report(12).save(tmp_path / "r.nimble")
     assert main(["show", str(path), "--html", "/dev/full"]) == 2
     assert "/dev/full: No space left on device" in capsys.readouterr().err
+
+
+# -- diagnose ------------------------------------------------------------------------------------------------------
+
+DIAGNOSED = """
+import sys
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x, *, scale):
+        return x * scale if x.sum() > 0 else x[x > 1]
+
+def blocked():
+    return Net().eval(), [torch.ones(3)], {"scale": 2.0}
+
+def fine():
+    return torch.nn.ReLU(), [torch.ones(3)]
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["nothing"]:
+        raise SystemExit(3)
+    for _ in range(1000):
+        Net().eval()(torch.ones(3), scale=3.0)
+        print("after the first call")
+"""
+
+
+def test_diagnose_a_factory_and_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "diagnosed_for_tests.py"
+    path.write_text(DIAGNOSED)
+    before = list(sys.path)
+    try:
+        assert main(["diagnose", f"{path}:fine"]) == 0
+        assert "ReLU can be prepared." in capsys.readouterr().out
+        for arguments in ([f"{path}:blocked"], [str(path), "--epochs", "3"]):
+            assert main(["diagnose", *arguments]) == 1
+            out = capsys.readouterr().out
+            assert "Net cannot be prepared" in out
+            assert "if tensor:" in out
+            assert "after the first call" not in out
+        assert main(["diagnose", "--json", f"{path}:blocked"]) == 1
+        assert json.loads(capsys.readouterr().out)["ok"] is False
+        assert main(["diagnose", str(path), "nothing"]) == 2
+        assert main(["diagnose", str(tmp_path / "missing.py")]) == 2
+        assert "there is no file" in capsys.readouterr().err
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("diagnosed_for_tests", None)
+
+
+def test_names_of_files_do_not_reach_the_terminal_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = tmp_path / "a\x1b[31m\x07.nimble"
+    assert main(["show", str(hostile)]) == 2
+    hostile.write_bytes(b"nothing")
+    assert main(["show", str(hostile)]) == 2
+    with pytest.raises(SystemExit):
+        main(["diff", "a", "b", str(hostile)])
+    out, err = capsys.readouterr()
+    assert "a\N{REPLACEMENT CHARACTER}[31m" in err
+    assert not set(out + err) & {"\x1b", "\x07"}

@@ -21,6 +21,21 @@ READ, MADE = 0, 10
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.int8, torch.complex128, torch.bfloat16)
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of another test, or of who runs them, counts."""
+    monkeypatch.setattr(trials, "alone", lambda: True)
+
+
+def test_beside_other_threads_random_calls_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "alone", lambda: False)
+    trial = Trial(Step(torch.ops.aten.randn.default, ([3],), (), (MADE,), (), 0), {}, [])
+    before = torch.get_rng_state()
+    into = Step(torch.ops.aten.randn.out, ([3],), (("out", Slot(MADE)),), (), (MADE,), 0)
+    assert not trial.passed(into, {MADE: torch.zeros(3)})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def tried(read: torch.Tensor, made: list[torch.Tensor], filling: Callable[..., Any], *, written: bool = False) -> bool:
     """Whether ``filling(read, *tensors)`` passes as what leaves ``made``."""
     step = Step(filling, (Slot(READ),), (), tuple(range(MADE, MADE + len(made))), (READ,), 0)

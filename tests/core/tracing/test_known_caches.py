@@ -1,0 +1,330 @@
+"""Caches of Hugging Face models, in and out: replays give what eager gives, of the same types."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from nimble_core import CaptureError, InputError, Nimble, Options
+from nimble_core.tracing.known_caches import is_cache
+from nimble_core.tracing.pytree import builder, flatten, reader
+
+WORDS = 64
+DECODER: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "keys and values": ("LlamaConfig", "LlamaForCausalLM", DECODER),
+    "windows in between": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**DECODER, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "states": ("MambaConfig", "MambaForCausalLM", {**DECODER, "hidden_size": 16, "state_size": 4}),
+    "states and keys": ("Lfm2Config", "Lfm2ForCausalLM", {**DECODER, "layer_types": ["conv", "full_attention"]}),
+    "its own class": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        DECODER
+        | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "two caches": ("BartConfig", "BartForConditionalGeneration", ENCODER_DECODER),
+}
+
+
+def made(name: str) -> Any:
+    config, model, sizes = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
+
+
+def given(model: Any, seed: int, words: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = {"input_ids": torch.randint(3, WORDS, (2, words), generator=generator)}
+    if model.config.is_encoder_decoder:
+        ids["decoder_input_ids"] = torch.randint(3, WORDS, (2, 3), generator=generator)
+    return ids
+
+
+def parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in an output, by path: tensors, types of caches and of their layers, and what else they hold."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from parts(value[key], f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for at, part in enumerate(value):
+            yield from parts(part, f"{path}[{at}]")
+    elif is_cache(value):
+        yield path, type(value)
+        for name in sorted(vars(value)):
+            yield from parts(vars(value)[name], f"{path}.{name}")
+    else:
+        yield path, value
+
+
+def assert_same(one: Any, other: Any) -> None:
+    found, expected = dict(parts(one)), dict(parts(other))
+    assert found.keys() == expected.keys()
+    for path, part in expected.items():
+        if isinstance(part, torch.Tensor):
+            torch.testing.assert_close(found[path], part, rtol=0, atol=0, equal_nan=True, msg=path)
+        else:
+            assert found[path] == part, path
+    paths = [path for path, part in expected.items() if isinstance(part, torch.Tensor)]
+    assert len({id(found[path]) for path in paths}) == len({id(expected[path]) for path in paths})
+
+
+def prepared(model: Any, *args: Any, **kwargs: Any) -> Nimble:
+    return Nimble(model, Options(fuse="none", tune="off")).prepare(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_default_configuration_returns_what_eager_returns(name: str) -> None:
+    model = made(name)
+    net = prepared(model, **given(model, 0))
+    first = net(**given(model, 1))
+    kept = copy.deepcopy(first)
+    assert is_cache(first.get("past_key_values", first.get("cache_params")))
+    assert_same(first, model(**given(model, 1)))
+    second = net(**given(model, 2))
+    assert_same(second, model(**given(model, 2)))
+    assert_same(first, kept)
+
+
+@torch.no_grad()
+def test_a_returned_cache_can_be_used() -> None:
+    model = made("windows in between")
+    net = prepared(model, **given(model, 0))
+    cache, expected = net(**given(model, 1)).past_key_values, model(**given(model, 1)).past_key_values
+    again = net(**given(model, 1)).past_key_values
+    assert cache.get_seq_length() == expected.get_seq_length() == 6
+    step = given(model, 3, words=1)
+    assert_same(model(**step, past_key_values=cache), model(**step, past_key_values=expected))
+    assert cache.get_seq_length() == 7
+    assert again.get_seq_length() == 6
+
+
+@pytest.mark.parametrize("name", ["keys and values", "states and keys"])
+@torch.no_grad()
+def test_a_static_cache_is_written_in_place(name: str) -> None:
+    model = made(name)
+    ours, eager, other = (StaticCache(config=model.config, max_cache_len=12) for _ in range(3))
+    for cache in (ours, eager, other):
+        model(**given(model, 0), past_key_values=cache)
+    before = copy.deepcopy(ours)
+    step = given(model, 1, words=1)
+    net = prepared(model, **step, past_key_values=ours)
+    assert_same(ours, before)
+    for _ in range(4):
+        found, expected = (run(**step, past_key_values=one) for run, one in ((net, ours), (model, eager)))
+        assert found.past_key_values is ours
+        assert_same(found, expected)
+        step = {"input_ids": found.logits[:, -1:].argmax(-1)}
+    assert ours.get_seq_length() == 10
+    assert_same(net(**step, past_key_values=other), model(**step, past_key_values=before))
+    assert_same(other, before)
+
+
+@torch.no_grad()
+def test_the_remedy_for_windows_gives_the_same_words() -> None:
+    model = made("windows in between")
+    config = copy.deepcopy(model.config)
+    config.sliding_window, config.layer_types = None, ["full_attention"] * 2
+    ours, eager = StaticCache(config=config, max_cache_len=12), DynamicCache(config=model.config)
+    for cache in (ours, eager):
+        model(**given(model, 0), past_key_values=cache)
+    step = given(model, 1, words=1)
+    net = prepared(model, **step, past_key_values=ours)
+    for _ in range(4):
+        found, expected = (run(**step, past_key_values=one).logits for run, one in ((net, ours), (model, eager)))
+        torch.testing.assert_close(found, expected)
+        step = {"input_ids": found[:, -1:].argmax(-1)}
+
+
+@torch.no_grad()
+def test_timing_does_not_count_positions_out_of_range() -> None:
+    model = made("keys and values")
+    ours, eager = (StaticCache(config=model.config, max_cache_len=8) for _ in range(2))
+    for cache in (ours, eager):
+        model(**given(model, 0), past_key_values=cache)
+    step = given(model, 1, words=1)
+    net = Nimble(model, Options(fuse="none", budget_s=0.2)).prepare(**step, past_key_values=ours)
+    assert_same(net(**step, past_key_values=ours), model(**step, past_key_values=eager))
+
+
+def growing(model: Any) -> Any:
+    return model(**given(model, 0)).past_key_values
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("keys and values", lambda model: DynamicCache()),
+        ("keys and values", lambda model: DynamicCache(config=model.config)),
+        ("keys and values", growing),
+        ("two caches", growing),
+        ("keys and values", lambda model: StaticCache(config=model.config, max_cache_len=8)),
+        ("windows in between", lambda model: StaticCache(config=model.config, max_cache_len=8)),
+    ],
+)
+def test_a_cache_that_changes_in_python_is_refused(name: str, make: Any) -> None:
+    model = made(name)
+    with torch.no_grad():
+        cache = make(model)
+    before = copy.deepcopy(cache)
+    with pytest.raises(CaptureError, match=r"changes .*past_key_values.*, which it is given") as caught:
+        prepared(model, **given(model, 1), past_key_values=cache)
+    assert "StaticCache" in caught.value.fix
+    assert "use_cache=False" in caught.value.fix
+    assert_same(cache, before)
+
+
+def test_so_it_is_in_training() -> None:
+    model = made("keys and values").train()
+    with pytest.raises(CaptureError, match=r"changes .*past_key_values.*, which it is given"):
+        prepared(model, **given(model, 1), past_key_values=DynamicCache(), training=True)
+
+
+def test_training_goes_on_beside_a_cache() -> None:
+    model = made("keys and values").train()
+    net = prepared(model, **given(model, 0), training=True)
+    gradients = []
+    for run in (net, model):
+        output = run(**given(model, 1))
+        assert output.past_key_values.layers[1].keys.requires_grad
+        gradients.append(torch.autograd.grad(output.logits.square().sum(), [*model.parameters()]))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@torch.no_grad()
+def test_a_static_cache_of_another_state_is_refused_at_the_call() -> None:
+    model = made("keys and values")
+    cache, longer, empty = (StaticCache(config=model.config, max_cache_len=length) for length in (8, 9, 8))
+    for one in (cache, longer):
+        model(**given(model, 0), past_key_values=one)
+    step = given(model, 1, words=1)
+    net = prepared(model, **step, past_key_values=cache)
+    for other in (longer, empty):
+        with pytest.raises(InputError, match=r"past_key_values'\]\.layers\[0\]") as caught:
+            net(**step, past_key_values=other)
+    assert len(str(caught.value)) < 1500
+
+
+def test_each_value_is_an_object_of_its_own() -> None:
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    cache.self_attention_cache.update(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    tensors, structure = flatten(cache, what="output")
+    build = builder(structure)
+    one, other = build(tensors), build(tensors)
+    assert_same(one, cache)
+    one.self_attention_cache.layers[0].is_initialized = False
+    one.is_updated[0] = True
+    assert_same(other, cache)
+
+
+def test_reading_tells_other_caches() -> None:
+    def filled(layers: int) -> DynamicCache:
+        cache = DynamicCache()
+        for at in range(layers):
+            cache.update(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), at)
+        return cache
+
+    tensors, structure = flatten(filled(2))
+    read = reader(structure)
+    assert len(tensors) == len(read(filled(2)) or ()) == 4
+    changed, less, more = filled(2), filled(2), filled(2)
+    changed.layers[0].is_initialized = False
+    del less.offloading
+    more.extra = 1
+    for other in (filled(1), changed, less, more, EncoderDecoderCache(DynamicCache(), DynamicCache()), None):
+        assert read(other) is None
+
+
+class Slotted(DynamicCache):
+    __slots__ = ("beside",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = 1
+
+
+class Grown(DynamicCache):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = torch.ones(2)
+
+
+def test_what_counts_as_a_cache() -> None:
+    assert is_cache(DynamicCache())
+    assert is_cache(Grown())
+    for other in (Slotted(), DynamicCache, transformers.LlamaConfig(), torch.nn.Linear(1, 1), object(), None):
+        assert not is_cache(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_on_a_gpu_too(name: str) -> None:
+    model = made(name).cuda()
+
+    def on_gpu(seed: int, words: int = 6) -> dict[str, torch.Tensor]:
+        return {key: ids.cuda() for key, ids in given(model, seed, words).items()}
+
+    net = prepared(model, **on_gpu(0))
+    first = net(**on_gpu(1))
+    kept = copy.deepcopy(first)
+    assert_same(first, model(**on_gpu(1)))
+    assert_same(net(**on_gpu(2)), model(**on_gpu(2)))
+    assert_same(first, kept)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_static_cache_on_a_gpu() -> None:
+    model = made("keys and values").cuda()
+    ours, eager = (StaticCache(config=model.config, max_cache_len=12) for _ in range(2))
+    for cache in (ours, eager):
+        model(given(model, 0)["input_ids"].cuda(), past_key_values=cache)
+    step = given(model, 1, words=1)["input_ids"].cuda()
+    net = Nimble(model, Options(fuse="none", budget_s=1.0)).prepare(step, past_key_values=ours)
+    for _ in range(4):
+        found, expected = (run(step, past_key_values=one) for run, one in ((net, ours), (model, eager)))
+        assert found.past_key_values is ours
+        assert_same(found, expected)
+        step = found.logits[:, -1:].argmax(-1)
+    unfilled = StaticCache(config=model.config, max_cache_len=12)
+    with pytest.raises(InputError, match="mixed devices") as caught:
+        prepared(model, step, past_key_values=unfilled)
+    assert "StaticCache" in caught.value.fix

@@ -1,0 +1,156 @@
+"""Attributes that runs change: refused where the next run depends on them, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from nimble_core import Nimble, NotStaticError, Options
+
+Forward = Callable[["Net", torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    """A layer, and attributes for ``run`` to change."""
+
+    def __init__(self, run: Forward) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.n, self.ready, self.table = 0, False, torch.zeros(0)
+        self.state = {"n": 0}
+        self.kept: list[torch.Tensor] = []
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def counted(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.n += 1
+    return net.layer(x) * net.n
+
+
+def counted_in_a_dict(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.state["n"] += 1
+    return net.layer(x) * net.state["n"]
+
+
+def takes_turns(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.n = (net.n + 1) % 4
+    return net.layer(x)[:, net.n]
+
+
+def average_by_count(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.n += 1
+    net.mean.lerp_(x.mean(0), 1 / net.n)
+    return net.layer(x)
+
+
+def set_up_by_the_first_input(net: Net, x: torch.Tensor) -> torch.Tensor:
+    if not net.ready:
+        net.ready = True
+        net.mean.copy_(-x.mean(0))
+    return net.layer(x + net.mean)
+
+
+def grows(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.kept = [*net.kept, x.mean()]
+    return net.layer(x) + torch.stack(net.kept).sum()
+
+
+def only_counts(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.n += 1
+    return net.layer(x)
+
+
+def made_when_first_needed(net: Net, x: torch.Tensor) -> torch.Tensor:
+    if net.n < len(x):
+        net.n, net.table = len(x), torch.arange(float(len(x)))
+    return net.layer(x) + net.table[:, None]
+
+
+def made_beside_an_average(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.mean.mul_(0.9).add_(x.mean(0))
+    return made_when_first_needed(net, x) + net.mean
+
+
+REFUSED: dict[Forward, str] = {
+    counted: "n",
+    counted_in_a_dict: "state",
+    takes_turns: "n",
+    average_by_count: "n",
+    set_up_by_the_first_input: "ready",
+    grows: "kept",
+}
+TAKEN = (only_counts, made_when_first_needed, made_beside_an_average)
+
+
+def unchanged(net: Net) -> Callable[[], bool]:
+    """Asks whether the attributes of ``net`` are the same, and hold the same, as now."""
+    attributes, values = dict(vars(net)), {name: value.clone() for name, value in net.state_dict().items()}
+    return lambda: (
+        all(vars(net)[name] is value for name, value in attributes.items())
+        and all(torch.equal(value, values[name]) for name, value in net.state_dict().items())
+        and net.state == {"n": 0}
+    )
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("run", REFUSED)
+def test_a_counter_that_the_next_run_depends_on_is_refused_by_name(run: Forward, training: bool) -> None:
+    net = Net(run).train(training)
+    same = unchanged(net)
+    with pytest.raises(NotStaticError, match=rf"a run changes {REFUSED[run]}\b") as caught:
+        Nimble(net, Options(fuse="none", tune="off")).prepare(torch.randn(5, 4), training=training)
+    assert "test_recorded.py:" in caught.value.where
+    assert f"register_buffer('{REFUSED[run]}'" in caught.value.fix
+    assert same()
+
+
+@pytest.mark.filterwarnings("ignore:the forward changes attributes")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("run", TAKEN)
+def test_what_only_the_first_run_makes_is_no_counter(run: Forward, training: bool) -> None:
+    torch.manual_seed(0)
+    net = Net(run).train(training)
+    same = unchanged(net)
+    replayed = Nimble(net, Options(fuse="none", tune="off")).prepare(torch.randn(5, 4), training=training)
+    assert same()
+    eager = Net(run).train(training)
+    eager.load_state_dict(net.state_dict())
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        with torch.no_grad():
+            assert torch.equal(replayed(x), eager(x))
+    assert torch.equal(net.mean, eager.mean)
+
+
+def test_who_changes_no_attribute_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nimble_core.runtime.host.device import HostDevice
+
+    runs: list[int] = []
+    real = HostDevice.record
+
+    def record(*args: object, **kwargs: object) -> object:
+        runs.append(1)
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostDevice, "record", record)
+    Nimble(nn.Linear(4, 4).eval(), Options(fuse="none", tune="off")).prepare(torch.randn(2, 4))
+    assert len(runs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the forward changes attributes")
+def test_counters_on_a_gpu() -> None:
+    x = torch.randn(5, 4, device="cuda")
+    for run, name in REFUSED.items():
+        with pytest.raises(NotStaticError, match=rf"a run changes {name}\b"):
+            Nimble(Net(run).eval().cuda(), Options(fuse="none", tune="off")).prepare(x)
+    net = Net(only_counts).eval().cuda()
+    with torch.no_grad():
+        torch.testing.assert_close(Nimble(net, Options(fuse="none", tune="off")).prepare(x)(x), net(x))
