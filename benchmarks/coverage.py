@@ -1,0 +1,403 @@
+"""How many architectures are right as they come: each prepared with defaults and compared with eager on fresh inputs.
+
+    python -m benchmarks.coverage --out benchmarks/results/coverage-host.jsonl    # goes on where it stopped
+    python -m benchmarks.coverage --device cuda --out benchmarks/results/coverage-h200.jsonl
+    python -m benchmarks.coverage --names transformers:bert --group host               # one, printed
+    python -m benchmarks.coverage --table                                # writes docs/coverage.md; --check: only looks
+
+``coverage_list.json`` names the architectures of each group, as ``package:name``; one of transformers is a model type,
+with its default configuration made small by one rule (``small``). Each runs in a process of its own, with a limit of
+time and of memory.
+
+A model counts as static where two eager runs on different values issue the same calls, or ``torch.export`` succeeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import inspect
+import json
+import math
+import multiprocessing
+import re
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.table import ROOT, filled
+from nimble_core import Nimble, Options, TrainStep
+from nimble_core.utils.errors import first_line
+from nimble_core.validation.equality import TOLERANCE, relative_error
+
+LIST = ROOT / "benchmarks" / "coverage_list.json"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "coverage.md"
+# Time decides which plan is kept, not what is right: a second of it is enough on a host.
+GROUPS = {
+    "host": ("on the host, default options", Options(budget_s=1.0)),
+    "training": ("training steps on the host", Options(tune="off")),
+    "cuda": ('on a GPU, `tune="off"`', Options(tune="off")),
+    "cuda-default": ("on a GPU, default options", Options()),
+}
+FRESH = 2
+_LIMIT_S, _LIMIT_GB, _MOST = 120, 8, 400_000_000
+_LAYERS = re.compile(r"(^|_)(layers?|num_blocks|depth)$")
+_HEADS = re.compile(r"(^|_)(heads|n_head)$")
+_WIDTHS = re.compile(r"(^|_)(hidden_size|d_model|n_embd|dim|hidden_dim|intermediate_size|ffn_dim|d_ff|n_inner)$")
+
+Inputs = Callable[[int], dict[str, Any]]
+Row = dict[str, Any]
+
+
+def small(kind: type, level: str) -> Any:
+    """A default configuration made small, those that it holds included.
+
+    ``"small"``: two layers, sixteen experts, and widths and heads divided by one number, so that a head stays what it
+    is; ``"shallow"``: two layers; ``"default"``: as it is.
+    """
+    default = kind()
+    if level == "default":
+        return default
+    values = default.to_dict()
+    numbers = {name: value for name, value in values.items() if type(value) is int and value}
+    changed: dict[str, Any] = {name: 2 for name, value in numbers.items() if _LAYERS.search(name) and value > 2}
+    if isinstance(values.get("depths"), (list, tuple)):
+        changed["depths"] = [1 for _ in values["depths"]]
+    if level == "small":
+        changed |= {name: 16 for name, value in numbers.items() if name.endswith("experts") and value > 16}
+        heads = {name: value for name, value in numbers.items() if _HEADS.search(name)}
+        scaled = heads | {name: value for name, value in numbers.items() if _WIDTHS.search(name)}
+        by = max(math.gcd(*heads.values()) // 2, 1)
+        if all(value % by == 0 for value in scaled.values()):
+            changed |= {name: value // by for name, value in scaled.items()}
+    for name in kind.sub_configs:  # type: ignore[attr-defined]
+        if (part := getattr(default, name, None)) is not None:
+            changed[name] = small(type(part), level)
+    return kind(**changed)
+
+
+def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
+    """The base model of a model type, the first inputs that eager takes, and how small it is."""
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[name]
+    said = "no inputs"
+    for level in ("small", "shallow", "default"):  # what does not fit odd ones: the next
+        try:
+            config = small(kind, level)
+            with torch.device("meta"):
+                size = sum(one.numel() for one in transformers.AutoModel.from_config(config).parameters())
+            if size > _MOST:
+                raise ValueError(f"{size} parameters")
+            model = transformers.AutoModel.from_config(config).eval().to(device)
+        except Exception as error:
+            said = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        for names, at in product(_names(model), range(4)):
+            inputs = _maker(names, at, config, device)
+            try:
+                with torch.no_grad():
+                    model(**inputs(0))
+                return model, inputs, level
+            except Exception as error:  # not what it takes
+                said = f"{type(error).__name__}: {first_line(error)}"
+    raise ValueError(f"eager does not run: {said}")
+
+
+def _names(model: Any) -> list[tuple[str, ...]]:
+    """Names of inputs to try: the main one, with what the forward needs besides, then all that is known here."""
+    taken = [name for name in inspect.signature(model.forward).parameters if name in _shapes(model.config)]
+    main = model.main_input_name if isinstance(model.main_input_name, str) else model.main_input_name[0]
+    needed = [name for name in taken if name in (main, "decoder_input_ids", "bbox")]
+    return [*dict.fromkeys([(main,), tuple(needed), tuple(taken)])]
+
+
+def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
+    """Shapes to try by name of input."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+
+    def first(names: Sequence[str], otherwise: Any) -> Any:
+        """The first of these attributes, of the configuration or of one that it holds."""
+        return next((value for one in parts for name in names if (value := getattr(one, name, None))), otherwise)
+
+    size = first(["image_size"], 224)
+    size = (size["height"], size["width"]) if isinstance(size, Mapping) else size
+    size = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+    channels, bins = first(["num_channels", "in_channels"], 3), first(["num_mel_bins", "feature_size"], 80)
+    images = [
+        (2, channels, *size),
+        (1, first(["num_frames"], 8), channels, *size),
+        (2, 3, 224, 224),
+        (1, channels, 64, 64),
+    ]
+    ids = [(2, 12), (1, 128), (1, 1024), (2, 12)]
+    return {
+        "input_ids": ids,
+        "decoder_input_ids": ids,
+        "bbox": [(*one, 4) for one in ids],
+        "pixel_values": images,
+        "pixel_values_videos": images[1:2] * 4,
+        "input_values": [(2, 4000), (2, first(["max_length"], 1024), bins), (1, 1, 4000), (2, 16000)],
+        "input_features": [(2, bins, 3000), (2, 100, bins), (2, 1, 1001, 64), (1, bins, 200)],
+    }
+
+
+def _maker(names: Sequence[str], at: int, config: Any, device: str) -> Inputs:
+    """What makes inputs of these names, in the shapes of this try, of other values for each turn."""
+    shapes = {name: _shapes(config)[name][at] for name in names}
+
+    def make(turn: int) -> dict[str, Any]:
+        drawn = torch.Generator().manual_seed(turn)
+        found = {}
+        for name, shape in shapes.items():
+            if name in ("input_ids", "decoder_input_ids", "bbox"):  # in order, as the corners of a box have to be
+                found[name] = torch.randint(10, 90, shape, generator=drawn).sort(-1)[0].to(device)
+            else:
+                found[name] = torch.randn(shape, generator=drawn).to(device)
+        return found
+
+    return make
+
+
+def vision_model(package: str, name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
+    """A model of torchvision or timm with random weights, on two images of 224 pixels, or what timm says."""
+    if package == "torchvision":
+        import torchvision
+
+        model, size = torchvision.models.get_model(name, weights=None), 299 if name == "inception_v3" else 224
+    else:
+        import timm
+
+        model = timm.create_model(name)
+        size = model.default_cfg["input_size"][-1]
+
+    def make(turn: int) -> dict[str, Any]:
+        return {"x": torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(turn)).to(device)}
+
+    return model.eval().to(device), make, "default"
+
+
+class _Calls(TorchDispatchMode):
+    """Writes down each call: operator, shapes and types of tensors, other arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(f"{func} {_told(args)} {_told(kwargs or {})}")
+        return func(*args, **(kwargs or {}))
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return {name: _told(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_told(one) for one in value]
+    return type(value).__name__ if "object at" in repr(value) else repr(value)
+
+
+def why_not_static(model: torch.nn.Module, inputs: Inputs) -> str:
+    """Empty for a static model; else the first call that differs between two runs on other values."""
+    runs = []
+    for turn in range(2):
+        torch.manual_seed(turn)
+        given = inputs(turn)
+        with torch.no_grad(), _Calls() as seen:
+            model(**given)
+        runs.append(seen.calls)
+    if runs[0] == runs[1]:
+        return ""
+    with suppress(Exception):
+        torch.export.export(model, (), inputs(0))
+        return ""
+    at = next((i for i, (a, b) in enumerate(zip(*runs, strict=False)) if a != b), min(map(len, runs)))
+    return f"call {at} of two eager runs differs: {', '.join(f'{run[at : at + 1]}'[:80] for run in runs)}"
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """Tensors of nested containers and of caches, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for one in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from tensors_of(one)
+    elif "Cache" in type(tree).__name__:
+        yield from tensors_of(dict(sorted(vars(tree).items())))  # one put together again may hold them in another order
+
+
+def compared(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
+    """Whether a prepared model gives eager's outputs, in eager's types, on fresh inputs."""
+    net = Nimble(model, options).prepare(**inputs(100))
+    worst, exact = 0.0, True
+    for turn in range(FRESH):
+        runs = []
+        for one in (model, net):
+            torch.manual_seed(turn)
+            with torch.no_grad():
+                output = one(**inputs(turn))
+            runs.append((type(output), [tensor.clone() for tensor in tensors_of(output)]))
+        (kind, theirs), (mine, ours) = runs
+        if kind is not mine or len(theirs) != len(ours):
+            told = f"outputs are {mine.__name__} of {len(ours)}, not {kind.__name__} of {len(theirs)}"
+            return {"passes": False, "error": told}
+        worst = max(worst, relative_error(ours, theirs))
+        exact = exact and all(map(torch.equal, ours, theirs))
+    right = worst <= TOLERANCE["float32"]
+    return {"passes": right, "exact": exact, "error": "" if right else f"outputs are off by {worst:.1e}"}
+
+
+def trained(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
+    """Whether three prepared steps give eager's losses and parameters."""
+    models = [model, copy.deepcopy(model)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in models]
+    step = TrainStep(models[1], loss_of, optimizers[1], options=options).prepare(inputs(100))
+    worst = 0.0
+    for turn in range(3):
+        torch.manual_seed(turn)
+        optimizers[0].zero_grad()
+        loss = loss_of(models[0](**inputs(turn)))
+        loss.backward()
+        optimizers[0].step()
+        torch.manual_seed(turn)
+        worst = max(worst, relative_error([step(inputs(turn)).detach()], [loss.detach()]))
+    apart = relative_error(*([one.detach() for one in model.parameters()] for model in models))
+    right = worst <= TOLERANCE["float32"] and apart <= 1e-3
+    told = "" if right else f"losses are off by {worst:.1e}, parameters by {apart:.1e}"
+    return {"passes": right, "exact": worst == apart == 0, "error": told}
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The mean square of the first output that has a gradient."""
+    first = next(one for one in tensors_of(output) if one.requires_grad and one.is_floating_point())
+    return first.float().square().mean()
+
+
+def measure(name: str, group: str) -> Row:
+    """One row: what became of an architecture."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    started = prepared = time.monotonic()
+    device = "cuda" if group.startswith("cuda") else "cpu"
+    package, _, known = name.partition(":")
+    row: Row = {"name": name, "group": group, "static": None, "passes": False}
+    try:
+        made = transformers_model(known, device) if package == "transformers" else vision_model(package, known, device)
+        model, inputs, row["size"] = made
+        row["inputs"] = {key: list(one.shape) for key, one in inputs(0).items()}
+        row["why"] = why_not_static(model.train(group == "training"), inputs)
+        row["static"], prepared = not row["why"], time.monotonic()
+        row |= (trained if group == "training" else compared)(model, inputs, GROUPS[group][1])
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"
+    now = time.monotonic()
+    return row | {"seconds": round(now - started, 1), "own_s": round(now - prepared, 1)}
+
+
+def run(work: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """Rows of ``(name, group)``, each from a process of its own."""
+    # Forked: what all need is imported once.
+    import transformers.models.bert.modeling_bert  # noqa: F401
+
+    gc.freeze()
+    fork = multiprocessing.get_context("fork")
+    for name, group in work:
+        mine, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(target=_child, args=(name, group, theirs))
+        process.start()
+        theirs.close()
+        row: Row = {"name": name, "group": group, "static": None, "passes": False}
+        try:
+            row = mine.recv() if mine.poll(_LIMIT_S) else row | {"error": f"took over {_LIMIT_S} s"}
+        except EOFError:
+            row["error"] = "its process died: out of memory, or a crash"
+        process.kill()
+        process.join()
+        yield row
+
+
+def _child(name: str, group: str, pipe: Any) -> None:
+    if not group.startswith("cuda"):  # which maps far more than it uses
+        resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT_GB << 30, _LIMIT_GB << 30))
+    pipe.send(measure(name, group))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What the results say, as Markdown: a line for each group, then each one that does not pass."""
+    lines = ["| group | architectures | static | of these pass | bit for bit |", "| --- | --- | --- | --- | --- |"]
+    failed = ["| group | architecture | static | what is said |", "| --- | --- | --- | --- |"]
+    for group, (what, _) in GROUPS.items():
+        mine = [one for one in rows if one["group"] == group]
+        static = [one for one in mine if one["static"]]
+        passed = [one for one in static if one["passes"]]
+        share = f" ({len(passed) / len(static):.1%})" if static else ", not measured yet"
+        exact = sum(bool(one.get("exact")) for one in passed)
+        lines.append(f"| {what} | {len(mine)} | {len(static)} | {len(passed)}{share} | {exact} |")
+        for one in mine:
+            if not one["passes"]:
+                said = re.sub(r"\s+", " ", one.get("error", "")).replace("|", "\\|").replace("<", "\\<")
+                kind = {True: "yes", False: "no"}.get(one["static"], "–")
+                failed.append(f"| {group} | `{one['name']}` | {kind} | {said} |")
+    return "\n".join([*lines, "", *(failed if failed[2:] else ["All pass."])])
+
+
+def results(folder: Path) -> list[Row]:
+    """Rows of all files of results, in the order of the list; of one architecture and group the last counts."""
+    files = sorted(folder.glob("coverage-*.jsonl"))
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    found = {(one["group"], one["name"]): one for one in rows}
+    return [
+        found[group, name]
+        for group, names in json.loads(LIST.read_text()).items()
+        for name in names
+        if (group, name) in found
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is due, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--group", action="append", choices=[*GROUPS], help="all of the device by default")
+    parser.add_argument("--names", nargs="+")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.table or given.check:
+        text = filled(PAGE.read_text(), {"coverage": table(results(RESULTS))})
+        changed = text != PAGE.read_text()
+        if changed and given.check:
+            print(f"{PAGE.name} is not what the results say: python -m benchmarks.coverage --table", file=sys.stderr)
+        elif changed:
+            PAGE.write_text(text)
+        return int(given.check and changed)
+    groups = given.group or [group for group in GROUPS if group.startswith("cuda") == (given.device == "cuda")]
+    work = [(name, group) for group in groups for name in given.names or json.loads(LIST.read_text())[group]]
+    lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
+    done = {(row["name"], row["group"]) for row in map(json.loads, lines)}
+    for row in run([one for one in work if one not in done]):
+        if given.out:
+            with given.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        outcome = "pass" if row["passes"] else "FAIL" if row["static"] else "not static"
+        print(outcome, row["group"], row["name"], row.get("error", ""), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

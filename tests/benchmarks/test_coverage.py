@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import coverage
+from nimble_core import Options
+
+
+def row(name: str, group: str = "host", **more: Any) -> dict[str, Any]:
+    return {"name": name, "group": group, "static": True, "passes": True, "exact": True, "error": "", **more}
+
+
+def inputs(turn: int) -> dict[str, Any]:
+    return {"x": torch.randn(2, 4, generator=torch.Generator().manual_seed(turn))}
+
+
+class _Branches(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp() if float(x.sum()) > 0 else x.sin()
+
+
+class _Doubles(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    assert coverage.main(["--check"]) == 0, "python -m benchmarks.coverage --table"
+
+
+def test_the_list_holds_as_many_as_it_should() -> None:
+    groups = json.loads(coverage.LIST.read_text())
+    assert list(groups) == list(coverage.GROUPS)
+    for group, least in (("host", 120), ("training", 40), ("cuda", 60), ("cuda-default", 20)):
+        assert len(groups[group]) >= least
+        assert max(Counter(groups[group]).values()) == 1
+
+
+def test_the_table_counts_static_ones_and_tells_of_each_that_fails() -> None:
+    said = "CaptureError: a | b\n  where: <here>"
+    rows = [row("m:a"), row("m:b", exact=False), row("m:c", passes=False, error=said), row("m:d", static=False)]
+    text = coverage.table(rows)
+    assert "| on the host, default options | 4 | 3 | 2 (66.7%) | 1 |" in text
+    assert "| host | `m:c` | yes | CaptureError: a \\| b where: \\<here> |" in text
+    assert "m:d" not in text
+    assert "not measured yet" in text
+
+
+def test_two_runs_that_issue_other_calls_are_not_static() -> None:
+    assert coverage.why_not_static(_Doubles(), inputs) == ""
+    turns = {0: torch.ones(2, 4), 1: -torch.ones(2, 4)}
+    assert "aten.exp" in coverage.why_not_static(_Branches(), lambda turn: {"x": turns[turn]})
+
+
+def test_a_wrong_output_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(tune="off")
+    model = _Doubles().eval()
+    assert coverage.compared(model, inputs, options)["passes"]
+    monkeypatch.setattr(coverage, "relative_error", lambda *_: 1.0)
+    assert "off by" in coverage.compared(model, inputs, options)["error"]
+
+
+def test_a_configuration_is_made_small_by_one_rule() -> None:
+    transformers = pytest.importorskip("transformers")
+    bert = coverage.small(transformers.BertConfig, "small")
+    assert (bert.num_hidden_layers, bert.hidden_size, bert.num_attention_heads) == (2, 128, 2)
+    clip = coverage.small(transformers.CLIPConfig, "shallow")
+    assert clip.vision_config.num_hidden_layers == 2
+    assert coverage.small(transformers.BertConfig, "default").num_hidden_layers == 12
+
+
+def test_one_architecture_from_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "coverage.jsonl"
+    given = ["--group", "host", "--names", "transformers:bert", "transformers:none", "--out", str(out)]
+    for _ in range(2):  # the second finds all done
+        assert coverage.main(given) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(one["name"], one["passes"], one["static"]) for one in rows] == [
+        ("transformers:bert", True, True),
+        ("transformers:none", False, None),
+    ]
+    assert "pass host transformers:bert" in capsys.readouterr().out
