@@ -195,8 +195,7 @@ def record(
         InputError: an output of an unknown type that holds tensors.
     """
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
-    # Memory is put back by the recorder, which knows the names; random numbers by who seeded for what it follows.
-    kept = preserved(model, live=counter is None, memory=False, draws=() if recorder.states else None)
+    kept = preserved(model, live=counter is None, memory=False)  # which the recorder puts back: it knows the names
     with collector_paused(), _casts_forgotten(), kept as guard, torch.no_grad():
         recorder.before_write, recorder.before_draw = guard.before_write, guard.before_draw
         try:
@@ -539,7 +538,7 @@ class _Recorder(TorchDispatchMode):
         self._written: set[int] = set()
         self._generator: int | None = None
         live = counter is None and stand_in is None
-        self.states = RandomStates(expected.generators) if expected and live and TORCH in expected.draws else None
+        self._states = RandomStates(expected.generators) if expected and live and TORCH in expected.draws else None
         self._live = live
         self._nodes = counter.nodes() if counter else 0
         self._next_node = sequence_number()
@@ -644,7 +643,7 @@ class _Recorder(TorchDispatchMode):
         else:
             moved = not torch.equal(state, state_of(generator))
             draws = generator is not None or moved
-            if moved and self.states and not self.states.follow(generator, state):
+            if moved and self._states and not self._states.follow(generator, state):
                 raise _random_state_set(self._where(traits.text, frame))
         writes = [self._written_ref(tensor) for tensor in written] if written else []
         for ref in writes:
@@ -718,7 +717,7 @@ class _Recorder(TorchDispatchMode):
         if self.counter:
             self._notice_unseen(None)
         self._notice_changes(self._exported, "before the end", None)
-        if self.states and self._generator is not None and not self.states.settled():
+        if self._states and self._generator is not None and not self._states.settled():
             raise _random_state_set("after the last draw of random numbers")
         for tensor in outputs:
             if tensor.device != self.device:

@@ -21,6 +21,7 @@ import random
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -129,10 +130,12 @@ class Draws:
             self._kept[name] = one.get()
             return
         seeded = torch.initial_seed()
-        seed = hash(one.now()) % 2**32  # the same numbers from the same state: eager and replays are compared
+        seed = zlib.crc32(one.now())  # the same numbers from the same state: eager and replays are compared
         # Called from C: Python lets no other thread have its turn in between, to draw what would be drawn again.
         both: tuple[Callable[[], Any], ...] = (one.get, partial(one.seed, seed))
         state, _ = [*map(call, both)]
+        if one is self._host:
+            _leave_seed(torch.default_generator)
         # What the model has set before is not what is put back.
         self._kept[name] = self._entered if self._watches and one is self._host and seeded != self._seed else state
 
@@ -245,7 +248,12 @@ def seed_otherwise(device: torch.device, generators: Iterable[torch.Generator], 
 def _seed(generator: torch.Generator) -> None:
     generator.manual_seed(next(_seeds))
     if generator.device.type == "cpu":
-        torch.rand((), generator=generator)  # to be seeded so again shows as a state that was left behind
+        _leave_seed(generator)
+
+
+def _leave_seed(generator: torch.Generator) -> None:
+    """Draw once: to be seeded so again shows as a state that was left behind."""
+    torch.rand((), generator=generator, device="cpu")
 
 
 def state_of(generator: torch.Generator | None) -> torch.Tensor:

@@ -152,17 +152,17 @@ def diagnose_script(path: Path, arguments: list[str]) -> Diagnosis:
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
-    running: list[Any] = []
+    call: Any = torch.nn.Module.__call__
 
-    def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        running.pop()
-        if not running:
-            raise _FirstCall(module, args, kwargs)
+    def first(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        torch.nn.Module.__call__ = call  # modules inside are a part of it
+        call(module, *args, **kwargs)
+        raise _FirstCall(module, args, kwargs)
 
     with ExitStack() as stack:
-        hooks = torch.nn.modules.module
-        stack.callback(hooks.register_module_forward_pre_hook(lambda module, args: running.append(module)).remove)
-        stack.callback(hooks.register_module_forward_hook(leave, with_kwargs=True).remove)
+        # No global hooks: torch goes on counting those with kwargs after they are removed, and warns of them.
+        stack.callback(setattr, torch.nn.Module, "__call__", call)
+        torch.nn.Module.__call__ = first  # type: ignore[method-assign]
         stack.enter_context(script_arguments(path, arguments))
         try:
             runpy.run_path(str(path), run_name="__main__")

@@ -111,6 +111,7 @@ def test_memory_that_is_filled_is_not_pinned() -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_compiled_kernels_draw_what_eager_draws(name: str) -> None:
+    torch.manual_seed(0)  # a draw that drops all shows nothing
     model, x = Chain(name), torch.randn(4, 6)
     net = Nimble(model, Options(fuse="inductor", policy="single", tune="full")).prepare(x)
     assert [c.note for c in net.engines[0].candidates] == [""], "no other candidate was needed"
