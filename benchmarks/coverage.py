@@ -81,7 +81,7 @@ def small(kind: type, level: str) -> Any:
         by = max(math.gcd(*heads.values()) // 2, 1)
         if all(value % by == 0 for value in scaled.values()):
             changed |= {name: value // by for name, value in scaled.items()}
-    for name in kind.sub_configs:  # type: ignore[attr-defined]
+    for name in kind.sub_configs:  # type: ignore[attr-defined]  # only some classes have it
         if (part := getattr(default, name, None)) is not None:
             changed[name] = small(type(part), level)
     return kind(**changed)
@@ -311,7 +311,7 @@ def measure(name: str, group: str) -> Row:
 def run(work: Sequence[tuple[str, str]]) -> Iterator[Row]:
     """Rows of ``(name, group)``, each from a process of its own."""
     # Forked: what all need is imported once.
-    import transformers.models.bert.modeling_bert  # noqa: F401
+    import transformers.models.bert.modeling_bert  # noqa: F401  # what children then need not import
 
     gc.freeze()
     fork = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Hints for mistakes in a call, of which the error inside the model names nothing that was written."""
+"""Hints for calls with wrong inputs, which would fail inside the model with an error about its internals."""
 
 from __future__ import annotations
 

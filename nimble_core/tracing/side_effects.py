@@ -556,7 +556,7 @@ def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 def after_a_run(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, attributes: bool = True
 ) -> Iterator[Any]:
-    """Inside, ``model`` is as one run leaves it, which returned the value; then all is put back, inputs too.
+    """Run ``model`` once and yield its result; at the end, undo what the run changed, in inputs too.
 
     Args:
         model: module or function.

@@ -1,4 +1,4 @@
-"""What a process does one at a time: on its GPUs, who wants both of these locks takes ``capturing`` first."""
+"""Locks of the whole process. Take ``capturing`` before ``launching`` where both are needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Lock = TypeVar("Lock")
 
 
 def free_after_fork(lock: Lock) -> Lock:
-    """``lock``, which a forked child finds free where another thread held it: that thread did not come along."""
+    """Return ``lock``, which a forked child finds free even if another thread held it at the fork."""
     held: Any = lock
 
     def free() -> None:

@@ -162,7 +162,7 @@ def diagnose_script(path: Path, arguments: list[str]) -> Diagnosis:
     with ExitStack() as stack:
         # No global hooks: torch goes on counting those with kwargs after they are removed, and warns of them.
         stack.callback(setattr, torch.nn.Module, "__call__", call)
-        torch.nn.Module.__call__ = first  # type: ignore[method-assign]
+        torch.nn.Module.__call__ = first  # type: ignore[method-assign]  # put back at the end
         stack.enter_context(script_arguments(path, arguments))
         try:
             runpy.run_path(str(path), run_name="__main__")
@@ -223,7 +223,7 @@ class _Found:
         self._own = {code.co_filename for code in codes if not code.co_filename.startswith(_TORCH)}
 
     def run(self, strict: bool) -> tuple[list[Blocker], list[str]]:
-        """All that there is to do: blockers, and notes."""
+        """Return blockers and notes."""
         args, kwargs = self.signature.arguments()
         try:
             with mistakes_explained(args, kwargs):
@@ -315,7 +315,7 @@ class _Found:
             self.reads.add(key)
 
     def _count(self, changed: Sequence[str]) -> None:
-        """Numbers among the attributes that are others after the run: beside other blockers, nobody tries them out."""
+        """Add a blocker for each number that the run changed; without others, recording tries them out."""
         for path in changed if len(self.met) > len(self.reads) else ():
             module, _, name = path.rpartition(".")
             part = self._parts.get(module)

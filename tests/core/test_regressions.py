@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from nimble_core import Nimble, NimbleError, Options
+from tests.core.tracing.test_static_check import Cache, last_of_each
 
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -161,23 +162,8 @@ def constant_copied_then_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return copied, x
 
 
-class WritesAtAPosition(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.zeros(2, 8, 3))
-
-    def forward(self, key: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        at = position.tolist()[0]
-        self.cache[:, at : at + 1] = key
-        return self.cache.sum(1)
-
-
 def key_and_position(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(2, 1, 3), torch.tensor([seed])), {}
-
-
-def last_of_each(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    return torch.stack([y[row, length - 1] for row, length in enumerate(lengths.tolist())])
 
 
 def rows_and_lengths(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -227,7 +213,7 @@ ROWS = [
     Row("a copy of a constant held what was written to that later", lambda: constant_copied_then_written, numbers),
     Row(
         "a position read on the host was frozen",
-        WritesAtAPosition,
+        Cache,
         key_and_position,
         refused="another part of buffer cache, which begins elsewhere.*numbers were read on the host.*index_copy_",
     ),
