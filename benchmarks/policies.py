@@ -35,7 +35,6 @@ from nimble_core.ir.measurement import Measurement, interleave, summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.profiling.machine import environment
 from nimble_core.runtime.device import Device, Executable
-from nimble_core.scheduling.memory_lower_bound import memory_lower_bound
 from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.scheduling.simulator import simulate
@@ -258,17 +257,11 @@ def entries_of(
 
 
 def memory_figures(model: Model, executable: Executable) -> dict[str, Any]:
-    """Bytes that an executable holds, and how small its arena could have been."""
-    memory, program = executable.memory, model.recorded.recording.program
+    """Bytes that an executable holds, and those of its arena."""
+    memory = executable.memory
     if memory is None:
         return {"held bytes": executable.nbytes}
-    placed = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
-    bound = memory_lower_bound(program, executable.schedule, place=placed, alignment=memory.alignment)
-    return {
-        "held bytes": executable.nbytes,
-        "arena bytes": memory.nbytes,
-        "arena over lower bound": memory.nbytes / bound if bound else None,
-    }
+    return {"held bytes": executable.nbytes, "arena bytes": memory.nbytes}
 
 
 def speed(faster: Mapping[str, Any], baseline: Mapping[str, Any], way: str) -> float:
@@ -298,9 +291,6 @@ def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         },
         "auto prepare s": spread({key: found["auto"]["prepare s"] for key, found in of.items()}),
         "simulation error": {"plans": len(errors), "median": median(errors)},
-        "arena over lower bound": spread(
-            {at: one["memory"].get("arena over lower bound") for at, one in plans.items()}
-        ),
         "memory limit": {
             "skipped": sum("skipped" in limit for limit in limits.values()),
             "speed over no limit": speeds({", ".join(at): (one, of[at[1]][at[0]]) for at, one in changed.items()}),

@@ -10,7 +10,7 @@ __all__ = ["level_width", "widest_set", "width"]
 
 
 def level_width(predecessors: Sequence[Sequence[int]]) -> int:
-    """A lower bound of the width: the most calls on one level (equal longest distance from a source), O(edges).
+    """Return a lower bound of the width: the most calls on one level (equal longest distance from a source), O(edges).
 
     >>> level_width([[], [0], [0], [1, 2], [3]])
     2
@@ -24,7 +24,7 @@ def level_width(predecessors: Sequence[Sequence[int]]) -> int:
 
 
 def width(predecessors: Sequence[Sequence[int]]) -> int:
-    """The size of the largest set of calls of which none must wait for another: see :func:`widest_set`.
+    """Return the size of the largest set of calls of which none must wait for another: see :func:`widest_set`.
 
     >>> width([[], [0], [0], [1, 2], [3]])
     2
@@ -33,7 +33,7 @@ def width(predecessors: Sequence[Sequence[int]]) -> int:
 
 
 def widest_set(predecessors: Sequence[Sequence[int]]) -> list[int]:
-    """A largest set of calls of which none must wait for another: a maximum antichain.
+    """Find a largest set of calls of which none must wait for another: a maximum antichain.
 
     The fewest chains of the order that cover all calls are a maximum matching of each call with one that comes before
     it. It starts as a greedy cover (each call follows the latest chain end that reaches it) and grows by phases of

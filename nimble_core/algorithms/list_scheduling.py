@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from nimble_core.algorithms.critical_path import longest_behind
+from nimble_core.algorithms.reachability import successor_lists
 
 __all__ = ["list_order", "run_order"]
 
@@ -19,8 +20,8 @@ def list_order(
 ) -> list[int]:
     """Order calls by when list scheduling starts them on their given streams.
 
-    Whenever a stream is free it takes, of its calls whose predecessors have ended, the one of lowest rank. Program
-    order instead can leave a stream waiting at a call while others behind it could run.
+    A free stream takes, of its calls whose predecessors have ended, the one of lowest rank. Program order instead can
+    leave a stream waiting at a call while others behind it could run.
 
     Args:
         predecessors: of each call, all of lower index.
@@ -29,35 +30,26 @@ def list_order(
         rank: of each call, lower goes first; by the longest path behind the call if None.
 
     Returns:
-        Call indices; a topological order.
-
-    Complexity:
-        O((calls + edges) log calls).
+        Call indices; a topological order. O((calls + edges) log calls).
 
     Source:
-        Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969); longest path first is
-        Hu's rule (1961).
+        Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969); Hu's rule (1961).
 
     >>> list_order([[], [0], [], [2]], [0, 1, 1, 0], [9.0, 1.0, 2.0, 1.0])
     [0, 2, 3, 1]
     """
-    size = len(stream)
-    successors: list[list[int]] = [[] for _ in range(size)]
-    for call, before in enumerate(predecessors):
-        for u in before:
-            successors[u].append(call)
+    successors = _successors(predecessors)
     if rank is None:
         rank = [-behind for behind in longest_behind(successors, ns)]
     missing = [len(before) for before in predecessors]
     ready: list[list[tuple[float, int]]] = [[] for _ in range(max(stream, default=-1) + 1)]
-    busy = [False] * len(ready)
-    for call in range(size):
-        if not missing[call]:
+    for call, count in enumerate(missing):
+        if not count:
             heapq.heappush(ready[stream[call]], (rank[call], call))
+    busy = [False] * len(ready)
     order: list[int] = []
     ends: list[tuple[float, int, int]] = []  # (time, position in order, call)
-    now = 0.0
-    woken = list(range(len(ready)))
+    now, woken = 0.0, list(range(len(ready)))
     while True:
         for lane in woken:
             if ready[lane] and not busy[lane]:
@@ -79,6 +71,11 @@ def list_order(
                     heapq.heappush(ready[stream[v]], (rank[v], v))
                     touched.add(stream[v])
         woken = sorted(touched)
+
+
+def _successors(predecessors: Sequence[Sequence[int]]) -> list[list[int]]:
+    edges = ((source, node) for node, before in enumerate(predecessors) for source in before)
+    return successor_lists(len(predecessors), edges)
 
 
 def run_order(order: Sequence[int], stream: Sequence[int], syncs: Sequence[tuple[int, int]]) -> list[int]:
@@ -120,11 +117,8 @@ def run_order(order: Sequence[int], stream: Sequence[int], syncs: Sequence[tuple
         before.append(set() if previous is None else {previous})
     for producer, consumer in syncs:
         before[run_of[consumer]].add(run_of[producer])
-    after: list[list[int]] = [[] for _ in runs]
+    after = _successors([sorted(sources) for sources in before])
     missing = [len(sources) for sources in before]
-    for run, sources in enumerate(before):
-        for source in sources:
-            after[source].append(run)
     ready = [run for run, count in enumerate(missing) if not count]
     issued: list[int] = []
     while ready:

@@ -8,7 +8,7 @@ __all__ = ["maximum_matching"]
 
 
 def maximum_matching(successors: Sequence[Sequence[int]], initial: Iterable[tuple[int, int]] = ()) -> list[int]:
-    """A maximum matching of the bipartite graph with an edge (u on the left, v on the right) per DAG edge u→v.
+    """Find a maximum matching of the bipartite graph with an edge (u on the left, v on the right) per DAG edge u→v.
 
     Iterative Hopcroft–Karp after a greedy start, deterministic: lower indices are served first.
 

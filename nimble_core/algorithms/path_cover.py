@@ -10,7 +10,7 @@ __all__ = ["chains_of", "fold_chains"]
 
 
 def chains_of(partner: Sequence[int]) -> list[list[int]]:
-    """The chains that a matching strings together, sorted by their first call.
+    """Join matched calls into chains, sorted by their first call.
 
     Args:
         partner: the call that follows each call, -1 where the chain ends; always a higher index.
@@ -36,7 +36,7 @@ def fold_chains(
     cap: int | None = None,
     ns: Sequence[float] = (),
 ) -> list[int]:
-    """Stream of each call, so that a chain follows another on one stream only where the graph orders them anyway.
+    """Assign a stream to each call: one chain follows another on a stream only where the graph orders them anyway.
 
     Chain B may follow chain A exactly if the last call of A reaches the first of B; of several, the one that ended
     latest is taken. Where none does, B opens a new stream, or, above ``cap``, joins the least loaded one (this adds
@@ -62,40 +62,57 @@ def fold_chains(
     chain_at = {chain[0]: chain for chain in chains}
     marked = sorted(chain[-1] for chain in chains)
     rank = {call: bit for bit, call in enumerate(marked)}
-    owner = [0] * len(marked)
-    tails = 0
-    tail_bit: list[int] = []
-    free_ns: list[float] = []
-    owed_ns: list[float] = []
+    streams = _Streams(len(marked), cap)
     stream = [0] * len(predecessors)
     end_ns = [0.0] * len(predecessors)
     for call, known in enumerate(ancestors(predecessors, marked)):
         chain = chain_at.get(call)
         if chain is not None:
-            reachable = known & tails
-            if reachable:
-                chosen = owner[reachable.bit_length() - 1]
-            elif cap is None or len(tail_bit) < cap:
-                chosen = len(tail_bit)
-                tail_bit.append(-1)
-                free_ns.append(0.0)
-                owed_ns.append(0.0)
-            else:
-                chosen = min(range(cap), key=lambda index: free_ns[index] + owed_ns[index])
-            last = rank[chain[-1]]
-            if last > tail_bit[chosen]:
-                if tail_bit[chosen] >= 0:
-                    tails ^= 1 << tail_bit[chosen]
-                tails |= 1 << last
-                tail_bit[chosen] = last
-                owner[last] = chosen
+            chosen = streams.choose(known)
+            streams.append(chosen, rank[chain[-1]])
             for member in chain:
                 stream[member] = chosen
             if cap is not None:
-                owed_ns[chosen] += sum(ns[member] for member in chain)
+                streams.owed_ns[chosen] += sum(ns[member] for member in chain)
         if cap is not None:
             lane = stream[call]
             begin = max((end_ns[source] for source in predecessors[call]), default=0.0)
-            end_ns[call] = free_ns[lane] = max(begin, free_ns[lane]) + ns[call]
-            owed_ns[lane] -= ns[call]
+            end_ns[call] = streams.free_ns[lane] = max(begin, streams.free_ns[lane]) + ns[call]
+            streams.owed_ns[lane] -= ns[call]
     return stream
+
+
+class _Streams:
+    """The chains on each stream so far: the last call of each stream, and when each is done.
+
+    Last calls are named by their bits among all chains' last calls.
+    """
+
+    def __init__(self, chains: int, cap: int | None) -> None:
+        self.free_ns: list[float] = []
+        self.owed_ns: list[float] = []
+        self._cap = cap
+        self._last: list[int] = []
+        self._last_calls = 0  # bitset
+        self._stream_of = [0] * chains
+
+    def choose(self, known: int) -> int:
+        """Choose the stream of a chain whose first call comes after the calls of the bitset ``known``."""
+        reachable = known & self._last_calls
+        if reachable:
+            return self._stream_of[reachable.bit_length() - 1]
+        if self._cap is None or len(self._last) < self._cap:
+            self._last.append(-1)
+            self.free_ns.append(0.0)
+            self.owed_ns.append(0.0)
+            return len(self._last) - 1
+        return min(range(self._cap), key=lambda index: self.free_ns[index] + self.owed_ns[index])
+
+    def append(self, chosen: int, last: int) -> None:
+        """Put a chain that ends with the call ``last`` on a stream."""
+        if last > self._last[chosen]:
+            if self._last[chosen] >= 0:
+                self._last_calls ^= 1 << self._last[chosen]
+            self._last_calls |= 1 << last
+            self._last[chosen] = last
+            self._stream_of[last] = chosen

@@ -1,4 +1,4 @@
-"""Who comes before whom in a DAG, asked in one forward pass with bitsets that live only as long as they are needed.
+"""Reachability in a DAG, in one forward pass with bitsets that are dropped as soon as nobody needs them.
 
 Nodes are ``0 … size - 1`` in topological order: every edge goes from a lower to a higher index.
 """
@@ -11,7 +11,7 @@ __all__ = ["ancestors", "inherited", "predecessor_lists", "successor_lists", "un
 
 
 def predecessor_lists(size: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Direct predecessors of each node, in the order of ``edges``."""
+    """List the direct predecessors of each node, in the order of ``edges``."""
     lists: list[list[int]] = [[] for _ in range(size)]
     for u, v in edges:
         lists[v].append(u)
@@ -19,7 +19,7 @@ def predecessor_lists(size: int, edges: Iterable[tuple[int, int]]) -> list[list[
 
 
 def successor_lists(size: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Direct successors of each node, in the order of ``edges``."""
+    """List the direct successors of each node, in the order of ``edges``."""
     lists: list[list[int]] = [[] for _ in range(size)]
     for u, v in edges:
         lists[u].append(v)
@@ -27,7 +27,7 @@ def successor_lists(size: int, edges: Iterable[tuple[int, int]]) -> list[list[in
 
 
 def ancestors(predecessors: Sequence[Sequence[int]], marked: Iterable[int]) -> Iterator[int]:
-    """For each node in turn, the bitset of the marked nodes that reach it.
+    """Yield for each node in turn the bitset of the marked nodes that reach it.
 
     Bit ``i`` stands for the ``i``-th marked node.
 
@@ -49,7 +49,7 @@ def ancestors(predecessors: Sequence[Sequence[int]], marked: Iterable[int]) -> I
 
 
 def inherited(predecessors: Sequence[Sequence[int]], own: Callable[[int], int]) -> Iterator[int]:
-    """For each node in turn, the union of the bitsets that its ancestors bring.
+    """Yield for each node in turn the union of its ancestors' bitsets.
 
     A node's set is dropped as soon as its last successor was served, and nodes that bring nothing share their
     predecessor's set, so layered graphs need memory for a few layers only.

@@ -8,7 +8,7 @@ __all__ = ["transitive_reduction"]
 
 
 def transitive_reduction(predecessors: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The unique transitive reduction (for a DAG also its minimum equivalent graph) in one forward pass.
+    """Compute the unique transitive reduction (of a DAG also its minimum equivalent graph) in one forward pass.
 
     The predecessors of a node are looked at from the latest to the earliest: an edge is redundant exactly if its
     source already is an ancestor of a predecessor that was kept.

@@ -61,7 +61,7 @@ class Window:
 def asks_of(
     events: Sequence[Event], windows: Sequence[Window], zeroed: Mapping[str, range] = MappingProxyType({})
 ) -> tuple[tuple[Ask, ...], ...]:
-    """What each window asks for.
+    """List what each window asks for.
 
     Args:
         events: of one stream, in the order in which they happened.

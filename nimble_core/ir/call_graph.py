@@ -45,7 +45,7 @@ class CallGraph:
     meg: tuple[tuple[int, int], ...]
 
     def to_networkx(self, program: Program | None = None, schedule: Schedule | None = None) -> Any:
-        """A ``networkx.DiGraph`` over call indices.
+        """Return a ``networkx.DiGraph`` over call indices.
 
         Args:
             program: adds ``label`` (short operator name) and ``module`` to the nodes.
@@ -82,7 +82,7 @@ def successors(graph: CallGraph, *, meg: bool = False) -> list[list[int]]:
 
 
 def graph_from_edges(size: int, edges: Iterable[tuple[int, int]]) -> CallGraph:
-    """A CallGraph from bare edges, all of kind RAW: for tests, benchmarks and graphs made by hand.
+    """Make a CallGraph from bare edges, all of kind RAW: for tests, benchmarks and graphs made by hand.
 
     Args:
         size: number of calls.
@@ -102,7 +102,7 @@ def graph_from_edges(size: int, edges: Iterable[tuple[int, int]]) -> CallGraph:
 
 
 def build_graph(program: Program) -> CallGraph:
-    """The hazards between the calls of a program.
+    """Find the hazards between the calls of a program.
 
     Two accesses of one storage conflict if at least one writes and their windows are not provably disjoint. A call
     waits for the *last* writers of what it reads or writes and for those who read since what it overwrites; older

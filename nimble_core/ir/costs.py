@@ -70,7 +70,7 @@ class Costs:
 
 
 def limit_ns(costs: Costs, critical_path_ns: float) -> float:
-    """What no schedule of these calls can beat: the longer of the critical path and the work shared by all processors.
+    """Bound the time of every schedule from below: the longer of critical path and work shared by all processors.
 
     Args:
         costs: isolated time of each call, and its demand: a call that fills a third of the device for 3 µs needs the
@@ -88,6 +88,6 @@ def limit_ns(costs: Costs, critical_path_ns: float) -> float:
 
 
 def uniform_costs(calls: int | Sequence[object], ns: float = 1.0) -> Costs:
-    """The same cost for each of ``calls`` calls: for graphs that were never measured."""
+    """Give each of ``calls`` calls the same cost: for graphs that were never measured."""
     count = calls if isinstance(calls, int) else len(calls)
     return Costs(ns=(float(ns),) * count, source="uniform")

@@ -237,15 +237,10 @@ def interleave(
 ) -> dict[str, Measurement]:
     """Time every candidate once a round, in an order drawn for each round, until enough is known.
 
-    Each sample is one call plus a synchronisation, the same for all. ``open_names`` is asked at looks (after ``rounds``
-    rounds, and each time that they have doubled) which candidates to go on with; the others keep what they have.
-    Sampling ends when it names none, and at the first look after ``patience_s`` (of at least ``ENOUGH`` rounds if there
-    is any patience), at the latest after 4,096 rounds; it stops in any case when ``budget_s`` is spent and five rounds
-    are done. A KeyboardInterrupt ends the measuring and keeps the complete rounds
-    (at least one; before that it propagates).
-
-    Samples that were interrupted more than twice as often as others of the same candidate since the last look are left
-    out.
+    A sample is one call plus a synchronisation. After ``rounds`` rounds, and each time that they have doubled,
+    ``open_names`` says which candidates to go on with. Sampling ends when it names none, at the first look after
+    ``patience_s`` and ``ENOUGH`` rounds, after 4,096 rounds, or when ``budget_s`` is spent and five rounds are done.
+    Samples that were interrupted more than twice as often as others of the same candidate are left out.
 
     Args:
         candidates: what to time, by name; each is called without arguments.
@@ -255,32 +250,21 @@ def interleave(
         rounds: samples wanted of each before the first look.
         budget_s: seconds to spend at most, None for no bound.
         patience_s: seconds to go on for where something is open.
-        open_names: told all measurements so far, the candidates for which more samples are wanted.
+        open_names: which candidates need more samples, given all measurements so far.
         interruptions: how often a core was taken from this process since it started.
-        rehearse: make an untimed call and a synchronisation before each sample, so that none of them pays for the
-            candidate before it (a GPU that turns from one graph to another fetches it anew).
+        rehearse: make an untimed call before each sample: a GPU that changes graphs fetches the new one first.
         first_round: number of the first round, for measurements that are to be paired with no earlier ones.
         on_round: told ``(rounds done, rounds at the next look)`` after each round.
-        on_interrupt: told that a KeyboardInterrupt ended the measuring early.
+        on_interrupt: told that a KeyboardInterrupt ended the measuring early; complete rounds are kept.
     """
-    run = _Rounds(list(candidates), warmup, first_round)
-    order, going = random.Random(0), list(candidates)  # the same order for all who measure again
-    for call in candidates.values():
-        for _ in range(warmup):
-            call()
-    synchronize()
-    began, done, look = clock_ns(), 0, rounds
-    enough = ENOUGH if patience_s > 0 else 0
+    run = _Rounds(candidates, clock_ns, synchronize, interruptions, warmup, first_round)
+    run.warm_up()
+    order, going, began = random.Random(0), list(candidates), clock_ns()
+    done, look, enough = 0, rounds, ENOUGH if patience_s > 0 else 0
     try:
         while going:
             for name in order.sample(going, len(going)):
-                if rehearse:
-                    candidates[name]()
-                    synchronize()
-                before, start = interruptions(), clock_ns()
-                candidates[name]()
-                synchronize()
-                run.new[name].append((done, clock_ns() - start, interruptions() - before))
+                run.sample(name, done, rehearse=rehearse)
             done += 1
             on_round(done, look)
             spent_s = (clock_ns() - began) / 1e9
@@ -301,16 +285,41 @@ def interleave(
 
 
 class _Rounds:
-    """Samples as (round, nanoseconds, interruptions): those since the last look, and those kept before."""
+    """Takes samples, as (round, nanoseconds, interruptions), and drops those that were disturbed."""
 
-    def __init__(self, names: Sequence[str], warmup: int, first: int) -> None:
-        self.warmup, self.first = warmup, first
-        self.new: dict[str, list[tuple[int, float, int]]] = {name: [] for name in names}
-        self.kept: dict[str, list[tuple[int, float, int]]] = {name: [] for name in names}
-        self.dropped = dict.fromkeys(names, 0)
+    def __init__(
+        self,
+        candidates: Mapping[str, Callable[[], object]],
+        clock_ns: Callable[[], float],
+        synchronize: Callable[[], object],
+        interruptions: Callable[[], int],
+        warmup: int,
+        first: int,
+    ) -> None:
+        self.candidates, self.clock_ns, self.synchronize = candidates, clock_ns, synchronize
+        self.interruptions, self.warmup, self.first = interruptions, warmup, first
+        self.new: dict[str, list[tuple[int, float, int]]] = {name: [] for name in candidates}
+        self.kept: dict[str, list[tuple[int, float, int]]] = {name: [] for name in candidates}
+        self.dropped = dict.fromkeys(candidates, 0)
+
+    def warm_up(self) -> None:
+        for call in self.candidates.values():
+            for _ in range(self.warmup):
+                call()
+        self.synchronize()
+
+    def sample(self, name: str, done: int, *, rehearse: bool) -> None:
+        """Time one call of a candidate in the round after ``done`` others."""
+        if rehearse:
+            self.candidates[name]()
+            self.synchronize()
+        before, start = self.interruptions(), self.clock_ns()
+        self.candidates[name]()
+        self.synchronize()
+        self.new[name].append((done, self.clock_ns() - start, self.interruptions() - before))
 
     def measurements(self, done: int) -> dict[str, Measurement]:
-        """Those of the first ``done`` rounds, without disturbed samples; what is dropped once stays so."""
+        """Return those of the first ``done`` rounds, without disturbed samples; what is dropped once stays so."""
         found = {}
         for name, new in self.new.items():
             complete = [sample for sample in new if sample[0] < done]

@@ -1,12 +1,12 @@
-"""Which calls may fail on values, and the order that leaves what stays as eager leaves it when one does.
+"""Order calls so that a replay which fails midway leaves parameters and buffers as eager does.
 
-Where calls of several streams run by themselves, those of one stream go on for a while after a call of another failed.
-Eager stops at the call that fails: what precedes it in program order has been done, what follows it has not.
+Eager stops at the call that fails: what precedes it in program order has been done, what follows it has not. With
+several streams, other streams go on for a while after a call has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from nimble_core.algorithms.reachability import unconnected
@@ -105,12 +105,12 @@ _DRAWS_BY_TENSOR = frozenset(
 
 
 def may_fail(call: Call) -> bool:
-    """Whether there may be values on which a call raises, shapes being what they were when it was recorded.
+    """Whether a call may raise for some values, at the shapes it was recorded with.
 
-    Told by name: operators that take places, classes, lengths or probabilities from tensors, that factor matrices, that
-    divide integers, and checks. An operator of nobody known may do anything; a compiled kernel what the eager calls
-    may that it stands for. Not those of the backward: they take what their forward checked. Anything may run out of
-    memory.
+    Decided by the operator's name: those that take indices, classes, lengths or probabilities from tensors, factor
+    matrices, divide integers or check something. An unknown operator may always fail, a compiled kernel if one of the
+    eager calls that it replaces may. Operators of the backward do not: their forward checked the values. Running out of
+    memory is not considered.
 
     >>> [may_fail(Call(0, name, (), ())) for name in ("aten.gather.default", "aten.mm.default", "mine.op.default")]
     [True, False, True]
@@ -136,7 +136,7 @@ def _may_fail(operator: str, call: Call) -> bool:
 
 
 def checks_values(operator: str) -> bool:
-    """Whether an operator of torch's raises on some values, told by its name alone.
+    """Whether the name of one of torch's operators says that it raises on some values.
 
     >>> checks_values("aten.embedding.default"), checks_values("aten.view.default")
     (True, False)
@@ -146,7 +146,7 @@ def checks_values(operator: str) -> bool:
 
 
 def changes_what_stays(call: Call, program: Program) -> bool:
-    """Whether a call writes what is not made anew by each run: the model's own, inputs, a generator's state."""
+    """Whether a call writes what outlives a run: parameters, buffers, inputs, a generator's state."""
     for access in call.accesses:
         role = program.storages[access.ref.storage].role
         if role == "generator" or (access.write and role != "intermediate" and access.ref.numel):
@@ -155,10 +155,11 @@ def changes_what_stays(call: Call, program: Program) -> bool:
 
 
 def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -> tuple[Schedule, MemoryPlan]:
-    """``schedule`` with the order that makes a run in which a call fails leave what stays as eager leaves it.
+    """Add the order with which a run that fails leaves lasting tensors as eager leaves them.
 
-    What changes something that stays comes after the calls before it, in program order, that may fail, and before those
-    behind it. Streams stay as they are; within them the issue order changes only where it contradicts this.
+    A call that writes a buffer, a parameter or another lasting tensor runs after all earlier calls that may fail, and
+    before all later ones, in program order. Streams stay as they are. Where order is missing, calls are issued in
+    program order.
 
     Args:
         program: the calls and what they touch.
@@ -166,8 +167,8 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
         memory: a checked plan for both.
 
     Returns:
-        A checked schedule, the same one where it has this order already, and memory that fits it: another plan only
-        where reuse of bytes contradicts this order.
+        A checked schedule, the same one where it has this order already, and memory that fits it: planned anew where
+        the given plan's waits contradict program order.
 
     Raises:
         ScheduleError: what is returned would race.
@@ -185,26 +186,14 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
     wanted = _pairs(groups, schedule.stream, rank)
     if not unconnected(happens_before(schedule), [(rank[u], rank[v]) for u, v in wanted]):
         return schedule, memory
-    graph = build_graph(program)
-    # Reuse names the last use on each stream, which has to stay the last.
-    in_turn = (pair for calls in uses_in_turn(program, order) for pair in stream_neighbours(schedule.stream, calls))
-    reuse = (*reuse_hazards(program, schedule, memory), *in_turn)
-    barriers = [
-        pair
-        for barrier, (before, after) in enumerate(pairwise(groups), size)
-        for pair in (*((u, barrier) for u in before), *((barrier, v) for v in after))
-    ]
-    # As much as does not contradict the order: the policy's own waits, then the memory plan.
-    for kept in ((*schedule.syncs, *reuse), reuse, ()):
-        found = _first_come((*rank, *[-1] * (len(groups) - 1)), (*graph.meg, *kept, *barriers))
-        if found is not None:
-            issued = [call for call in found if call < size]
-            break
-    else:  # not reached: program order is one
-        raise AssertionError("program order contradicts itself")
-    extra = (*kept, *_pairs(groups, schedule.stream, positions(issued)))
-    guarded = plan_streams(graph, schedule.stream, policy=schedule.policy, order=issued, extra=extra)
-    if reuse and not kept:
+    graph, in_turn = build_graph(program), range(size)
+    # The policy's own waits and those of shared bytes stay, unless one of them contradicts program order.
+    last_uses = (pair for calls in uses_in_turn(program, order) for pair in stream_neighbours(schedule.stream, calls))
+    kept = [*schedule.syncs, *reuse_hazards(program, schedule, memory), *last_uses]
+    fits = all(u < v for u, v in kept)
+    extra = [*(kept if fits else ()), *_pairs(groups, schedule.stream, in_turn)]
+    guarded = plan_streams(graph, schedule.stream, policy=schedule.policy, order=in_turn, extra=extra)
+    if not fits:
         place = [storage for storage, offset in enumerate(memory.offsets) if offset >= 0]
         memory = plan_memory(program, guarded, needs=memory.needs, place=place, alignment=memory.alignment)
     check_schedule(graph, guarded, program)
@@ -212,8 +201,9 @@ def failing_as_eager(program: Program, schedule: Schedule, memory: MemoryPlan) -
 
 
 def _groups(program: Program) -> list[list[int]]:
-    """Calls, in program order, of which each has to come after all of the group before: those that may fail, those that
-    change what stays, in turn; a call that does both by itself.
+    """Group the calls that may fail and those that change what stays, in turn and in program order.
+
+    Each call of a group runs after all calls of the group before. A call that does both is a group of its own.
     """
     groups: list[list[int]] = []
     latest = (False, False)
@@ -229,7 +219,7 @@ def _groups(program: Program) -> list[list[int]]:
 
 
 def _pairs(groups: Sequence[Sequence[int]], stream: Sequence[int], place: Sequence[int]) -> list[tuple[int, int]]:
-    """The order of groups as pairs of calls: of the group before only the last on each stream matters."""
+    """Pairs of calls that order the groups: of the group before, only the last call on each stream matters."""
     pairs = []
     for before, after in pairwise(groups):
         last: dict[int, int] = {}
@@ -239,20 +229,3 @@ def _pairs(groups: Sequence[Sequence[int]], stream: Sequence[int], place: Sequen
                 last[stream[call]] = call
         pairs += [(u, v) for v in after for u in last.values()]
     return pairs
-
-
-def _first_come(rank: Sequence[int], edges: Iterable[tuple[int, int]]) -> list[int] | None:
-    """Nodes in an order that keeps ``edges``, of those that can be next the one of lowest rank; None if there is none.
-
-    >>> _first_come([1, 0, 2], [(0, 1)]), _first_come([0, 1], [(0, 1), (1, 0)])
-    ([0, 1, 2], None)
-    """
-    import networkx
-
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(range(len(rank)))
-    graph.add_edges_from(edges)
-    try:
-        return list(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__))
-    except networkx.NetworkXUnfeasible:
-        return None

@@ -1,4 +1,4 @@
-"""When memory may be given back: the release points that a schedule's own order allows, and what they save.
+"""Release points: when a schedule's own order allows memory to be given back.
 
 A block that is freed on one stream may be handed out again on that stream at once, while other streams still read it.
 So a storage is released on the stream that made it, before the first call there that *happens after* every use.
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from nimble_core.algorithms.reachability import ancestors
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule, positions, stream_neighbours
+from nimble_core.scheduling.liveness import happens_before, members
 
-__all__ = ["LivePeak", "ReleasePlan", "live_peak", "release_plan", "serial_peak", "uses_in_turn"]
+__all__ = ["ReleasePlan", "release_plan", "serial_peak", "uses_in_turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +35,8 @@ class ReleasePlan:
     kept: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LivePeak:
-    """Peak bytes of intermediate storages, outputs included; inputs, parameters, buffers and constants apart.
-
-    Args:
-        planned: most bytes alive at one point of the issue order, under the release plan.
-        pooled: sum over streams of their own peaks under the plan: memory freed on one stream serves that stream only.
-        kept: everything kept alive until the end.
-        ideal: one stream in program order, each storage freed right after its last use.
-    """
-
-    planned: int
-    pooled: int
-    kept: int
-    ideal: int
-
-
 def release_plan(program: Program, schedule: Schedule) -> ReleasePlan:
-    """The earliest safe release of each intermediate storage on the stream that made it.
+    """Find the earliest safe release of each intermediate storage on the stream that made it.
 
     Safe before call c means: every call that touches the storage happens before c by stream order and waits, whatever
     the streams' relative speed. Inputs, parameters, buffers, constants, generators and outputs are never released.
@@ -87,24 +71,16 @@ def release_plan(program: Program, schedule: Schedule) -> ReleasePlan:
     marked = sorted({at for uses in foreign.values() for at in uses})
     rank = {at: bit for bit, at in enumerate(marked)}
     awaited = {lane: sum(1 << rank[at] for at in uses) for lane, uses in foreign.items()}
-    sources: list[list[int]] = [[] for _ in order]
-    previous = [-1] * len(order)
-    for u, v in stream_neighbours(stream, order):
-        previous[position[v]] = u
-        sources[position[v]].append(position[u])
-    for u, v in schedule.syncs:
-        sources[position[v]].append(position[u])
+    previous = {v: u for u, v in stream_neighbours(stream, order)}
 
     before: list[tuple[int, ...]] = []
-    for at, known in enumerate(ancestors(sources, marked)):
-        lane = stream[order[at]]
-        done = list(local.get(previous[at], ()))
+    for call, known in zip(order, ancestors(happens_before(schedule), marked), strict=True):
+        lane = stream[call]
+        done = list(local.get(previous.get(call, -1), ()))
         news = known & awaited.get(lane, 0)
         if news:
             awaited[lane] ^= news
-        while news:
-            bit = news.bit_length() - 1
-            news ^= 1 << bit
+        for bit in members(news):
             done += foreign[lane][marked[bit]]
         free = []
         for storage in done:
@@ -117,43 +93,8 @@ def release_plan(program: Program, schedule: Schedule) -> ReleasePlan:
     return ReleasePlan(before=tuple(before), stream=tuple(home), kept=kept)
 
 
-def live_peak(program: Program, plan: ReleasePlan, schedule: Schedule) -> LivePeak:
-    """Peak bytes under ``plan``, and what the extremes would need.
-
-    Args:
-        program: the calls and what they touch.
-        plan: made by :func:`release_plan` for ``schedule``.
-        schedule: gives the issue order.
-    """
-    sizes = [storage.nbytes for storage in program.storages]
-    touches = uses_in_turn(program, schedule.order)
-    made_by: dict[int, list[int]] = {}
-    for storage, calls in enumerate(touches):
-        if calls:
-            made_by.setdefault(calls[0], []).append(storage)
-    alive = planned = 0
-    on_stream = [0] * schedule.streams
-    peak_on = [0] * schedule.streams
-    for at, call in enumerate(schedule.order):
-        for storage in plan.before[at]:
-            alive -= sizes[storage]
-            on_stream[plan.stream[storage]] -= sizes[storage]
-        for storage in made_by.get(call, ()):
-            alive += sizes[storage]
-            on_stream[plan.stream[storage]] += sizes[storage]
-        planned = max(planned, alive)
-        lane = schedule.stream[call]
-        peak_on[lane] = max(peak_on[lane], on_stream[lane])
-    return LivePeak(
-        planned=planned,
-        pooled=sum(peak_on),
-        kept=sum(sizes[storage] for storage, calls in enumerate(touches) if calls),
-        ideal=serial_peak(program),
-    )
-
-
 def serial_peak(program: Program, scratch: Sequence[int] = ()) -> int:
-    """Peak bytes of intermediate storages where calls run one after the other in program order, as eager's do.
+    """Return the peak bytes of intermediate storages when calls run one after the other, as in eager.
 
     Each storage is there from its first use to its last, outputs to the end.
 
@@ -182,7 +123,7 @@ def serial_peak(program: Program, scratch: Sequence[int] = ()) -> int:
 
 
 def uses_in_turn(program: Program, order: Sequence[int]) -> list[list[int]]:
-    """Calls that touch each intermediate storage, in issue order; empty for all other storages."""
+    """List the calls that touch each intermediate storage, in issue order; no calls for other storages."""
     touches: list[list[int]] = [[] for _ in program.storages]
     for call in order:
         for storage in {access.ref.storage for access in program.calls[call].accesses}:

@@ -1,4 +1,4 @@
-"""Which piece of memory is dead before which other is made, whatever the streams' relative speed.
+"""Lifetimes of storages under a schedule, valid for any relative speed of the streams.
 
 One storage may take the place of another where each call that uses the one *happens before* each that uses the other,
 by the order within streams and by waits. That one is used earlier in program order says nothing across streams.
@@ -35,8 +35,9 @@ class Lifetime:
 
 
 def lifetimes(program: Program, schedule: Schedule, storages: Iterable[int]) -> list[Lifetime]:
-    """Lifetimes of those of ``storages`` that any call touches, in the order they are made; outputs never die, and what
-    the calls do not make is there from the start.
+    """Return the lifetimes of those of ``storages`` that any call touches, in the order they are made.
+
+    Outputs live to the end. What the calls do not make exists from the start.
 
     Complexity:
         Linear in accesses.
@@ -65,19 +66,19 @@ def lifetimes(program: Program, schedule: Schedule, storages: Iterable[int]) -> 
 
 
 def made(life: Lifetime) -> tuple[tuple[int, ...], int]:
-    """Sorts lifetimes by when they begin."""
+    """Sort key: lifetimes by when they begin."""
     return life.first[:1], life.storage
 
 
 def happens_before(schedule: Schedule) -> list[list[int]]:
-    """What each call directly comes after, by its stream and by waits: positions in the issue order, by position."""
+    """List the direct predecessors of each call, by stream order and waits: positions in the issue order."""
     position = positions(schedule.order)
     pairs = (*stream_neighbours(schedule.stream, schedule.order), *schedule.syncs)
     return predecessor_lists(len(position), ((position[u], position[v]) for u, v in pairs))
 
 
 def dead_before(predecessors: Sequence[Sequence[int]], last: Sequence[Sequence[int]]) -> Iterator[int]:
-    """For each call in turn, the bitset of the storages whose every use happens before it.
+    """Yield for each call in turn the bitset of the storages whose every use happens before it.
 
     Args:
         predecessors: what each call directly comes after, all of lower index.
@@ -118,7 +119,7 @@ def dead_before(predecessors: Sequence[Sequence[int]], last: Sequence[Sequence[i
 
 
 def conflict_sets(before: Sequence[Sequence[int]], lives: Sequence[Lifetime]) -> list[int]:
-    """For each lifetime the bitset of the others that it may overlap: neither is sure to be over before the other.
+    """Return for each lifetime the bitset of the others that it may overlap.
 
     Args:
         before: what each call directly comes after (:func:`happens_before`).
@@ -148,7 +149,7 @@ def conflict_sets(before: Sequence[Sequence[int]], lives: Sequence[Lifetime]) ->
 
 
 def members(bits: int) -> list[int]:
-    """Members of a bitset, ascending.
+    """List the members of a bitset, ascending.
 
     >>> members(0b1011)
     [0, 1, 3]

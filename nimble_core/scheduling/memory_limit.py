@@ -6,7 +6,6 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from nimble_core.ir.call_graph import CallGraph
 from nimble_core.ir.costs import Costs
@@ -46,15 +45,16 @@ def limit_memory(
     place: Collection[int] | None = None,
     alignment: int = ALIGNMENT,
 ) -> tuple[Schedule, MemoryPlan]:
-    """``schedule`` and its memory if that fits the limit, else the fastest plan found that does, on the same streams
-    or, where that is faster, on one.
+    """Fit a schedule to a memory limit by adding order where bytes have to be reused sooner.
+
+    A schedule that fits stays. Else the fastest plan found that does is on the same streams, or on one.
 
     Calls are walked in an issue order, on a clock, and book their memory in that order, workspaces included: a call
-    that finds none free books when the next storage is dead, and starts no sooner. Whoever is dead when another books
-    may give it its bytes, as well as whoever the schedule knows to be dead. Offsets are packed for that, and what the
-    packing reuses becomes order: it follows the walk's clock, so it delays nothing further. Booking in one order cannot
-    deadlock: whenever everything booked has run, memory is as full as it is on one stream. The schedule's own order and
-    program order are tried, with less and less to book until the packing fits.
+    that finds none free books when the next storage is dead, and starts no sooner. A storage may take the bytes of
+    those that are dead when it is booked, and of those that the schedule itself orders before it. Offsets are packed
+    for that, and each reuse becomes order. Booking in one order cannot deadlock: whenever everything booked has run,
+    memory is as full as on one stream. The schedule's own order and program order are tried, with less and less to book
+    until the packing fits.
 
     Args:
         graph: the hazards.
@@ -67,14 +67,11 @@ def limit_memory(
         place: intermediate storages to be placed; None: all.
         alignment: of all offsets, bytes.
 
-    Returns:
-        The schedule, its added order listed and without promises where order was added, and the memory that fits it.
-
     Raises:
         ScheduleError: the limit is too small; names the smallest for which a plan was found.
 
     Complexity:
-        Some ten packings of :func:`~nimble_core.scheduling.memory_planner.plan_memory`.
+        Some ten packings of ``plan_memory``.
 
     Source:
         Booking in a fixed order: Eyraud-Dubois, Marchal, Sinnen, Vivien, "Parallel Scheduling of Task Trees with
@@ -84,48 +81,43 @@ def limit_memory(
     smallest = plan.held_nbytes
     if smallest <= limit_nbytes:
         return schedule, plan
-    found: list[tuple[float, Schedule, MemoryPlan]] = []
+    found: list[tuple[Schedule, MemoryPlan]] = []
     for order in dict.fromkeys((schedule.order, tuple(range(graph.size)))):
         base = plan_streams(graph, schedule.stream, policy=schedule.policy, order=order)
         whole = plan_memory(program, base, needs=needs, place=place, alignment=alignment)
-        lives = tenants(program, base, needs, place)
-        room = limit_nbytes - whole.scratch_nbytes
-        for offsets, nbytes in chain(
-            [(None, whole.nbytes)], _arenas(program, base, lives, costs, needs, room, alignment)
-        ):
-            smallest = min(smallest, nbytes + whole.scratch_nbytes)
-            if nbytes > room:
-                continue
-            plan = whole if offsets is None else settled(program, whole, lives, offsets, nbytes)
-            extra = reuse_hazards(program, base, plan)
-            limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
-            limited = replace(limited, priority=schedule.priority)
-            found.append((simulate(graph, limited, costs, device).length_ns, limited, plan))
-            break
+        for plan in _arenas(program, base, whole, costs, place, limit_nbytes):
+            smallest = min(smallest, plan.held_nbytes)
+            if plan.held_nbytes <= limit_nbytes:
+                extra = reuse_hazards(program, base, plan)
+                limited = plan_streams(graph, base.stream, policy=base.policy, order=order, extra=extra)
+                found.append((replace(limited, priority=schedule.priority), plan))
+                break
     alone = plan_streams(graph, [0] * graph.size, policy=schedule.policy)
-    in_turn = plan_memory(program, alone, needs=needs, place=place, alignment=alignment)
-    smallest = min(smallest, in_turn.held_nbytes)
-    if in_turn.held_nbytes <= limit_nbytes:
-        found.append((simulate(graph, alone, costs, device).length_ns, alone, in_turn))
+    plan = plan_memory(program, alone, needs=needs, place=place, alignment=alignment)
+    smallest = min(smallest, plan.held_nbytes)
+    if plan.held_nbytes <= limit_nbytes:
+        found.append((alone, plan))
     if not found:
         raise ScheduleError(
             f"no memory of {limit_nbytes} bytes was found: the smallest has {smallest}",
             fix=f"a memory limit of at least {smallest} bytes",
         )
-    _, limited, plan = min(found, key=lambda entry: entry[0])
-    return limited, plan
+    return min(found, key=lambda pair: simulate(graph, pair[0], costs, device).length_ns)
 
 
 def _arenas(
     program: Program,
     schedule: Schedule,
-    lives: Sequence[Lifetime],
+    whole: MemoryPlan,
     costs: Costs,
-    needs: Needs,
-    room: int,
-    unit: int,
-) -> Iterator[tuple[list[int], int]]:
-    """Packings ``(offsets, arena)`` in bytes, from fast to small; the last is that of one stream."""
+    place: Collection[int] | None,
+    limit_nbytes: int,
+) -> Iterator[MemoryPlan]:
+    """Yield plans from fast to small: ``whole``, then those with less memory; the last is that of one stream."""
+    yield whole
+    needs, unit = whole.needs, whole.alignment
+    lives = tenants(program, schedule, needs, place)
+    room = limit_nbytes - whole.scratch_nbytes
     before = happens_before(schedule)
     dead = list(dead_before(before, [life.last for life in lives]))
     ns = [costs.ns[call] for call in schedule.order]
@@ -138,12 +130,13 @@ def _arenas(
         if heirs is None:
             break
         offsets, total = packed(program, lives, _without_heirs(conflicts, heirs), needs, unit)
-        yield offsets, total
+        yield settled(program, whole, lives, offsets, total)
         # Packing loses some bytes between blocks: book as much less as it missed the limit by.
         budget -= max((total - room) // unit, budget // 50 + 1)
     births = [life.first[0] if life.first else -1 for life in lives]
     serial = [bisect_right(births, life.last[-1]) if life.last else len(lives) for life in lives]
-    yield packed(program, lives, _without_heirs(conflicts, serial), needs, unit)
+    offsets, total = packed(program, lives, _without_heirs(conflicts, serial), needs, unit)
+    yield settled(program, whole, lives, offsets, total)
 
 
 def _book(
@@ -208,7 +201,7 @@ def _book(
 
 
 def _without_heirs(conflicts: Sequence[int], heirs: Sequence[int]) -> list[int]:
-    """Conflicts without those between a storage and the ones from its heir on."""
+    """Remove the conflicts between a storage and those from its heir on."""
     leaving: list[int] = [0] * (len(heirs) + 1)
     for index, heir in enumerate(heirs):
         leaving[heir] |= 1 << index

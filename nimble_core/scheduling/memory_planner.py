@@ -1,9 +1,9 @@
-"""One arena for all streams: where each storage lies, the order that this asks for, and the proof that it is kept.
+"""One arena for all streams: where each storage lies, the order this needs, and the proof that it holds.
 
-The device's allocator can reuse a block on the stream that freed it only. Here offsets are planned ahead: whoever is
-dead before another is made, on whatever stream, may give it its bytes. Large workspaces that a call needs only while it
-runs lie among the storages; small ones, whose addresses have to be the highest, in a second arena. What an earlier
-program has left behind (``Lent``) may be used as well, as soon as nobody reads it any more.
+The device's allocator can reuse a block only on the stream that freed it. Here offsets are planned ahead: a storage may
+take the bytes of any other that is dead before it is made, on whatever stream. Large workspaces, which a call needs
+only while it runs, lie among the storages; small ones, whose addresses have to be the highest, lie in a second arena.
+Memory that an earlier program has left behind (``Lent``) is used as well, after its last read.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def plan_memory(
     place: Collection[int] | None = None,
     alignment: int = ALIGNMENT,
 ) -> MemoryPlan:
-    """Offsets in one arena, shared where the schedule's own order allows it: nothing new has to wait.
+    """Plan offsets in one arena, shared where the schedule's own order allows it: no wait is added.
 
     Two storages may share bytes exactly if every call that touches the one happens before every call that touches the
     other, by the order within streams and by waits. Outputs share with what is dead before they are made, and live to
@@ -182,13 +182,13 @@ def plan_memory(
 
 
 def tenants(program: Program, schedule: Schedule, needs: Needs, place: Collection[int] | None) -> list[Lifetime]:
-    """Who shares the arena, in the order they are made: storages, and calls' large workspaces, numbered after them."""
+    """List what shares the arena, in the order it is made: storages, then calls' large workspaces."""
     homes = [storage for storage, _ in needs.lent.homes]
     return _lives(program, schedule, needs, [*placeable(program, place), *homes, *needs.inputs])
 
 
 def _lives(program: Program, schedule: Schedule, needs: Needs, storages: Iterable[int]) -> list[Lifetime]:
-    """Lifetimes of these storages and of calls' large workspaces, in the order they are made."""
+    """List lifetimes of these storages and of calls' large workspaces, in the order they are made."""
     size = len(program.storages)
     running = [replace(life, storage=size + life.storage) for life in _running(schedule, needs.workspaces)]
     return sorted([*lifetimes(program, schedule, storages), *running], key=made)
@@ -197,7 +197,7 @@ def _lives(program: Program, schedule: Schedule, needs: Needs, storages: Iterabl
 def packed(
     program: Program, lives: Sequence[Lifetime], conflicts: Sequence[int], needs: Needs, alignment: int
 ) -> tuple[list[int], int]:
-    """Offsets of the tenants, and the size of the arena, bytes."""
+    """Pack the tenants; return their offsets and the size of the arena, bytes."""
     units = [-(-tenant_nbytes(program, needs, life.storage) // alignment) for life in lives]
     rows, fixed, lent = list(conflicts), {}, needs.lent
     end = lent.end(alignment) // alignment
@@ -226,7 +226,7 @@ def packed(
 def settled(
     program: Program, plan: MemoryPlan, lives: Sequence[Lifetime], offsets: Sequence[int], nbytes: int
 ) -> MemoryPlan:
-    """The plan with its tenants at these offsets."""
+    """Return the plan with its tenants at these offsets."""
     where = [-1] * (len(program.storages) + len(plan.needs.workspaces))
     for life, offset in zip(lives, offsets, strict=True):
         where[life.storage] = offset
@@ -235,7 +235,7 @@ def settled(
 
 
 def reuse_hazards(program: Program, schedule: Schedule, plan: MemoryPlan) -> tuple[tuple[int, int], ...]:
-    """The order that reused bytes ask for: ``(call that last uses them, call that first uses them for another)``.
+    """Return the order that reused bytes need: pairs ``(last use by the old owner, first use by the new)``.
 
     A storage has one such call for each stream that uses it. Only owners that follow each other directly, in issue
     order, are looked at: where they are ordered, all owners of a byte are.
@@ -258,7 +258,7 @@ def reuse_hazards(program: Program, schedule: Schedule, plan: MemoryPlan) -> tup
 
 
 def check_memory(program: Program, schedule: Schedule, plan: MemoryPlan) -> MemoryPlan:
-    """Return ``plan`` if no byte of it is ever two things at a time, whatever the streams' relative speed.
+    """Return ``plan`` if no byte ever has two owners at once, whatever the streams' relative speed.
 
     Owners of the same bytes are found anew from the offsets, and their order from streams and waits: nothing that the
     planner believed is used.
@@ -316,7 +316,7 @@ def check_memory(program: Program, schedule: Schedule, plan: MemoryPlan) -> Memo
 
 
 def placeable(program: Program, place: Collection[int] | None) -> list[int]:
-    """Storages to be placed, ascending: ``place``, or all that the calls themselves make.
+    """List the storages to be placed, ascending: ``place``, or all that the calls themselves make.
 
     Raises:
         InputError: a storage that is not there or that the calls do not make.
@@ -330,7 +330,7 @@ def placeable(program: Program, place: Collection[int] | None) -> list[int]:
 
 
 def tenant_nbytes(program: Program, needs: Needs, tenant: int) -> int:
-    """Bytes of a storage or, numbered after them, of a call's large workspaces."""
+    """Return the bytes of a storage or, numbered after all storages, of a call's large workspaces."""
     size = len(program.storages)
     return program.storages[tenant].nbytes if tenant < size else needs.workspaces[tenant - size]
 
@@ -344,7 +344,7 @@ def _name(program: Program, needs: Needs, tenant: int) -> str:
 
 
 def _running(schedule: Schedule, nbytes: Sequence[int]) -> list[Lifetime]:
-    """Lifetimes of what calls need only while they run; ``storage`` is the call."""
+    """List lifetimes of what calls need only while they run; ``storage`` is the call."""
     if not nbytes:
         return []
     return [Lifetime(call, (at,), (at,)) for at, call in enumerate(schedule.order) if nbytes[call]]
@@ -353,7 +353,7 @@ def _running(schedule: Schedule, nbytes: Sequence[int]) -> list[Lifetime]:
 def _successions(
     program: Program, schedule: Schedule, plan: MemoryPlan
 ) -> Iterator[tuple[str, list[Lifetime], list[tuple[int, int]]]]:
-    """For both arenas: its name, the lifetimes in it, and who directly takes over bytes from whom."""
+    """Yield for both arenas its name, the lifetimes in it, and who directly takes over bytes from whom."""
     needs, where = plan.needs, (*plan.offsets, *plan.workspace_offsets)
     lives = _lives(program, schedule, needs, [storage for storage, offset in enumerate(plan.offsets) if offset >= 0])
     stay = [Lifetime(-1, (), ()) for _ in needs.lent.kept]
@@ -368,7 +368,7 @@ def _successions(
 
 
 def _takeovers(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs ``(old, new)`` of blocks ``(offset, nbytes)`` that own the same byte one right after the other."""
+    """Find pairs ``(old, new)`` of blocks ``(offset, nbytes)`` that own a byte one right after the other."""
     # owner[i] has the bytes from start[i] to start[i + 1].
     start, owner = [0], [-1]
     found: list[tuple[int, int]] = []

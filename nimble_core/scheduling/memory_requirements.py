@@ -14,7 +14,7 @@ from nimble_core.ir.allocations import Ask
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
 from nimble_core.scheduling.memory_planner import ALIGNMENT, NOTHING_LENT, Lent, Needs
-from nimble_core.scheduling.workspace_zeroing import COUNTERS_NBYTES, staggered
+from nimble_core.scheduling.workspace_zeroing import COUNTERS_NBYTES, Place, staggered
 
 __all__ = ["CELL_NBYTES", "SMALL_NBYTES", "Block", "Layout", "lay_out", "next_claim"]
 
@@ -93,7 +93,7 @@ class Layout:
         return Needs(self.scratch, self.workspaces, self.lent, self.inputs)
 
     def sized(self, program: Program) -> Program:
-        """The program with storages as large as their places in the arena: what memory is planned for."""
+        """Return the program with storages as large as their places in the arena: memory is planned for it."""
         if all(program.storages[storage].nbytes == nbytes for storage, nbytes in self.arena.items()):
             return program
         storages = list(program.storages)
@@ -114,24 +114,18 @@ def lay_out(
     """Decide where each allocation of each call may live.
 
     Small blocks are handed out by address: of a call's small results only the first that is used later can go to the
-    arena. What is asked for before it lies below the arena, what comes after it above, then cells, then what is
-    staggered, scratch above all.
+    arena. Earlier ones lie below the arena, later ones above it, then cells, staggered workspaces, and scratch.
 
     Args:
         program: the calls and what they touch.
         schedule: gives the issue order: a storage is made by the first call that touches it.
-        asks: what each call asks for, as recorded; empty: for nothing but its results.
+        asks: what each call asks for; empty: for its results alone.
         skip: operators whose calls are not placed.
         stagger: whether workspaces with counters have memory of their own.
         alignment: of every block.
     """
     made, touched = _made_by(program, schedule)
     outputs = {ref.storage for ref in program.outputs}
-    blocks: list[tuple[Block, ...]] = []
-    arena: dict[int, int] = {}
-    front, kept, cells = (_Shelf(alignment) for _ in range(3))
-    scratch: list[int] = []
-    workspaces: list[int] = []
     all_asks = [_asked(program, made[call.index], asks[call.index] if asks else ()) for call in program.calls]
     asked = [(len(of_call), sum(ask.nbytes for ask in of_call)) for of_call in all_asks]
     all_slots = [
@@ -143,49 +137,65 @@ def lay_out(
     chains = staggered(schedule, counters, alignment) if stagger else ()
     apart = {call: place for chain in chains for call, place in chain.items()}
     ends = [place.offset + _aligned(counting[call].nbytes, alignment) for call, place in apart.items()]
-    for call, slots in enumerate(all_slots):
-        first, last = _small_ones(slots, lasting)
-        own: list[Block] = []
-        for place, slot in enumerate(slots):
-            home, offset, untouched = "scratch" if slot.small else "workspace", 0, 0
-            above = any(block.home in ("staggered", "scratch") and block.nbytes <= SMALL_NBYTES for block in own)
-            if slot.storage is not None and slot.storage in lasting and (not slot.small or place == first):
-                home = "arena"
-                arena[slot.storage] = slot.nbytes
-            elif slot.small and place < first:
-                home, offset = "front", front.put(slot.nbytes)
-            elif slot.small and place <= last:
-                home, offset = "kept", kept.put(slot.nbytes)
-            elif call in apart and slot is counting[call]:
-                home, offset, untouched = "staggered", apart[call].offset, apart[call].untouched
-            elif slot.small and slot.nbytes <= CELL_NBYTES and not above:
-                home, offset, untouched = "cell", cells.put(slot.nbytes), slot.nbytes
-            own.append(Block(slot.nbytes, slot.storage, home, offset, untouched))
-        blocks.append(tuple(own))
-        for homes, running in (("scratch", scratch), ("workspace", workspaces)):
-            running.append(sum(_aligned(block.nbytes, alignment) for block in own if block.home == homes))
+    shelves = _Shelves(alignment)
+    blocks = [
+        _blocks(slots, lasting, shelves, counting.get(call), apart.get(call)) for call, slots in enumerate(all_slots)
+    ]
+    arena = {
+        block.storage: block.nbytes
+        for own in blocks
+        for block in own
+        if block.home == "arena" and block.storage is not None
+    }
+
+    def running(home: str) -> tuple[int, ...]:
+        return tuple(sum(_aligned(one.nbytes, alignment) for one in own if one.home == home) for own in blocks)
+
     return Layout(
         blocks=tuple(blocks),
         arena=arena,
-        scratch=tuple(scratch),
-        workspaces=tuple(workspaces),
+        scratch=running("scratch"),
+        workspaces=running("workspace"),
         asked=tuple(asked),
-        front_nbytes=front.nbytes,
-        kept_nbytes=kept.nbytes,
-        cells_nbytes=cells.nbytes,
+        front_nbytes=shelves.front.nbytes,
+        kept_nbytes=shelves.kept.nbytes,
+        cells_nbytes=shelves.cells.nbytes,
         staggered_nbytes=max(ends, default=0),
         chains=tuple(map(tuple, chains)),
     )
 
 
+def _blocks(
+    slots: Sequence[_Slot], lasting: Collection[int], shelves: _Shelves, counting: _Slot | None, apart: Place | None
+) -> tuple[Block, ...]:
+    """Choose a home for each block of one call."""
+    first, last = _small_ones(slots, lasting)
+    own: list[Block] = []
+    for place, slot in enumerate(slots):
+        home, offset, untouched = "scratch" if slot.small else "workspace", 0, 0
+        above = any(block.home in ("staggered", "scratch") and block.nbytes <= SMALL_NBYTES for block in own)
+        if slot.storage is not None and slot.storage in lasting and (not slot.small or place == first):
+            home = "arena"
+        elif slot.small and place < first:
+            home, offset = "front", shelves.front.put(slot.nbytes)
+        elif slot.small and place <= last:
+            home, offset = "kept", shelves.kept.put(slot.nbytes)
+        elif apart is not None and slot is counting:
+            home, offset, untouched = "staggered", apart.offset, apart.untouched
+        elif slot.small and slot.nbytes <= CELL_NBYTES and not above:
+            home, offset, untouched = "cell", shelves.cells.put(slot.nbytes), slot.nbytes
+        own.append(Block(slot.nbytes, slot.storage, home, offset, untouched))
+    return tuple(own)
+
+
 def _small_ones(slots: Sequence[_Slot], lasting: Collection[int]) -> tuple[int, int]:
-    """The first and the last small block whose content lasts; -1 if none does."""
+    """Find the first and the last small block whose content lasts; -1 if none does."""
     wanted = [place for place, slot in enumerate(slots) if slot.small and slot.storage in lasting]
     return (wanted[0], wanted[-1]) if wanted else (-1, -1)
 
 
 def _counting(slots: Sequence[_Slot], lasting: Collection[int]) -> _Slot | None:
-    """The block that is a workspace with counters, too large for a cell, and may lie above cells; None if none is.
+    """Find the workspace with counters that is too large for a cell and may lie above the cells; None if there is none.
 
     Small blocks are handed out by address: it has to come after those that last, and before those that are scratch.
     """
@@ -206,14 +216,21 @@ class _Shelf:
         self._alignment = alignment
 
     def put(self, nbytes: int) -> int:
-        """Where the next block lies."""
+        """Return the offset of the next block."""
         offset = self.nbytes
         self.nbytes += _aligned(nbytes, self._alignment)
         return offset
 
 
+class _Shelves:
+    """Where small blocks go that share their bytes with nothing: below the arena, above it, and cells."""
+
+    def __init__(self, alignment: int) -> None:
+        self.front, self.kept, self.cells = (_Shelf(alignment) for _ in range(3))
+
+
 def _made_by(program: Program, schedule: Schedule) -> tuple[list[list[int]], list[int]]:
-    """Intermediate storages that each call is the first to touch, ascending; by how many calls each is touched."""
+    """List the intermediate storages that each call touches first; count the calls that touch each."""
     made: list[list[int]] = [[] for _ in program.calls]
     touched = [0] * len(program.storages)
     for call in schedule.order:
@@ -226,7 +243,7 @@ def _made_by(program: Program, schedule: Schedule) -> tuple[list[list[int]], lis
 
 
 def _asked(program: Program, made: Sequence[int], asks: Sequence[Ask]) -> list[Ask]:
-    """All that is allocated when a call is issued: what is there before it runs, such as ``empty``'s, comes first."""
+    """List all allocations of a call: what exists before it runs, such as the result of ``empty``, comes first."""
     known = {ask.storage for ask in asks}
     before = [Ask(program.storages[storage].nbytes, storage) for storage in made if storage not in known]
     return before + [
@@ -247,7 +264,7 @@ class _Slot:
 
 
 def _served(asks: Sequence[Ask]) -> list[_Slot]:
-    """Blocks from which torch's allocator serves these allocations, in the order in which they are first used.
+    """Simulate torch's allocator: the blocks that serve these allocations, in order of first use.
 
     What was freed is handed out again before anything new: a result may get the block of a larger workspace.
     """
@@ -276,7 +293,7 @@ def _last_claim(slots: Sequence[_Slot]) -> int:
 
 
 def next_claim(nbytes: int, last: int) -> int:
-    """What a large block has to count as in torch's allocator, to be handed out after one of ``last`` bytes.
+    """Choose the size a large block claims in torch's allocator, to be handed out after one of ``last`` bytes.
 
     >>> next_claim(11 << 20, 0) >> 20, next_claim(11 << 20, 20 << 20) >> 20, next_claim(31 << 20, 20 << 20) >> 20
     (20, 22, 32)

@@ -90,7 +90,7 @@ class Options:
 
 
 def option_like(name: str) -> str:
-    """The option of this name, or the one most like it; empty if none is. ``"max_stream"`` gives ``"max_streams"``."""
+    """Return the option of this name or the most similar one, else "". ``"max_stream"`` gives ``"max_streams"``."""
     return next(iter(get_close_matches(name, [field.name for field in fields(Options)], 1, 0.75)), "")
 
 

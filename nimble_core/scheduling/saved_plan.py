@@ -93,14 +93,14 @@ class Plan:
         return self.schedule.policy
 
     def to_json(self) -> str:
-        """This plan as JSON, the same text each time; about 30 bytes for each call."""
+        """Return this plan as JSON, the same text each time; about 30 bytes for each call."""
         import msgspec
 
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """The plan in ``text``. Whatever it holds, this returns a consistent plan or raises; no code from it runs.
+        """Read the plan in ``text``: return a consistent plan or raise, whatever the text holds. No code from it runs.
 
         Raises:
             ReportFileError: not a plan, damaged, or written by a newer version; ``where`` names the field.
@@ -151,7 +151,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def fingerprint(program: Program, graph: CallGraph) -> str:
-    """What a schedule of ``program`` depends on, as a SHA-256 in hexadecimal.
+    """Digest what a schedule of ``program`` depends on: a SHA-256 in hexadecimal.
 
     In it: the kind of device; shapes and types of inputs; of every call the operator, its arguments, which tensors it
     reads and writes, their shapes and types; the hazards. Tensors are numbered in the order of their first use.
@@ -177,7 +177,7 @@ def make_plan(
     max_streams: int | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
-    """``schedule`` with what is needed to use it again for the same program.
+    """Keep ``schedule`` with what is needed to use it again for the same program.
 
     Args:
         program: what it schedules.
@@ -235,7 +235,7 @@ def require_match(plan: Plan, program: Program, graph: CallGraph) -> None:
 
 
 def schedule_of(plan: Plan, program: Program, graph: CallGraph) -> Schedule:
-    """The schedule of ``plan``, proved safe for this program.
+    """Return the schedule of ``plan``, proved safe for this program.
 
     Raises:
         InputError: the plan was made for another program; names the first difference.
@@ -246,7 +246,7 @@ def schedule_of(plan: Plan, program: Program, graph: CallGraph) -> Schedule:
 
 
 def plan_notes(plan: Plan, *, device_name: str = "", torch: str = "") -> tuple[str, ...]:
-    """What the user of a plan should know: it was made on another model of the device, or with another torch.
+    """Note what the user of a plan should know: it was made on another model of the device, or with another torch.
 
     Args:
         plan: about to be used.
@@ -330,7 +330,7 @@ def _combined(
 def _difference(
     plan: Plan, program: Program, described: Sequence[_Described], inputs: Sequence[str], graph: CallGraph
 ) -> tuple[str, str]:
-    """The first difference in words, and where it is."""
+    """Describe the first difference, and say where it is."""
     if plan.device != program.device:
         return f"one for {plan.device}, this one runs on {program.device}", ""
     if len(plan.inputs) != len(inputs):
@@ -360,7 +360,7 @@ def _difference(
 
 
 def _checked(plan: Plan) -> Plan:
-    """``plan`` if it is consistent in itself. Raises ReportFileError."""
+    """Return ``plan`` if it is consistent in itself; else raise ReportFileError."""
     schedule, size = plan.schedule, len(plan.operator_of)
     _require(plan.schema_version >= 1, "schema_version", f"there is no format {plan.schema_version}")
     _require(len(plan.fingerprint) == 64 and bool(_HEX.fullmatch(plan.fingerprint)), "fingerprint", "not a SHA-256")

@@ -94,17 +94,48 @@ def simulate(
     >>> simulate(graph, nimble(graph, uniform_costs(5)), uniform_costs(5)).length_ns
     4.0
     """
+    _require_fit(graph, schedule, costs, device)
+    rank = _ranks(schedule)
+    start_ns, end_ns = _run(schedule, costs, device, rank)
+    stuck = next((call for call, end in enumerate(end_ns) if end < 0), None)
+    if stuck is not None:
+        raise ScheduleError(f"the schedule deadlocks: call {stuck} is never reached", fix="run check_schedule on it")
+    order = sorted(range(graph.size), key=lambda call: (start_ns[call], rank[call][1]))
+    return Timeline(
+        run=schedule.policy,
+        source="simulated",
+        clock=f"simulated: {device.name}",
+        lanes=tuple(Lane(name=f"stream {index}", kind="stream") for index in range(schedule.streams)),
+        spans=tuple(
+            Span(schedule.stream[call], start_ns[call], end_ns[call], call, names[call] if names else f"call {call}")
+            for call in order
+        ),
+    )
+
+
+def _require_fit(graph: CallGraph, schedule: Schedule, costs: Costs, device: DeviceModel) -> None:
     size = graph.size
     if len(costs.ns) != size or len(schedule.stream) != size:
         raise InputError(
             f"costs of {len(costs.ns)} and a schedule of {len(schedule.stream)} calls for a graph of {size}",
             fix="pass values made from one program",
         )
-    places = device.concurrency if device.concurrency is not None else size
-    if places < 1 and size:
+    if device.concurrency is not None and device.concurrency < 1 and size:
         raise InputError(f"concurrency={device.concurrency} lets nothing run", fix="at least 1, or None")
-    followers: list[list[tuple[int, float]]] = [[] for _ in range(size)]
-    missing = [0] * size
+
+
+def _ranks(schedule: Schedule) -> list[tuple[int, int]]:
+    """Rank each call among those that could start: by priority, then by issue order."""
+    rank = [(0, 0)] * len(schedule.order)
+    for position, call in enumerate(schedule.order):
+        rank[call] = (-schedule.priority[call] if schedule.priority else 0, position)
+    return rank
+
+
+def _followers(schedule: Schedule, device: DeviceModel) -> tuple[list[list[tuple[int, float]]], list[int]]:
+    """List the calls that wait for each call, with their delay; and count how many each call waits for."""
+    followers: list[list[tuple[int, float]]] = [[] for _ in schedule.order]
+    missing = [0] * len(schedule.order)
     for pairs, delay in (
         (stream_neighbours(schedule.stream, schedule.order), device.gap_ns),
         (schedule.syncs, device.sync_ns),
@@ -112,10 +143,16 @@ def simulate(
         for u, v in pairs:
             followers[u].append((v, delay))
             missing[v] += 1
+    return followers, missing
 
-    rank = [(0, 0)] * size
-    for position, call in enumerate(schedule.order):
-        rank[call] = (-schedule.priority[call] if schedule.priority else 0, position)
+
+def _run(
+    schedule: Schedule, costs: Costs, device: DeviceModel, rank: Sequence[tuple[int, int]]
+) -> tuple[list[float], list[float]]:
+    """Start and end of each call; the end of a call that is never reached is -1."""
+    size = len(rank)
+    followers, missing = _followers(schedule, device)
+    places = size if device.concurrency is None else device.concurrency
     ready_ns = [0.0] * size
     waiting = [(0.0, call) for call in range(size) if not missing[call]]
     heapq.heapify(waiting)
@@ -132,8 +169,7 @@ def simulate(
             _, call = heapq.heappop(startable)
             start_ns[call] = now
             running.start(call, now, costs.ns[call])
-        ends = running.next_end(now)
-        now = min(ends, waiting[0][0] if waiting else inf)
+        now = min(running.next_end(now), waiting[0][0] if waiting else inf)
         for call in running.finish(now):
             end_ns[call] = now
             for follower, delay in followers[call]:
@@ -141,20 +177,7 @@ def simulate(
                 missing[follower] -= 1
                 if not missing[follower]:
                     heapq.heappush(waiting, (ready_ns[follower], follower))
-    if any(missing):
-        stuck = next(call for call in range(size) if end_ns[call] < 0)
-        raise ScheduleError(f"the schedule deadlocks: call {stuck} is never reached", fix="run check_schedule on it")
-    order = sorted(range(size), key=lambda call: (start_ns[call], rank[call][1]))
-    return Timeline(
-        run=schedule.policy,
-        source="simulated",
-        clock=f"simulated: {device.name}",
-        lanes=tuple(Lane(name=f"stream {index}", kind="stream") for index in range(schedule.streams)),
-        spans=tuple(
-            Span(schedule.stream[call], start_ns[call], end_ns[call], call, names[call] if names else f"call {call}")
-            for call in order
-        ),
-    )
+    return start_ns, end_ns
 
 
 class _Exact:

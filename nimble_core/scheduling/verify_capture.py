@@ -1,4 +1,4 @@
-"""What a captured CUDA graph really orders: read back, counted, and checked for races call by call.
+"""Check a captured CUDA graph against its plan: count its edges, and prove that nothing races.
 
 The plan promises waits; the graph that will run has edges. They are compared here, on the graph itself.
 """
@@ -46,7 +46,7 @@ class RawGraph:
 
 
 def leading_fills(raw: RawGraph) -> tuple[int, ...]:
-    """Nodes that fill memory before anything else of their call runs, ascending.
+    """Find the nodes that fill memory before anything else of their call runs, ascending.
 
     >>> raw = RawGraph((7, 8, 9), ("kernel", "memset", "kernel"), ((0, 1), (1, 2)), (0, 1, 1))
     >>> leading_fills(raw), leading_fills(replace(raw, owner=(0, 0, 1)))
@@ -61,7 +61,7 @@ def leading_fills(raw: RawGraph) -> tuple[int, ...]:
 
 
 def begun_by(raw: RawGraph, firsts: Sequence[int], instead_of: Collection[int]) -> RawGraph:
-    """The graph with nodes that all others follow, and without some: what these were between stays in order.
+    """Add nodes that all others follow, and remove some; the neighbours of removed nodes stay in order.
 
     Args:
         raw: as it is.
@@ -101,7 +101,7 @@ def begun_by(raw: RawGraph, firsts: Sequence[int], instead_of: Collection[int]) 
 
 
 def launched_ahead(raw: RawGraph, waiting: Collection[int], library: Collection[int]) -> tuple[tuple[int, int], ...]:
-    """Edges whose heads may be launched before their tails have ended.
+    """Find the edges whose heads may be launched before their tails have ended.
 
     Args:
         raw: as captured, with the call of each node.
@@ -128,14 +128,14 @@ def launched_ahead(raw: RawGraph, waiting: Collection[int], library: Collection[
 
 
 def emitted_syncs(schedule: Schedule, raw: RawGraph) -> list[tuple[int, int]]:
-    """Pairs of calls on different streams that an edge of the graph joins, sorted, once each."""
+    """List the pairs of calls on different streams that an edge of the graph joins, sorted, once each."""
     stream, owner = schedule.stream, raw.owner
     pairs = {(owner[tail], owner[head]) for tail, head in raw.edges}
     return sorted((u, v) for u, v in pairs if u is not None and v is not None and stream[u] != stream[v])
 
 
 def emitted_counts(schedule: Schedule, raw: RawGraph) -> SyncCounts:
-    """The schedule's counts with what the graph holds: waits, forks, joins, edges inside calls, launches ahead."""
+    """Complete the schedule's counts by those of the graph: waits, forks, joins, edges inside calls, early launches."""
     if len(raw.owner) < len(raw.nodes):
         return schedule.counts
     # What fills memory for all calls at the beginning is no call's: streams start behind it.
@@ -195,7 +195,7 @@ _DEFECT = "this is a defect of the capture: report it with the model"
 
 
 def _ends(schedule: Schedule, raw: RawGraph) -> tuple[list[list[int]], list[list[int]]]:
-    """Nodes of each call that no other node of it precedes, and those that none follows."""
+    """Find each call's first nodes, which no other node of it precedes, and its last ones."""
     inner_heads = {head for tail, head in raw.edges if raw.owner[tail] == raw.owner[head]}
     inner_tails = {tail for tail, head in raw.edges if raw.owner[tail] == raw.owner[head]}
     first: list[list[int]] = [[] for _ in schedule.stream]

@@ -43,7 +43,7 @@ class Place:
 def staggered(
     schedule: Schedule, workspaces: Mapping[int, tuple[int, int]], alignment: int
 ) -> tuple[dict[int, Place], ...]:
-    """Where workspaces with counters lie among each other: of the longest chains of calls for which there is room.
+    """Place workspaces with counters: those of the longest chains of calls for which there is room.
 
     Args:
         schedule: which calls happen before which.
@@ -84,7 +84,7 @@ def staggered(
 def _placed(
     calls: Sequence[int], workspaces: Mapping[int, tuple[int, int]], start: int, alignment: int
 ) -> tuple[dict[int, Place], int]:
-    """A chain from ``start`` on, and where it ends."""
+    """Place a chain from ``start`` on; return the places and the end."""
     offset = end = start
     places = []
     for call in reversed(calls):
@@ -97,7 +97,7 @@ def _placed(
 
 
 def _longest(order: Sequence[int], before: Sequence[Sequence[int]], among: Collection[int]) -> list[int]:
-    """The most calls of these that happen one after the other, in that order.
+    """Find the longest sequence of these calls that happen one after the other.
 
     >>> _longest([2, 0, 1], [[], [], [0, 1]], {0, 1, 2})
     [2, 1]

@@ -77,5 +77,5 @@ class ReportFileError(NimbleError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, cut at 200 characters."""
+    """Return the first line of an error's text that is not empty, cut at 200 characters."""
     return next((line for line in str(error).splitlines() if line.strip()), "")[:200]

@@ -46,11 +46,11 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it walks all that was just made, and all that was ever imported, again and again;
-    and a graph collected in the middle of a capture would end it.
+    """Pause garbage collection inside.
 
-    Other threads' garbage waits, too. Where several of these overlap, nested or in threads, the last to end lets the
-    collector run again if it did before the first. What piled up is then walked once, as young objects are.
+    The collector would walk everything that preparation makes, and everything that was ever imported, again and again.
+    A graph that it collects in the middle of a capture would end the capture. Other threads' garbage waits, too. Where
+    pauses overlap, nested or in threads, the end of the last one switches the collector on again.
     """
     _pauses.begin()
     try:

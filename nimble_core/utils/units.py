@@ -6,7 +6,7 @@ __all__ = ["format_bytes", "format_count", "format_ns", "format_percent", "forma
 
 
 def format_ns(ns: float) -> str:
-    """A duration with three significant digits: ``"850 ns"``, ``"1.23 µs"``, ``"45.6 ms"``, ``"3.21 s"``."""
+    """Format a duration with three significant digits: ``"850 ns"``, ``"1.23 µs"``, ``"45.6 ms"``, ``"3.21 s"``."""
     for unit, scale in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if abs(ns) >= scale * 0.9995:
             return f"{_three(ns / scale)} {unit}"
@@ -14,7 +14,7 @@ def format_ns(ns: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """A size in binary units: ``"512 B"``, ``"1.50 KiB"``, ``"32.0 MiB"``."""
+    """Format a size in binary units: ``"512 B"``, ``"1.50 KiB"``, ``"32.0 MiB"``."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= scale:
             return f"{_three(nbytes / scale)} {unit}"
@@ -22,17 +22,17 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_ratio(value: float) -> str:
-    """A speed ratio: ``"2.31x"``."""
+    """Format a speed ratio: ``"2.31x"``."""
     return f"{value:.2f}x"
 
 
 def format_percent(share: float) -> str:
-    """A share of one: ``"12.3%"``."""
+    """Format a share of one: ``"12.3%"``."""
     return f"{share:.1%}"
 
 
 def format_count(count: int) -> str:
-    """An integer with thousands separated: ``"12,345"``."""
+    """Format an integer with thousands separated: ``"12,345"``."""
     return f"{count:,}"
 
 

@@ -49,7 +49,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def resolve_policy(policy: str | Callable[..., Any]) -> Policy:
-    """The policy of that name, or the given function; one that takes no ``max_streams`` is not told about the cap.
+    """Return the policy of that name, or the given function.
+
+    A function that takes no ``max_streams`` is not told about the cap.
 
     Raises:
         InputError: no such policy (the message names the choices), or not a function.

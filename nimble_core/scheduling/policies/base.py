@@ -1,4 +1,4 @@
-"""What a policy is, and the part that all of them share: from streams to a complete Schedule."""
+"""The protocol of a policy, and what all policies share: from streams to a complete Schedule."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def plan_streams(
     order: Sequence[int] | None = None,
     extra: Iterable[tuple[int, int]] = (),
 ) -> Schedule:
-    """The schedule that runs each call on its given stream with the fewest waits.
+    """Make the schedule that runs each call on its given stream with the fewest waits.
 
-    The waits are the cross-stream edges of the transitive reduction of the hazards, the order within streams and the
-    extra order together: each of them is needed, and no other is.
+    The waits are the cross-stream edges of the transitive reduction of hazards, stream order and extra order together.
 
     Args:
         graph: the hazards.
@@ -54,19 +53,11 @@ def plan_streams(
     >>> plan_streams(graph_from_edges(3, [(0, 1), (0, 2)]), [0, 0, 1], policy="mine").syncs
     ((0, 2),)
     """
-    if len(stream) != graph.size:
-        raise InputError(f"{len(stream)} streams were given for {graph.size} calls", fix="one stream per call")
     order = range(graph.size) if order is None else order
-    if sorted(order) != list(range(graph.size)):
-        raise InputError(f"the order does not hold each of {graph.size} calls once", fix="call indices, each once")
+    extra = sorted(set(extra))
+    _require_consistent(graph.size, stream, order, extra)
     # Edges must lead from lower to higher numbers: places in the issue order are such numbers, calls may not be.
     place = positions(order)
-    extra = sorted(set(extra))
-    for u, v in extra:
-        if not (0 <= u < graph.size and 0 <= v < graph.size and place[u] < place[v]):
-            raise InputError(
-                f"the extra order {u} -> {v} contradicts the issue order", fix="issue the earlier one first"
-            )
     hazards = predecessor_lists(graph.size, graph.meg)
     neighbours = stream_neighbours(stream, order)
     added = unconnected(hazards, [*neighbours, *extra])
@@ -76,11 +67,7 @@ def plan_streams(
         reduced = transitive_reduction(predecessor_lists(graph.size, pairs))
         needed = sorted((order[u], order[v]) for u, v in reduced)
     syncs = tuple((u, v) for u, v in needed if stream[u] != stream[v])
-    counts = SyncCounts(
-        full=sum(stream[u] != stream[v] for u, v in graph.edges),
-        meg=sum(stream[u] != stream[v] for u, v in graph.meg),
-        planned=len(syncs),
-    )
+    full, reduced_count = (sum(stream[u] != stream[v] for u, v in edges) for edges in (graph.edges, graph.meg))
     if extra:
         # Extra order that the rest implies needs no wait, and is no longer told apart.
         added = unconnected(hazards, [*neighbours, *syncs])
@@ -95,5 +82,20 @@ def plan_streams(
         minimum_syncs=promised,
         meg_edges=len(graph.meg) if matched is not None else 0,
         matched=matched or 0,
-        counts=counts,
+        counts=SyncCounts(full=full, meg=reduced_count, planned=len(syncs)),
     )
+
+
+def _require_consistent(
+    size: int, stream: Sequence[int], order: Sequence[int], extra: Iterable[tuple[int, int]]
+) -> None:
+    if len(stream) != size:
+        raise InputError(f"{len(stream)} streams were given for {size} calls", fix="one stream per call")
+    if sorted(order) != list(range(size)):
+        raise InputError(f"the order does not hold each of {size} calls once", fix="call indices, each once")
+    place = positions(order)
+    for u, v in extra:
+        if not (0 <= u < size and 0 <= v < size and place[u] < place[v]):
+            raise InputError(
+                f"the extra order {u} -> {v} contradicts the issue order", fix="issue the earlier one first"
+            )

@@ -79,18 +79,8 @@ def contention(
     trial = _Trial(graph, costs, device_for(costs, device))
     alone, *others = (trial.run(policy(graph, costs, max_streams=cap)) for policy in (single, nimble, critical_path))
     found = [alone, *others]
+    found += trial.list_schedules(cap, min(result.length_ns for result in found))
     fastest = min(result.length_ns for result in found)
-    left = _LISTED_CALLS // max(graph.size, 1)
-    for streams in (cap, *(fewer for fewer in _CAPS if fewer < cap)):
-        ns: Sequence[float] = costs.ns
-        for _ in range(min(_ROUNDS, left)):
-            listed = trial.list_schedule(streams, ns)
-            left -= 1
-            if listed.length_ns > _HOPELESS * fastest:
-                break
-            found.append(listed)
-            fastest = min(fastest, listed.length_ns)
-            ns = listed.ns
     close = [result for result in found if result.length_ns <= fastest * TIE]
     best = alone if alone in close else min(close, key=_freedom)
     plan = replace(best.plan, policy="contention")
@@ -153,6 +143,22 @@ class _Trial:
         timeline = simulate(self.graph, plan, self.costs, self.device)
         ns = {span.call: span.end_ns - span.start_ns for span in timeline.spans if span.call is not None}
         return _Result(plan, tuple(ns[call] for call in range(self.graph.size)), tuple(ns), timeline.length_ns)
+
+    def list_schedules(self, cap: int, fastest_ns: float) -> list[_Result]:
+        """Try list schedules for several numbers of streams, each made again from the durations that it had."""
+        found = []
+        left = _LISTED_CALLS // max(self.graph.size, 1)
+        for streams in (cap, *(fewer for fewer in _CAPS if fewer < cap)):
+            ns: Sequence[float] = self.costs.ns
+            for _ in range(min(_ROUNDS, left)):
+                listed = self.list_schedule(streams, ns)
+                left -= 1
+                if listed.length_ns > _HOPELESS * fastest_ns:
+                    break
+                found.append(listed)
+                fastest_ns = min(fastest_ns, listed.length_ns)
+                ns = listed.ns
+        return found
 
     def list_schedule(self, streams: int, ns: Sequence[float]) -> _Result:
         """Plan and simulate calls that take ``ns`` each, and after it the device's gap."""

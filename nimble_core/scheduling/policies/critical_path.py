@@ -85,17 +85,13 @@ def _place(
     sync_ns: float,
     cap: int | None,
 ) -> tuple[list[int], list[float], list[int]]:
-    """Stream and start of each call, and the order in which they were placed."""
+    """Return stream and start of each call, and the order in which they were placed."""
     size = len(before)
     behind = longest_behind(after, ns, sync_ns=sync_ns)
     # Of a call's successors the most urgent: it should find the call's stream free.
     heir = [max(followers, key=lambda v: (behind[v], -v), default=-1) for followers in after]
-    stream = [-1] * size
-    start_ns = [0.0] * size
-    end_ns = [0.0] * size
+    placed = _Placed(behind, heir, sync_ns)
     order: list[int] = []
-    tail: list[int] = []  # the last call of each stream
-    idle: list[tuple[float, int]] = []  # (end of the stream, stream), outdated entries included
     missing = [len(sources) for sources in before]
     waiting = [(0.0, call) for call in range(size) if not missing[call]]
     ready: list[tuple[float, int]] = []
@@ -107,41 +103,70 @@ def _place(
         if not ready:
             now = waiting[0][0]
             continue
-        while idle and end_ns[tail[idle[0][1]]] != idle[0][0]:
-            heapq.heappop(idle)
-        if len(tail) == cap and idle[0][0] > now:
-            now = idle[0][0]
+        idle_ns = placed.idle_since()
+        if len(placed.tail) == cap and idle_ns > now:
+            now = idle_ns
             continue
         _, call = heapq.heappop(ready)
+        placed.put(call, before[call], ns[call], now)
+        order.append(call)
+        for v in after[call]:
+            missing[v] -= 1
+            if not missing[v]:
+                heapq.heappush(waiting, (max(placed.end_ns[u] for u in before[v]), v))
+    return placed.stream, placed.start_ns, order
+
+
+class _Placed:
+    """The calls that have a stream and a time so far.
+
+    Args:
+        behind: longest path behind each call.
+        heir: the most urgent successor of each call, -1 for none.
+        sync_ns: what a wait across streams costs.
+    """
+
+    def __init__(self, behind: Sequence[float], heir: Sequence[int], sync_ns: float) -> None:
+        self.stream = [-1] * len(behind)
+        self.start_ns = [0.0] * len(behind)
+        self.end_ns = [0.0] * len(behind)
+        self.tail: list[int] = []  # the last call of each stream
+        self._idle: list[tuple[float, int]] = []  # (end of the stream, stream), outdated entries included
+        self._behind, self._heir, self._sync_ns = behind, heir, sync_ns
+
+    def idle_since(self) -> float:
+        """Return the end of the stream that ends first; 0 without streams."""
+        while self._idle and self.end_ns[self.tail[self._idle[0][1]]] != self._idle[0][0]:
+            heapq.heappop(self._idle)
+        return self._idle[0][0] if self._idle else 0.0
+
+    def put(self, call: int, sources: Sequence[int], ns: float, now: float) -> None:
+        """Place a call on the stream where it starts soonest: a predecessor's, an idle one or a new one."""
         latest: dict[int, float] = {}
-        for source in before[call]:
-            latest[stream[source]] = max(latest.get(stream[source], 0.0), end_ns[source])
+        for source in sources:
+            lane = self.stream[source]
+            latest[lane] = max(latest.get(lane, 0.0), self.end_ns[source])
+        sync_ns = self._sync_ns
         top, runner_up = heapq.nlargest(2, (*latest.values(), -sync_ns, -sync_ns))
         elsewhere = top + sync_ns
         arrival = {lane: max(end, (runner_up if end == top else top) + sync_ns) for lane, end in latest.items()}
         # The stream that was idle longest: those where something just ended stay free for its successors.
-        begin = max(now, elsewhere)
-        best = begin, 1, 0.0, idle[0][1] if idle and idle[0][0] <= now else len(tail)
+        idle = self._idle[0][1] if self._idle and self._idle[0][0] <= now else len(self.tail)
+        best = max(now, elsewhere), 1, 0.0, idle
         for lane, end in latest.items():
-            begin = max(arrival[lane], end_ns[tail[lane]])
-            other = heir[tail[lane]]
-            if other not in (-1, call) and stream[other] < 0 and behind[other] > behind[call]:
+            begin = max(arrival[lane], self.end_ns[self.tail[lane]])
+            other = self._heir[self.tail[lane]]
+            if other not in (-1, call) and self.stream[other] < 0 and self._behind[other] > self._behind[call]:
                 # It would push a more urgent call off this stream.
                 begin += sync_ns
             best = min(best, (begin, 0, -end, lane))
         lane = best[3]
-        if lane == len(tail):
-            tail.append(call)
-            start_ns[call] = elsewhere
+        if lane == len(self.tail):
+            self.tail.append(call)
+            self.start_ns[call] = elsewhere
         else:
-            start_ns[call] = max(arrival.get(lane, elsewhere), end_ns[tail[lane]])
-            tail[lane] = call
-        stream[call] = lane
-        end_ns[call] = start_ns[call] + ns[call]
-        order.append(call)
-        heapq.heappush(idle, (end_ns[call], lane))
-        for v in after[call]:
-            missing[v] -= 1
-            if not missing[v]:
-                heapq.heappush(waiting, (max(end_ns[u] for u in before[v]), v))
-    return stream, start_ns, order
+            self.start_ns[call] = max(arrival.get(lane, elsewhere), self.end_ns[self.tail[lane]])
+            self.tail[lane] = call
+        self.stream[call] = lane
+        self.end_ns[call] = self.start_ns[call] + ns
+        heapq.heappush(self._idle, (self.end_ns[call], lane))

@@ -72,7 +72,7 @@ def opara(graph: CallGraph, costs: Costs, *, max_streams: int | None = None) -> 
 def _launch_order(
     before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], demand: Sequence[float]
 ) -> list[int]:
-    """A topological order that takes light and heavy ready calls in turn, of each kind the least demanding first."""
+    """Return a topological order that takes light and heavy ready calls in turn, the least demanding of each first."""
     median = sorted(demand)[len(demand) // 2] if demand else 0.0
     missing = [len(sources) for sources in before]
     light: list[tuple[float, int]] = []

@@ -10,7 +10,7 @@ from nimble_core.ir.call_graph import build_graph, graph_from_edges
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.program import Access, Call, Program, Role, Storage, TensorRef
 from nimble_core.ir.schedule import Schedule, stream_neighbours
-from nimble_core.scheduling.live_bytes import live_peak, release_plan, serial_peak
+from nimble_core.scheduling.live_bytes import ReleasePlan, release_plan, serial_peak
 from nimble_core.scheduling.policies import nimble, plan_streams, single
 from tests.support.strategies import programs
 
@@ -68,18 +68,6 @@ def test_releases_at_the_first_safe_call_and_only_what_it_may(program: Program, 
         assert (storage in plan.kept) == (expected is None)
 
 
-@given(programs())
-def test_peaks_are_in_order(program: Program) -> None:
-    graph = build_graph(program)
-    costs = uniform_costs(graph.size)
-    one = single(graph, costs)
-    peak = live_peak(program, release_plan(program, one), one)
-    assert peak.planned == peak.ideal == peak.pooled
-    many = nimble(graph, costs)
-    peak = live_peak(program, release_plan(program, many), many)
-    assert peak.ideal <= peak.planned <= peak.pooled <= peak.kept
-
-
 def chain(*steps: tuple[list[int], list[int]], roles: tuple[Role, ...], nbytes: tuple[int, ...]) -> Program:
     """One call per step: storages read, storages written."""
 
@@ -109,8 +97,7 @@ def test_a_chain_needs_two_buffers_at_a_time() -> None:
     plan = release_plan(program, schedule)
     assert plan.before == ((), (), (1,), (2,))
     assert plan.kept == (3, 4)
-    peak = live_peak(program, plan, schedule)
-    assert (peak.planned, peak.ideal, peak.kept) == (70, 70, 100)
+    assert serial_peak(program) == 70
 
 
 def test_a_reader_on_another_stream_delays_the_release_until_it_is_waited_for() -> None:
@@ -125,15 +112,14 @@ def test_a_reader_on_another_stream_delays_the_release_until_it_is_waited_for() 
     plan = release_plan(program, schedule)
     assert plan.before == ((), (), (), (), (1, 2))
     assert plan.stream == (-1, 0, 0, 1, 0, 0)
-    peak = live_peak(program, plan, schedule)
-    assert (peak.planned, peak.ideal) == (32, 24)
+    assert serial_peak(program) == 24
 
 
 def test_an_empty_program_needs_nothing() -> None:
     program = Program((), (), (), ())
     schedule = single(graph_from_edges(0, []), uniform_costs(0))
-    peak = live_peak(program, release_plan(program, schedule), schedule)
-    assert (peak.planned, peak.pooled, peak.kept, peak.ideal) == (0, 0, 0, 0)
+    assert release_plan(program, schedule) == ReleasePlan((), (), ())
+    assert serial_peak(program) == 0
 
 
 @given(programs(), st.data())
