@@ -167,7 +167,7 @@ def _depthwise_norm(inputs: int, outputs: int, kernel: int, stride: int, dilatio
 
 
 def _separable(kernel: int) -> Operation:
-    """A depthwise separable convolution, applied twice; the first one strides."""
+    """Apply a depthwise separable convolution twice; the first one strides."""
     return lambda inputs, outputs, stride: nn.Sequential(
         _depthwise_norm(inputs, outputs, kernel, stride), _depthwise_norm(outputs, outputs, kernel, 1)
     )
@@ -259,7 +259,7 @@ class Cell(nn.Module):
         self.rights = nn.ModuleList(operation(node.right, node.right_of) for node in genotype.nodes)
 
     def forward(self, before: Tensor, last: Tensor) -> Tensor:
-        """The output, of shape (batch, width · outputs, h / stride, w / stride)."""
+        """Return the output, of shape (batch, width · outputs, h / stride, w / stride)."""
         states = [self.before(before), self.last(last)]
         for node, left, right in zip(self.genotype.nodes, self.lefts, self.rights, strict=True):
             states.append(left(states[node.left_of]) + right(states[node.right_of]))
@@ -352,7 +352,7 @@ def amoebanet_a() -> CellNetwork:
 
 
 def darts(cells: int = 14, width: int = 48) -> CellNetwork:
-    """The ImageNet network of DARTS for images of 224 px: 4.7M parameters, as published.
+    """Make the ImageNet network of DARTS for images of 224 px: 4.7M parameters, as published.
 
     It has 530M multiply-adds in its convolutions and linear layer. The paper says 574M, not how they were counted;
     others who counted the released network report 523M to 545M.

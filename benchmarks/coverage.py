@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 
 def small(kind: type, level: str) -> Any:
-    """A default configuration made small, those that it holds included.
+    """Shrink a default configuration, and those that it holds.
 
     ``"small"``: two layers, sixteen experts, and widths and heads divided by one number, so that a head stays what it
     is; ``"shallow"``: two layers; ``"default"``: as it is.
@@ -88,7 +88,7 @@ def small(kind: type, level: str) -> Any:
 
 
 def transformers_model(name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
-    """The base model of a model type, the first inputs that eager takes, and how small it is."""
+    """Make the base model of a model type; return it with the first inputs that eager takes, and its size."""
     import transformers
 
     kind = transformers.CONFIG_MAPPING[name]
@@ -128,7 +128,7 @@ def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
 
     def first(names: Sequence[str], otherwise: Any) -> Any:
-        """The first of these attributes, of the configuration or of one that it holds."""
+        """Return the first of these attributes, of the configuration or of one that it holds."""
         return next((value for one in parts for name in names if (value := getattr(one, name, None))), otherwise)
 
     size = first(["image_size"], 224)
@@ -154,7 +154,7 @@ def _shapes(config: Any) -> dict[str, Sequence[tuple[int, ...]]]:
 
 
 def _maker(names: Sequence[str], at: int, config: Any, device: str) -> Inputs:
-    """What makes inputs of these names, in the shapes of this try, of other values for each turn."""
+    """Return a maker of inputs of these names, in the shapes of this try, with other values for each turn."""
     shapes = {name: _shapes(config)[name][at] for name in names}
 
     def make(turn: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _maker(names: Sequence[str], at: int, config: Any, device: str) -> Inputs:
 
 
 def vision_model(package: str, name: str, device: str) -> tuple[torch.nn.Module, Inputs, str]:
-    """A model of torchvision or timm with random weights, on two images of 224 pixels, or what timm says."""
+    """Make a model of torchvision or timm with random weights, and two images of 224 pixels, or as timm says."""
     if package == "torchvision":
         import torchvision
 
@@ -281,7 +281,7 @@ def trained(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The mean square of the first output that has a gradient."""
+    """Return the mean square of the first output that has a gradient."""
     first = next(one for one in tensors_of(output) if one.requires_grad and one.is_floating_point())
     return first.float().square().mean()
 
@@ -337,7 +337,7 @@ def _child(name: str, group: str, pipe: Any) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What the results say, as Markdown: a line for each group, then each one that does not pass."""
+    """Write the results as Markdown: a line for each group, then each model that does not pass."""
     lines = ["| group | architectures | static | of these pass | bit for bit |", "| --- | --- | --- | --- | --- |"]
     failed = ["| group | architecture | static | what is said |", "| --- | --- | --- | --- |"]
     for group, (what, _) in GROUPS.items():

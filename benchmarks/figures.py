@@ -61,7 +61,7 @@ Curve = list[tuple[int, float]]
 
 
 def worst(results: Iterable[dict[str, Any]], axis: str, values: str, step: str) -> Curve:
-    """The largest value of a step at each place of an axis, ascending; places where it was given up are left out."""
+    """Return the largest value of a step at each place of an axis, ascending, without places where it was given up."""
     found: dict[int, list[Any]] = {}
     for result in results:
         found.setdefault(result[axis], []).append(result[values][step])

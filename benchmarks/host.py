@@ -224,7 +224,7 @@ class _Sequence:
 
 
 def _floor_ns() -> float:
-    """What a call on no elements takes, its timing included."""
+    """Time a call on no elements, its timing included."""
     nothing = torch.empty(0)
     with issuing("cpu"):
         return median(_time(partial(torch.ops.aten.add.Tensor, nothing, nothing))[1] for _ in range(1000))

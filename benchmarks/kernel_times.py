@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def one_model(name: str, dtype: str) -> dict[str, Any]:
-    """What the tools say of one graph: medians of each kernel in ns, and how they agree."""
+    """Compare the tools on one graph: medians of each kernel in ns, and how they agree."""
     device, recorded, executable = captured(name, dtype)
     with state_kept(recorded):
         tools = {"nimble": ours(device, recorded, executable), "torch.profiler": profiled(executable, REPLAYS)}
@@ -80,7 +80,7 @@ def one_model(name: str, dtype: str) -> dict[str, Any]:
 
 
 def captured(name: str, dtype: str) -> tuple[Device, Recorded, Executable]:
-    """The model's eager kernels as a graph on one stream."""
+    """Capture the model's eager kernels as a graph on one stream."""
     model, args, kwargs = example(name, dtype)
     with torch.inference_mode():
         model(*args, **kwargs)
@@ -129,7 +129,7 @@ def under_ncu(name: str, dtype: str) -> list[Timed]:
 
 
 def replay_under_a_tool(name: str, dtype: str) -> None:
-    """What runs under ``ncu``: replays between the marks that it listens to."""
+    """Run under ``ncu``: replays between the marks that it listens to."""
     _, _, executable = captured(name, dtype)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
@@ -215,7 +215,7 @@ def fitted(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def lines(key: str, result: Mapping[str, Any]) -> list[str]:
-    """A line for each other tool, and the notes."""
+    """Write a line for each other tool, and the notes."""
     said = []
     for tool, found in result["ours over"].items():
         if not found["joined"]:

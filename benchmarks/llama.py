@@ -30,7 +30,7 @@ _norm = partial(nn.RMSNorm, eps=1e-5)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys, turned by their position (RoPE)."""
+    """Rotate queries or keys by their position (RoPE)."""
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat((-high, low), -1) * sin
 
@@ -102,7 +102,7 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def llama(size: Size, device: str) -> Llama:
-    """A Llama whose weights are drawn on ``device``: 1.2 billion of them take long on the host."""
+    """Make a Llama whose weights are drawn on ``device``: 1.2 billion of them take long on the host."""
     with torch.device("meta"):
         model = Llama(size)
     model = model.to_empty(device=device).eval()

@@ -19,7 +19,7 @@ Timed = tuple[Act, Act]  # a call without arguments, and what waits until the de
 
 
 def take_times(ways: Mapping[str, Timed], *, cuda: bool, seconds: float = 2.0) -> dict[str, dict[str, Any]]:
-    """Samples of ``ways``; ``seconds``: for each figure of a way, at most.
+    """Take samples of ``ways``, for at most ``seconds`` for each figure of a way.
 
     Latencies of several are taken in turn, each sample after an untimed call of the same; other figures way by way.
     """
@@ -78,7 +78,7 @@ def _figures(
 
 
 def replayed(call: Act, kind: Any) -> tuple[Act, int]:
-    """What replays again the graphs of class ``kind`` that ``call`` replays, in order; and how many these are."""
+    """Return a function that replays the graphs of class ``kind`` that ``call`` replays, in order; and their number."""
     seen: list[Any] = []
     launch = kind.replay
 

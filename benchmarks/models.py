@@ -81,7 +81,7 @@ Build = Callable[[int, str, bool], Inference | Training]
 
 
 def load(row: Row, device: str, tiny: bool = False) -> Inference | Training:
-    """What a row runs, seeded, in its dtype; images channels last in half precision. Sets TF32 for the process.
+    """Make what a row runs, seeded, in its dtype; images channels last in half precision. Sets TF32 for the process.
 
     Raises:
         ImportError: a package that the model comes from is not installed.
@@ -111,7 +111,7 @@ def _cast(fresh: Callable[[], Inputs], dtype: torch.dtype) -> Inputs:
 
 
 def calibrated(model: nn.Module, images: Callable[[int], Tensor]) -> nn.Module:
-    """The model in evaluation mode, its batch normalisation's statistics taken from so many random images.
+    """Put the model into evaluation mode, with batch normalisation's statistics taken from so many random images.
 
     Every normalisation shifts by 1, so that most of what it passes on is above ReLU's kink. Without that, deep random
     networks are chaotic (Yang et al., "A Mean Field Theory of Batch Normalization", 2019) and no check in float16 means
@@ -161,7 +161,7 @@ def _images(name: str, size: int = 224, tiny_size: int = 64, calibrate: bool = T
 
 
 def _trained(name: str, rate: float) -> Build:
-    """A classifier of images of CIFAR-10's shape, trained by SGD with momentum."""
+    """Make a classifier of images of CIFAR-10's shape, trained by SGD with momentum."""
 
     def build(batch: int, device: str, tiny: bool) -> Training:
         model, count = _classifier(name, 32, num_classes=10).to(device).train(), 4 if tiny else batch
@@ -199,7 +199,7 @@ def same_masks() -> None:
 def _transformers(
     name: str, named: Mapping[str, int | tuple[int, ...]], small: Mapping[str, Any], part: str = "", **options: Any
 ) -> Build:
-    """A model of transformers, or that part of it. ``named``: its arguments, as a number of tokens or a shape."""
+    """Make a model of transformers, or that part of it. ``named``: its arguments, as a number of tokens or a shape."""
 
     def build(batch: int, device: str, tiny: bool) -> Inference:
         kind = getattr(importlib.import_module("transformers"), name)
@@ -341,7 +341,7 @@ flop_registry.setdefault(torch.ops.aten._native_multi_head_attention, shape_wrap
 
 
 def work(call: Callable[[], Any]) -> Work:
-    """What a call does; nothing of what CUDA graphs replay or compiled kernels run, since these call no operator."""
+    """List the operators of a call; none of what CUDA graphs replay or compiled kernels run, since these call none."""
     found: list[Work] = []
 
     class Counting(TorchDispatchMode):
@@ -355,7 +355,7 @@ def work(call: Callable[[], Any]) -> Work:
 
 
 def work_of_compiled(model: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Work:
-    """What the graphs do that ``torch.compile`` traces."""
+    """List the operators of the graphs that ``torch.compile`` traces."""
     found: list[Work] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -371,14 +371,14 @@ def work_of_compiled(model: Callable[..., Any], args: Iterable[Any], kwargs: Map
 
 
 def work_of_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
-    """What the program does that ``torch.export`` traces."""
+    """List the operators of the program that ``torch.export`` traces."""
     with torch.no_grad():
         program = torch.export.export(model, args, kwargs).module()
         return work(lambda: program(*args, **kwargs))
 
 
 def work_of_recording(recording: Any) -> Work:
-    """What a recording of eager's calls does."""
+    """List the operators of a recording of eager's calls."""
     from nimble_viz.collect.flops import call_flops
 
     flops = sum(count or 0 for count, product in call_flops(recording) if product)

@@ -171,7 +171,7 @@ def measured(
 
 
 def planned(model: Model) -> dict[str, Schedule]:
-    """What each policy plans without a cap on streams, and ours with several caps."""
+    """Plan with each policy without a cap on streams, and with ours under several caps."""
     wanted: dict[str, tuple[str, int | None]] = {policy: (policy, None) for policy in POLICIES if policy != "single"}
     wanted |= {f"{policy}, {cap} streams": (policy, cap) for policy in OURS for cap in CAPS}
     return {name: schedule_by(model.recorded, policy, model.costs, cap) for name, (policy, cap) in wanted.items()}
@@ -190,7 +190,7 @@ def duplicates(plans: Mapping[str, Schedule]) -> dict[str, str]:
 
 
 def limited(model: Model, executable: Executable) -> tuple[Executable | None, dict[str, Any]]:
-    """``executable``'s plan in an arena of at most ``LIMIT`` arenas of one stream, or None and why there is none."""
+    """Return ``executable``'s plan in an arena of at most ``LIMIT`` arenas of one stream, or None and the reason."""
     if executable.memory is None or model.single.memory is None:
         return None, {"skipped": "the device looks after its memory itself"}
     excess = executable.memory.nbytes - int(LIMIT * model.single.memory.nbytes)
@@ -235,7 +235,7 @@ def in_a_row(
 def entries_of(
     model: Model, executables: Mapping[str, Executable], times: Mapping[str, Mapping[str, Measurement]]
 ) -> dict[str, dict[str, Any]]:
-    """What is kept of each executable: plan, times, simulation, memory, and whether outputs are eager's."""
+    """Record of each executable plan, times, simulation, memory, and whether outputs are eager's."""
     recorded, cases = model.recorded, eager_cases(model.recorded).eager
     path_ns, _ = critical_path(predecessors(recorded.graph, meg=True), model.costs.ns)
     found = {}
@@ -270,7 +270,7 @@ def speed(faster: Mapping[str, Any], baseline: Mapping[str, Any], way: str) -> f
 
 
 def summary(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the file says over all models: geometric means, least and most."""
+    """Sum up the file over all models: geometric means, least and most."""
     of = {key: {**one["policies"], "auto": one["auto"]} for key, one in models.items()}
     plans = {
         f"{name} on {key}": one for key, found in of.items() for name, one in found.items() if "same as" not in one

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compared(rounds: int, device: str) -> dict[str, list[dict[str, float]]]:
-    """Samples of each kind, taken in turn; one process each."""
+    """Take samples of each kind in turn; one process each."""
     with tempfile.TemporaryDirectory() as folder:
         tool = compiled(Path(folder))
         kinds = KINDS if tool else KINDS[:2]
@@ -70,7 +70,7 @@ def compared(rounds: int, device: str) -> dict[str, list[dict[str, float]]]:
 
 
 def compiled(folder: Path) -> Path | None:
-    """The tool, None without a compiler."""
+    """Build the tool; None without a compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
@@ -81,7 +81,7 @@ def compiled(folder: Path) -> Path | None:
 
 
 def sample(kind: str, tool: Path | None, device: str) -> dict[str, float]:
-    """What one process measures."""
+    """Measure in one process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTX_")}
     if kind == "turned off":
         environment["NIMBLE_NVTX"] = "0"

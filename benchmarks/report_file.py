@@ -55,7 +55,7 @@ def measured(report: Report, rounds: int) -> dict[str, float]:
 
 
 def missed(row: dict[str, float]) -> list[str]:
-    """The limits that a row misses, in words."""
+    """Describe the limits that a row misses."""
     found = [
         f"{what} {row[key]:.2f} s" for what, key in (("saving", "save_s"), ("loading", "load_s")) if row[key] > LIMIT_S
     ]

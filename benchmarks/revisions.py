@@ -211,7 +211,7 @@ def _prepared(name: str, dtype: str, kind: str, device: str) -> tuple[Callable[[
 
 
 def _neighbour(name: str) -> Any:
-    """A module beside this file, also where the package ``benchmarks`` on the path is another checkout's."""
+    """Load a module beside this file, also where the package ``benchmarks`` on the path is another checkout's."""
     folder = Path(__file__).resolve().parent
     if getattr(sys.modules.get("benchmarks"), "__path__", None) != [str(folder)]:
         spec = importlib.util.spec_from_file_location(

@@ -74,7 +74,7 @@ def child(job: Job, folder: Path) -> None:
 
 
 def measured(job: Job) -> Iterator[Record]:
-    """Records of a job's ways, each as it is complete; of no row one that tells the machine."""
+    """Yield records of a job's ways, each as it is complete; for no row, one that describes the machine."""
     made, cuda = dict[str, tuple[Ready | None, Record]](), job.device == "cuda"
     torch.set_num_threads(1 if job.tiny and not cuda else torch.get_num_threads())
     stamp = environment(job.device)
@@ -109,7 +109,7 @@ def measured(job: Job) -> Iterator[Record]:
 
 
 def _prepared(case: Case, way: str, blank: Record) -> tuple[Ready | None, Record]:
-    """A way made ready, checked and warmed up, None if it fails; and its record so far."""
+    """Make a way ready, check it and warm it up; None if it fails; with its record so far."""
     record, module, before = replace(blank, way=way), _MODULES[case.row.training], _compiler_counts()
     start, found = time.perf_counter(), dict[str, Any]()
     try:

@@ -80,7 +80,7 @@ def layered(size: int, width: int, seed: int) -> Edges:
 
 
 def training(size: int, sinks: int, seed: int) -> Edges:
-    """A training step: forward with skip connections, backward mirroring it, and ``sinks`` weight gradients.
+    """Make a training step: forward with skip connections, backward mirroring it, and ``sinks`` weight gradients.
 
     Each weight gradient reads an activation and the gradient that arrives there, and nobody reads it.
     """
@@ -128,7 +128,7 @@ CASES = [
 
 
 def program_of(size: int, edges: Edges) -> Program:
-    """A Program with exactly these hazards: each call writes a storage of its own and reads those of its sources.
+    """Make a Program with exactly these hazards: each call writes a storage of its own and reads those of its sources.
 
     What nobody reads is an output, as a weight gradient is. Storages are of drawn sizes from 4 KiB to 4 MiB.
     """
@@ -180,7 +180,7 @@ def at_most(seconds: float) -> Iterator[None]:
 def steps_of(
     program: Program, costs: Costs, graph: CallGraph, free: Schedule, capped: Schedule
 ) -> dict[str, Callable[[], Any]]:
-    """The steps by name; what follows a policy works on the plan of ``nimble``, capped where it says so."""
+    """Return the steps by name; those after a policy work on the plan of ``nimble``, capped where they say so."""
     before = predecessors(graph)
     others = [name for name in POLICIES if name not in ("nimble", "single")]
     return {
@@ -262,7 +262,7 @@ def _peak(step: Callable[[], Any]) -> int:
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """The limits that a case does not keep, in words."""
+    """Describe the limits that a case misses."""
     seconds, calls = result["best_s"], result["calls"]
     taken = {
         "schedule": (seconds["build graph"], seconds["nimble"]),
@@ -280,7 +280,7 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Describe what the figures depend on."""
     cpu = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -99,7 +99,7 @@ class Record:
 
 
 def read(path: Path) -> list[Record]:
-    """Records of a store; none where there is no file. Raises ValueError for one that is no store, or cut short."""
+    """Read the records of a store; none where there is no file. Raises ValueError for another or a truncated file."""
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=Record) for line in lines]
@@ -118,7 +118,7 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 
 def moved(now: Mapping[str, float], then: Mapping[str, float]) -> float | None:
-    """The largest relative change of an anchor's medians, signed; None where either is not known."""
+    """Return the largest relative change of an anchor's medians, signed; None where either is not known."""
     changes = [round(now[name] / then[name] - 1, 4) for name in SPEEDS if now.get(name) and then.get(name)]
     return max(changes, key=abs, default=None)
 
@@ -139,7 +139,7 @@ def summary(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _row(records: Sequence[Record], here: Sequence[Record]) -> Iterator[str]:
-    """The ways of one row in one manner, fastest first."""
+    """Print the ways of one row in one manner, fastest first."""
     first, ours = records[0], next((one for one in records if one.way == "ours"), None)
     alone = {one.way: one.medians for one in here if one.row == first.row and not one.together}
     manner = "in one process, in turn" if first.together else "each in a process of its own"
@@ -182,7 +182,7 @@ def _over(ours: Record | None, peer: Record) -> dict[str, Ratio]:
 
 
 def _apart(ours: Record | None, peer: Record) -> str:
-    """That the two were not measured beside each other, where the anchor says that it matters."""
+    """Note that two ways were not measured beside each other, where the anchor says that it matters."""
     if ours is None or peer.run == ours.run:
         return ""
     change = moved(ours.anchor, peer.anchor)

@@ -41,7 +41,7 @@ NAMES = {
 
 
 def best(records: Iterable[Record], measure: str) -> Record | None:
-    """The fastest right peer, by this measure; device times of what runs partly in eager do not count."""
+    """Return the fastest right peer, by this measure; device times of what runs partly in eager do not count."""
     peers = [
         one
         for one in records
@@ -53,7 +53,7 @@ def best(records: Iterable[Record], measure: str) -> Record | None:
 
 
 def cell(found: Ratio) -> str:
-    """A ratio with its interval and no more than it shows.
+    """Format a ratio with its interval, and no more digits than it supports.
 
     >>> cell(Ratio("ours", "peer", 1.3, 1.28, 1.31, 1.05)), cell(Ratio("ours", "peer", 1.3, 0.9, 1.4, 1.05))
     ('**1.30x** [1.28, 1.31]', '1.30x [0.90, 1.40], undecided')
@@ -86,7 +86,7 @@ def complete(ways: Mapping[str, Record], *, training: bool) -> bool:
 
 
 def table(records: Sequence[Record], *, training: bool) -> str:
-    """What one kind of rows says, as Markdown: a sentence, a table, and what to know."""
+    """Write one kind of rows as Markdown: a sentence, a table, and notes."""
     measured = rows_of(records, training=training)
     rows = {name: ways for name, ways in measured.items() if complete(ways, training=training)}
     if not rows:
@@ -137,7 +137,7 @@ def _times(medians: Mapping[str, float]) -> str:
 
 
 def _peer_cell(peers: Mapping[str, Record | None]) -> str:
-    """Times of the best peers, and who they are: one name where one is best at all."""
+    """Format the times of the best peers, and their names: one name where one is best at all."""
     times = " / ".join(f"{one.medians[name]:.0f}" if one else "–" for name, one in peers.items())
     names = dict.fromkeys(NAMES.get(one.way, one.way) for one in peers.values() if one)
     return f"{times} ({'; '.join(names)})"
@@ -170,7 +170,7 @@ def _where(rows: Mapping[str, Mapping[str, Record]]) -> str:
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
-    """A page with each part between its two marks; parts without marks are not for this page."""
+    """Return a page with each part between its two marks; parts without marks are not for this page."""
     for name, text in parts.items():
         mark = f"<!-- {name} -->"
         if page.count(mark) == 2:

@@ -71,7 +71,7 @@ def _in_channels_last(x: Tensor) -> Tensor:
 
 
 def _step(case: Case, model: Any, optimizer: Optimizer, mode: str = "", *, whole: bool = False) -> Step:
-    """The step as it is written everywhere; model and loss compiled in a ``mode``, or the ``whole`` of it."""
+    """Make the step as it is written everywhere; model and loss compiled in a ``mode``, or the ``whole`` of it."""
     loss_fn = case.given.loss_fn
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _step(case: Case, model: Any, optimizer: Optimizer, mode: str = "", *, whole
 
 
 def _ready(case: Case, run: Step, model: torch.nn.Module, optimizer: Optimizer, **more: Any) -> Ready:
-    """A way that trains ``model``, called three times."""
+    """Make a way that trains ``model``, called three times."""
     for _ in range(3):
         run(*case.args)
 
@@ -116,7 +116,7 @@ def _ready(case: Case, run: Step, model: torch.nn.Module, optimizer: Optimizer, 
 
 
 def _captured(case: Case, step: Step) -> Step:
-    """The whole step as one CUDA graph: batches copied in, the loss overwritten by the next step."""
+    """Capture the whole step as one CUDA graph: batches copied in, the loss overwritten by the next step."""
     torch.backends.cudnn.benchmark = True  # for layouts that compiled code makes up
     run = by_hand(Ready(step), (_in_channels_last(case.args[0]), case.args[1]), {}, static=True).run
     torch.backends.cudnn.benchmark = False
@@ -124,7 +124,7 @@ def _captured(case: Case, step: Step) -> Step:
 
 
 def _stepped(case: Case, mode: str = "", *, captured: bool = False) -> Ready:
-    """The step in eager; in a ``mode`` of torch.compile model and loss compiled; ``captured``: all of it, by hand."""
+    """Make the step in eager; with a ``mode``, model and loss compiled; ``captured``: all of it, by hand."""
     model, optimizer = _model(case, channels_last=captured)
     run = _step(case, model, optimizer, mode)
     run = _captured(case, run) if captured else run
@@ -132,7 +132,7 @@ def _stepped(case: Case, mode: str = "", *, captured: bool = False) -> Ready:
 
 
 def _step_graph(case: Case) -> Ready:
-    """The whole step compiled with its optimizer, and captured; Dynamo breaks the graph at the backward."""
+    """Compile the whole step with its optimizer, and capture it; Dynamo breaks the graph at the backward."""
     model, optimizer = _model(case, channels_last=True)
     for group in optimizer.param_groups:  # Inductor fuses what is written out
         group.update(fused=False, foreach=True)
@@ -149,7 +149,7 @@ def _graphed(case: Case) -> Ready:
 
 
 def _ours(case: Case, *, drop_in: bool = False) -> Ready:
-    """The whole step as one engine; or forward and backward inside the user's own loop, outputs static."""
+    """Make the whole step one engine; or forward and backward inside the user's own loop, outputs static."""
     model, optimizer = _model(case)
     options = Options(budget_s=case.job.budget_s)
     if drop_in:

@@ -43,7 +43,7 @@ def white(spread: float) -> Noise:
 
 
 def autocorrelated(by: float, spread: float = 0.05) -> Noise:
-    """A call takes much what the one before it took."""
+    """Draw times of which each is close to the one before it."""
 
     def noise(draw: np.random.Generator, count: int) -> Any:
         steps = draw.normal(0, spread * math.sqrt(1 - by * by), count)
@@ -54,7 +54,7 @@ def autocorrelated(by: float, spread: float = 0.05) -> Noise:
 
 
 def bimodal(share: float) -> Noise:
-    """A call takes twice as long at times, whatever the one before it took."""
+    """Draw times of which some are twice as long, whatever the one before them was."""
     return lambda draw, count: math.log(2) * (draw.random(count) < share) + draw.normal(0, 0.01, count)
 
 
@@ -74,7 +74,7 @@ def heavy_tailed(draw: np.random.Generator, count: int) -> Any:
 
 
 def drifting(by: float) -> Noise:
-    """The machine gets slower, for both ways alike."""
+    """Slow the machine down, for both ways alike."""
     return lambda draw, count: np.linspace(0, by, count) + draw.normal(0, 0.03, count)
 
 
@@ -116,13 +116,13 @@ def looks() -> Iterator[int]:
 
 
 def said(logs: Any) -> Verdict:
-    """The verdict on these logarithms of paired ratios."""
+    """Decide on these logarithms of paired ratios."""
     low, middle, high = map(math.exp, median_interval(logs))
     return Ratio("new", "old", middle, low, high).verdict
 
 
 def plain(logs: Any) -> Verdict:
-    """The same by a 95% interval of the mean."""
+    """Decide by a 95% interval of the mean."""
     half = 1.96 * logs.std(ddof=1) / math.sqrt(len(logs))
     low, middle, high = (math.exp(logs.mean() + by) for by in (-half, 0.0, half))
     return Ratio("new", "old", middle, low, high).verdict
@@ -131,7 +131,7 @@ def plain(logs: Any) -> Verdict:
 def verdict(
     noise: Noise, draw: np.random.Generator, true: float, counts: Iterable[int], judge: Callable[[Any], Verdict] = said
 ) -> tuple[Verdict, int]:
-    """What is first said of two ways whose speeds differ by ``true``, and after how many rounds."""
+    """Return the first verdict on two ways whose speeds differ by ``true``, and after how many rounds it came."""
     logs = noise(draw, LONGEST) + math.log(true) - noise(draw, LONGEST)
     found: Verdict = "undecided"
     count = 0
@@ -175,7 +175,7 @@ def measured(trials: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row for each noise, as Markdown."""
+    """Write a row for each noise, as Markdown."""
     lines = [
         "| noise of both ways | true ratio | wrong | undecided | rounds, median | wrong by plain intervals |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -154,7 +154,7 @@ def dragged(shown: Any, canvas: str, seconds: float) -> dict[str, float]:
 
 
 def missed(row: Mapping[str, Any]) -> list[str]:
-    """The limits that a report misses, in words."""
+    """Describe the limits that a report misses."""
     slow = [f"{form} opens in {median(one['s']):.2f} s" for form, one in row["open"].items()]
     bad = [said for said, one in zip(slow, row["open"].values(), strict=True) if median(one["s"]) > LIMIT_S]
     pans = row["pan"].items()
@@ -162,7 +162,7 @@ def missed(row: Mapping[str, Any]) -> list[str]:
 
 
 def lines(name: str, row: Mapping[str, Any]) -> list[str]:
-    """A report's figures as text."""
+    """Format a report's figures as text."""
     opens = ", ".join(
         f"{form} {median(one['s']):.2f} s ({min(one['s']):.2f} to {max(one['s']):.2f}, {one['bytes']:,} bytes)"
         for form, one in row["open"].items()

@@ -109,7 +109,7 @@ def check(case: Case, ready: Ready) -> dict[str, Any]:
 
 
 def judged(error: float, effect: float, bound: float) -> dict[str, Any]:
-    """A record's fields about whether a way is right; void where outputs hardly depend on inputs."""
+    """Return a record's fields about whether a way is right; void where outputs hardly depend on inputs."""
     if not math.isfinite(effect):
         return {"notes": ("void: eager's own outputs are not finite",)}
     void = effect == 0 or effect < _TELLING * min(error, bound)

@@ -14,7 +14,7 @@ _STAGES = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))  # blocks, width, 
 
 
 def resnet50(batch: int, size: int, dtype: str, device: str) -> tuple[Callable[[], Any], Callable[[], object]]:
-    """A call that starts the network on an image of its own, and what waits for the last call's result.
+    """Return a call that starts the network on an image of its own, and one that waits for the last result.
 
     Raises ImportError where there is no JAX, RuntimeError where that does not see the GPU.
     """

@@ -227,7 +227,7 @@ SECTIONS: dict[str, tuple[str, tuple[Mistake, ...]]] = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Write the whole page."""
     parts = [
         "# Troubleshooting",
         "",
@@ -309,7 +309,7 @@ def _names(code: str) -> dict[str, Any]:
 
 
 def _message(code: str) -> str:
-    """What is said of it, as an error or a warning; empty if nothing."""
+    """Return the error or the warning that it gets; empty if there is none."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         random.seed(0)

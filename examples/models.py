@@ -57,7 +57,7 @@ def resnet50(batch: int = 1, image: int = 224) -> Example:
 
 
 def inception_like(batch: int = 1, image: int = 64, blocks: int = 3) -> Example:
-    """A stack of blocks with four parallel branches each: small, and as wide as GoogLeNet's."""
+    """Make a stack of blocks with four parallel branches each: small, and as wide as GoogLeNet's."""
     return _vision(InceptionLike(blocks), batch, image)
 
 

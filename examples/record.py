@@ -50,7 +50,7 @@ def gpu() -> str:
 
 
 def of_suite(name: str, dtype: str = "float32", against: Sequence[str] = ()) -> Callable[[], Report]:
-    """A model of the benchmark, batch 1."""
+    """Make a model of the benchmark, batch 1."""
 
     def recorded() -> Report:
         model, args, kwargs = example(name, dtype, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -67,7 +67,7 @@ def clip() -> Report:
 
 
 def training() -> Report:
-    """A training step of ResNet-18 on images of CIFAR-10's shape: SGD with momentum, batch 32, TF32 in convolutions."""
+    """Make a training step of ResNet-18 on images of CIFAR-10's shape: SGD, batch 32, TF32 in convolutions."""
     torch.manual_seed(0)
     model, _, _ = models.resnet18(image=32)
     model.train()

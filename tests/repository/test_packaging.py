@@ -1,6 +1,4 @@
-"""What is handed out: light imports, requirements that push no torch out, what distributions hold, and what the
-command line says without a package.
-"""
+"""What is handed out: light imports, requirements, distributions, and the command line without a package."""
 
 from __future__ import annotations
 

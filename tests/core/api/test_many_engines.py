@@ -257,8 +257,10 @@ def switching() -> Iterator[None]:
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("name", ["branches", "residual"])
 def test_threads_train_one_engine(name: str, locked: bool, device: str) -> None:
-    """Each with inputs of its own. On a GPU a forward may overwrite what an earlier one has saved, which the backward
-    of that says; who holds a lock from the forward to the end of the backward does not meet it.
+    """Each thread has inputs of its own.
+
+    On a GPU a forward may overwrite what an earlier one has saved; the backward of that one says so. A thread that
+    holds a lock from the forward to the end of the backward does not meet it.
     """
     model, eager = made(name, device).train(), made(name, device).train()
     example = drawn(device).requires_grad_()

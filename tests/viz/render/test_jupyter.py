@@ -195,9 +195,7 @@ class Board:
         return figure.first
 
     def click(self, figure: Any, mark: str, at: int, across: float = 0.5) -> str:
-        """Click a mark of a plotly figure, so far across it, below a layer that takes the mouse; what was said when it
-        lay there.
-        """
+        """Click a mark of a plotly figure, ``across`` of its width, and return the hover text there."""
         drawn = figure.locator(mark).nth(at)
         drawn.scroll_into_view_if_needed()
         self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
