@@ -21,7 +21,6 @@ from nimble_core.tracing.recorded import Recorded, record_static, state_kept
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import with_strides_of
-from nimble_core.training.autograd_hooks import Behind
 from nimble_core.utils.errors import InputError
 
 __all__ = ["ForwardBackward", "in_better_layout", "turnable"]
@@ -52,6 +51,7 @@ class ForwardBackward(Around):
         self.templates: tuple[torch.Tensor, ...] = ()
         self.present: tuple[str, ...] = ()
         self.reached: tuple[frozenset[int], ...] = ()
+        self.functions: tuple[frozenset[int], ...] = ()
         self.leaves_present: tuple[int, ...] = ()
 
     def forward(
@@ -89,7 +89,7 @@ class ForwardBackward(Around):
                 gradients = self.templates = tuple(torch.ones_like(one.detach()) for one in wanted)
             named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
             leaves = [tensors[position] for position in self.leaves]
-            reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
+            reached, self.functions = _reached(wanted, [*named.values(), *leaves])
             with phase("backward"), no_autocast(wanted[0].device.type), _hooks_silent(named.values()):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
                 _require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
@@ -207,22 +207,26 @@ def _standing_alone(
     return alone
 
 
-def _reached(output: torch.Tensor, sources: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Positions of the ``sources``, leaves, that a gradient of ``output`` reaches."""
+def _reached(
+    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[frozenset[int]], tuple[frozenset[int], ...]]:
+    """Follow each output back through autograd's graph.
+
+    Returns, for each output, the positions of the ``sources``, leaves, that its gradient reaches, and the autograd
+    functions written in Python that it passes, numbered over all outputs.
+    """
     nodes = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
-    pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
-    positions = {id(one): at for at, one in enumerate(sources)}
-    seen: set[Any] = set()
-    found: set[int] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in nodes:
-            found.add(nodes[node])
-        behind = getattr(node, "behind", None)  # of a prepared module inside of this one
-        if isinstance(behind, Behind):
-            found.update(positions[id(one)] for one in behind.tensors.values() if id(one) in positions)
-        pending += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    numbers: dict[Any, int] = {}
+    reached, functions = [], []
+    for output in outputs:
+        pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
+        seen: set[Any] = set()
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending += [following for following, _ in node.next_functions]
+        reached.append(frozenset(nodes[node] for node in seen if node in nodes))
+        own = (node for node in seen if isinstance(node, torch.autograd.function.BackwardCFunction))
+        functions.append(frozenset(numbers.setdefault(node, len(numbers)) for node in own))
+    return reached, tuple(functions)

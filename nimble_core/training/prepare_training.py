@@ -179,6 +179,7 @@ def make_trainable(
         differentiable=whole.differentiable,
         templates=templates,
         reached=whole.reached,
+        functions=whole.functions,
         saved_inputs=halves.saved_inputs,
         fixed=fixed,
         borrowed=_borrowed(halves.backward),

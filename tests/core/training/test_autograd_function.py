@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import sys
 import threading
 import warnings
@@ -28,7 +27,6 @@ from nimble_core import Nimble, NotStaticError, TrainStep
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.pytree import flatten
-from nimble_core.training import autograd_function
 from nimble_core.utils.errors import InputError, NimbleError, NimbleWarning
 from tests.core.api.test_train_step import (
     OPTIMIZERS,
@@ -156,6 +154,7 @@ def loss_of(found: Any, model: nn.Module, inputs: Any, targets: Any) -> torch.Te
 # -- equal to eager --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["grads none", "grads zero"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_training_equals_eager(name: str, set_to_none: bool, on: Place) -> None:
@@ -184,6 +183,7 @@ def test_training_equals_eager(name: str, set_to_none: bool, on: Place) -> None:
     net.close()
 
 
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
 @settings(max_examples=25)
 @given(
     wanted=st.sets(st.sampled_from(["logits", "first", "second", "best"]), min_size=1),
@@ -230,6 +230,7 @@ def test_any_outputs_may_be_used_and_gradients_add_up(
     net.close()
 
 
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
 def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
     net, _ = pair(Nested(), torch.randn(6, 8))
     net(torch.randn(6, 8)).logits.sum().backward()
@@ -286,43 +287,48 @@ class Adding(torch.autograd.Function):
 
 
 class OwnBackward(nn.Module):
-    """One output, or all, through a backward of its own."""
+    """Two outputs; the second, or both, through a function of the user's own, or through a hook.
 
-    def __init__(self, all_of_them: bool, counts: bool) -> None:
+    Args:
+        through: "function" or "hook": what adds to the gradient.
+        both: whether both outputs come from it.
+    """
+
+    def __init__(self, through: str, both: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("seen", torch.full((8,), 7.0))
-        self.all_of_them, self.counts = all_of_them, counts
+        self.through, self.both = through, both
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.linear(x)
-        own = Adding.apply(h, self.seen) if self.counts else h + (h * h.sign().detach()).detach() * 0
-        if not self.counts:
+        own = Adding.apply(h, self.seen) if self.through == "function" else h * 1
+        if self.through == "hook":
             own.register_hook(lambda gradient: gradient + 1)
-        return (own.sin() if self.all_of_them else h.sin()), own.cos()
+        return (own.sin() if self.both else h.sin()), own.cos()
 
 
 @pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
-@pytest.mark.parametrize("counts", [False, True])
-def test_backwards_that_are_not_linear_in_absent_gradients(counts: bool, on: Place) -> None:
-    model = on(OwnBackward(all_of_them=False, counts=counts))
+@pytest.mark.parametrize(("through", "both"), [("hook", False), ("hook", True), ("function", True)])
+def test_backwards_that_add_something_of_their_own(through: str, both: bool, on: Place) -> None:
+    model = on(OwnBackward(through, both))
     x = on(torch.randn(6, 8))
     net, eager = pair(model, x, options=on.options)
     for _ in range(2):
         for one in (net, eager):
             one(x)[0].sum().backward()
-    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=on.near, atol=on.near)
+    assert_same_gradients(model, eager, rtol=on.near)
     torch.testing.assert_close(model.seen, eager.seen)
     net.close()
 
 
-def test_what_a_backward_adds_by_itself_is_refused_where_gradients_are_absent() -> None:
-    model = OwnBackward(all_of_them=True, counts=False)
+def test_an_autograd_function_that_only_outputs_without_a_gradient_come_from_is_refused() -> None:
+    model = OwnBackward("function", both=False)
     net, eager = pair(model, torch.randn(6, 8))
     x = torch.randn(6, 8)
-    with pytest.raises(InputError, match="adds something of its own"):
+    with pytest.raises(InputError, match="no gradient came for output 1, which an autograd function") as refused:
         net(x)[0].sum().backward()
+    assert "detach outputs" in refused.value.fix
     assert all(one.grad is None for one in model.parameters())
     for one in (net, eager):
         sum(part.sum() for part in one(x)).backward()
@@ -373,6 +379,41 @@ def test_backwards_on_several_threads_add_up(forwards: str) -> None:
             thread.join()
         for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, 4 * theirs.grad)
+    net.close()
+
+
+@pytest.mark.parametrize("adding", [False, True], ids=["grad", "backward for some"])
+def test_threads_search_one_graph(adding: bool) -> None:
+    """Each thread gets eager's gradients of what it asks for, again and again, on one forward."""
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    names = [name for name, _ in net.named_parameters()]
+    expected = dict(zip(names, torch.autograd.grad(eager(x).sin().sum(), list(eager.parameters())), strict=True))
+    loss = net(x).sin().sum()
+    failed: list[BaseException] = []
+    together = threading.Barrier(len(names))
+
+    def search(name: str) -> None:
+        try:
+            together.wait(60)
+            for _ in range(50):
+                if adding:
+                    loss.backward(inputs=[net.get_parameter(name)], retain_graph=True)
+                else:
+                    (found,) = torch.autograd.grad(loss, [net.get_parameter(name)], retain_graph=True)
+                    torch.testing.assert_close(found, expected[name])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=search, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    for name in names if adding else ():
+        torch.testing.assert_close(net.get_parameter(name).grad, 50 * expected[name])
     net.close()
 
 
@@ -489,19 +530,6 @@ def test_a_loss_kept_on_the_model_keeps_nothing_after_its_backward() -> None:
     del net, loss
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_while_gradients_are_added_up_holds_no_lock() -> None:
-    with autograd_function._ACCUMULATING:
-        child = os.fork()
-        if child == 0:
-            thread = threading.Thread(target=lambda: autograd_function._ACCUMULATING.acquire(timeout=5) or os._exit(1))
-            thread.start()
-            thread.join()
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_between_other_trainable_modules(on: Place) -> None:
@@ -930,38 +958,36 @@ def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str, on
     net.close()
 
 
-def test_hooks_of_parameters_that_no_gradient_reaches_are_not_called() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            h = self.stem(x).tanh()
-            return self.first(h), self.second(h)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.stem(x).tanh()
+        return self.first(h), self.second(h)
 
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_a_hook_of_a_parameter_that_no_gradient_reaches_is_refused(used: tuple[int, ...]) -> None:
     net, eager = pair(Heads(), torch.randn(6, 8))
-    seen: dict[nn.Module, list[str]] = {net: [], eager: []}
-    hooks = {}
     for model in (net, eager):
-        for name, one in model.named_parameters():
-
-            def halved(grad: torch.Tensor, of: nn.Module = model, name: str = name) -> torch.Tensor:
-                seen[of].append(name)
-                return grad * 0.5
-
-            one.register_hook(halved)
-            hooks[one] = dict(one._backward_hooks or {})
-    for used in ([0], [1], [0, 1]):
-        x = torch.randn(6, 8)
-        for model in (net, eager):
-            outputs = model(x)
-            # A parameter that is used elsewhere, too, gets what comes from there.
-            other = dict(model.named_parameters())["second.bias"].square()
-            (sum(outputs[at].sin().sum() for at in used) + other.sum()).backward()
-    assert sorted(seen[net]) == sorted(seen[eager])
-    assert_same_gradients(net, eager, rtol=1e-6)
-    assert all(dict(one._backward_hooks or {}) == before for one, before in hooks.items())
+        for name in ("stem.weight", "second.bias"):
+            model.get_parameter(name).register_hook(lambda gradient: gradient * 0.5)
+    x = torch.randn(6, 8)
+    losses = []
+    for model in (net, eager):
+        outputs = model(x)
+        losses.append(sum(outputs[at].sin().sum() for at in used))
+    if used == (0,):
+        with pytest.raises(InputError, match=r"second\.bias, which only leads there, has a hook"):
+            losses[0].backward()
+        assert all(one.grad is None for one in net.parameters())
+    else:
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(net, eager, rtol=1e-6)
     net.close()
 
 
@@ -1690,6 +1716,7 @@ class Passing(nn.Module):
         return {"y": y, "again": y, "window": y[:2], "input": x, "row": x[0], "weight": self.linear.weight}
 
 
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
 @pytest.mark.parametrize(
     "names", [["y"], ["y", "again"], ["window", "y"], ["input"], ["row"], ["weight"], ["y", "weight"]]
 )
