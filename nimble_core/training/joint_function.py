@@ -14,13 +14,12 @@ from nimble_core.ir.program import Program, TensorRef
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.autocast import no_autocast
-from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
 from nimble_core.tracing.phase import phase
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recorded import Recorded, record_static, state_kept
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
-from nimble_core.tracing.strides import with_strides_of
+from nimble_core.training.gradients import in_own_memory, require_dense
 from nimble_core.utils.errors import InputError
 
 __all__ = ["ForwardBackward", "in_better_layout", "turnable"]
@@ -92,9 +91,14 @@ class ForwardBackward(Around):
             reached, self.functions = _reached(wanted, [*named.values(), *leaves])
             with phase("backward"), no_autocast(wanted[0].device.type), _hooks_silent(named.values()):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
-                _require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
-                gradients_made = _standing_alone(
-                    found, [*named.values(), *leaves], [*tensors, *gradients, *self.model.parameters()]
+                require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
+                sources = [
+                    source for source, one in zip([*named.values(), *leaves], found, strict=True) if one is not None
+                ]
+                gradients_made = in_own_memory(
+                    [one for one in found if one is not None],
+                    sources,
+                    [*tensors, *gradients, *self.model.parameters()],
                 )
         self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
         kept = [at for at, one in enumerate(found) if one is not None]
@@ -174,37 +178,6 @@ def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for table, hooks in tables:
             table.update(hooks)
-
-
-def _require_dense(found: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-    """Raise InputError for a gradient that is sparse: how much memory it takes depends on data."""
-    for one, name in zip(found, names, strict=True):
-        if one is not None and one.layout is not torch.strided:
-            raise InputError(
-                "a gradient is sparse: only dense ones can be replayed",
-                where=name,
-                fix="make the embedding with sparse=False",
-            )
-
-
-def _standing_alone(
-    found: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Gradients as autograd's accumulation gives them: each with memory of its own, laid out like what it belongs to.
-
-    ``.grad`` is written in place, and fused optimizers take its layout to be the parameter's.
-    """
-    taken = {storage_address(one) for one in others}
-    alone = []
-    for one, source in zip(found, sources, strict=True):
-        if one is not None:
-            if not overlaps_itself(source):
-                one = with_strides_of(source, one)
-            if storage_address(one) in taken or overlaps_itself(one):
-                one = one.clone()
-            taken.add(storage_address(one))
-            alone.append(one)
-    return alone
 
 
 def _reached(
