@@ -7,9 +7,9 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,94 @@ def make_trainable(
         InputError: nothing to differentiate, or hooks that no replay would call.
         NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
     """
+    joint = _recorded_jointly(device, model, signature, options, step)
+    first = joint.forward_recorded(device, options)
+    with state_kept(first):
+        forward = tune(device, first, options, step=step)
+    made: list[Executable] = [forward.best]
+    try:
+        forward.close(keep=forward.best)
+        left = _left_by_forward(joint, first, forward.best, options)
+        plain, second = joint.backward_recorded(left)
+        eager_nbytes = eager_peak(device, joint.cut)
+        with state_kept(second):
+            behind = tune(
+                device,
+                replace(second, lender=left.lender),
+                options,
+                step=step,
+                eager_nbytes=eager_nbytes,
+                beside_nbytes=forward.best.nbytes,
+                worth=_WORTH,
+            )
+        made.append(behind.best)
+        behind.close(keep=behind.best)
+        backward = _backward(device, joint, left, plain, behind, options)
+        with step("check equality"):
+            wrong = _unlike_eager(joint.recorded, forward.best, backward, len(joint.inputs))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    if isinstance(behind.best, Fixed):
+        # From here on they are examples of shapes only, and outputs may be large: one memory is enough.
+        for template, buffer in zip(joint.templates, behind.best.buffers, strict=False):
+            template.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride())
+    notes = (*forward.notes, *behind.notes)
+    return Trainable(forward, backward, joint.structure, joint.recorded, notes, wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Forward and backward as one recording, and cut in two.
+
+    Args:
+        whole: the function that was recorded.
+        recorded: the recording, in eager's kernels and layout.
+        cut: the recording that is cut: in the layout that takes less time.
+        halves: its two parts.
+        inputs: of the forward.
+        structure: what is around the model's outputs.
+        templates: gradients of outputs.
+        outputs: how many outputs the model has.
+    """
+
+    whole: ForwardBackward
+    recorded: Recorded
+    cut: Recorded
+    halves: Halves
+    inputs: list[torch.Tensor]
+    structure: Structure
+    templates: tuple[torch.Tensor, ...]
+    outputs: int
+
+    def forward_recorded(self, device: Device, options: Options) -> Recorded:
+        """The forward as a recording of its own."""
+        together = replace(self.cut.recording, outputs=self.halves.forward.outputs)
+        ahead = len(self.halves.forward.program.calls)
+        first = _recorded(self.halves.forward, self.inputs, _Issued(together, ahead, after=self.templates))
+        copies = device.kind == "cuda" and options.outputs == "copy"
+        return replace(first, copied_out=self.outputs) if copies else first
+
+    def backward_recorded(self, left: _Left) -> tuple[Recording, Recorded]:
+        """The backward in eager's kernels, and as a recording of its own that reads what the forward has left."""
+        if not left.fixed:
+            plain = self.halves.backward
+            eager = _Issued(plain, len(plain.program.calls))
+            return plain, _recorded(plain, [*self.templates, *left.saved], eager)
+        # With the forward before it: eager and captures keep seeds in different places.
+        recording = self.cut.recording
+        whole_run = replace(recording, outputs=recording.outputs[self.outputs :])
+        calls = len(recording.program.calls)
+        eager = _Issued(whole_run, calls, self.inputs, joint=self.cut, random=left.random)
+        plain = self.halves.with_saved(left.saved)
+        return plain, replace(_recorded(plain, list(self.templates), eager), copied_in=len(self.templates))
+
+
+def _recorded_jointly(
+    device: Device, model: torch.nn.Module, signature: Signature, options: Options, step: Step
+) -> _Joint:
+    """Record forward and backward as one function, choose its layout, and cut it."""
     require_no_node_hooks(model.named_parameters())
     leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
     whole = ForwardBackward(model, leaves)
@@ -101,106 +189,93 @@ def make_trainable(
         device.warm_up(whole, signature.arguments(), {})
     structure, templates = whole.structure, whole.templates
     assert structure is not None
-    example = (*signature.arguments(), list(templates))
-    both = Signature(example, {}, whole.input_names)
-    joint = record_static(device, whole, both, strict=options.strict, step=step)
-    if joint.whole:
+    both = Signature((*signature.arguments(), list(templates)), {}, whole.input_names)
+    recorded = record_static(device, whole, both, strict=options.strict, step=step)
+    if recorded.whole:
         what = "launch" if device.kind == "cuda" else "value"
         raise CaptureError(
             f"not every {what} of forward and backward was seen",
-            where=joint.recording.unseen_where,
+            where=recorded.recording.unseen_where,
             fix="leave that part out of the prepared module",
         )
     if whole.structure is not None:  # of the last run, on other values
         check_outputs(structure, whole.structure)
-    outputs = whole.outputs
-    cut = in_better_layout(device, whole, joint, options, step)
-    halves = halve(cut.recording, len(signature.tensors), outputs)
+    cut = in_better_layout(device, whole, recorded, options, step)
+    halves = halve(cut.recording, len(signature.tensors), whole.outputs)
     inputs = [tensor.detach() for tensor in signature.tensors]
-    ahead = len(halves.forward.program.calls)
-    together = replace(cut.recording, outputs=halves.forward.outputs)
-    first = _recorded(halves.forward, inputs, _Issued(together, ahead, after=templates))
-    if device.kind == "cuda" and options.outputs == "copy":
-        first = replace(first, copied_out=outputs)
+    return _Joint(whole, recorded, cut, halves, inputs, structure, templates, whole.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a run of the prepared forward leaves for its backward.
+
+    Args:
+        outputs: the model's.
+        saved: what the backward reads.
+        fixed: whether all of it always lies at the same place (CUDA).
+        random: state of the device's random numbers before the run, where ``fixed``.
+        shown: outputs, by position, that are given out as they lie in the forward's memory.
+        lender: the forward's memory, for the backward to use up.
+    """
+
+    outputs: list[torch.Tensor]
+    saved: list[torch.Tensor]
+    fixed: bool
+    random: torch.Tensor | None = None
+    shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    lender: Lender | None = None
+
+
+def _left_by_forward(joint: _Joint, first: Recorded, forward: Executable, options: Options) -> _Left:
+    """Run the prepared forward once, with the model's state put back."""
+    halves, count = joint.halves, joint.outputs
+    fixed = isinstance(forward, Fixed)
+    random = torch.cuda.get_rng_state(first.signature.device) if fixed else None
     with state_kept(first):
-        forward = tune(device, first, options, step=step)
-    try:
-        forward.close(keep=forward.best)
-        fixed = isinstance(forward.best, Fixed)
-        random = torch.cuda.get_rng_state(signature.device) if fixed else None
-        with state_kept(first):
-            made = [one.detach() for one in forward.best.run(inputs, static=True)]
-        saved = made[outputs:]
-        shown: dict[int, torch.Tensor] = {}
-        guarded: tuple[int, ...] = ()
-        lender: Lender | None = None
-        if isinstance(forward.best, Fixed):
-            leads = leading(halves.backward, len(saved) + len(halves.saved_inputs))
-            if options.outputs == "static":
-                shown = _of_their_own(made[:outputs], [*forward.best.buffers, *first.recording.given.values()])
-                guarded = tuple(at for at, one in shown.items() if any(share_bytes(one, other) for other in saved))
-            if KNOWN_WHETHER_KEPT:
-                saved, lender = lent(forward.best.arena, saved, leads, list(shown.values()))
-            saved += [forward.best.buffers[at] for at in halves.saved_inputs]
-            # With the forward before it: eager and captures keep seeds in different places.
-            whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
-            eager = _Issued(whole_run, len(cut.recording.program.calls), inputs, joint=cut, random=random)
-            plain = halves.with_saved(saved)
-            second = replace(_recorded(plain, list(templates), eager), copied_in=len(templates))
-        else:
-            saved += [inputs[at] for at in halves.saved_inputs]
-            plain = halves.backward
-            eager = _Issued(plain, len(plain.program.calls))
-            second = _recorded(plain, [*templates, *saved], eager)
-        whole_nbytes = eager_peak(device, cut)
-        with state_kept(second):
-            behind = tune(
-                device,
-                replace(second, lender=lender),
-                options,
-                step=step,
-                eager_nbytes=whole_nbytes,
-                beside_nbytes=forward.best.nbytes,
-                worth=_WORTH,
-            )
-        behind.close(keep=behind.best)
-    except BaseException:
-        forward.best.close()
-        raise
-    named = dict(model.named_parameters())
-    backward = Backward(
+        made = [one.detach() for one in forward.run(joint.inputs, static=True)]
+    outputs, saved = made[:count], made[count:]
+    if not isinstance(forward, Fixed):
+        return _Left(outputs, [*saved, *(joint.inputs[at] for at in halves.saved_inputs)], fixed)
+    shown: dict[int, torch.Tensor] = {}
+    lender: Lender | None = None
+    if options.outputs == "static":
+        shown = _of_their_own(outputs, [*forward.buffers, *first.recording.given.values()])
+    if KNOWN_WHETHER_KEPT:
+        leads = leading(halves.backward, len(saved) + len(halves.saved_inputs))
+        saved, lender = lent(forward.arena, saved, leads, list(shown.values()))
+    return _Left(outputs, [*saved, *(forward.buffers[at] for at in halves.saved_inputs)], fixed, random, shown, lender)
+
+
+def _backward(
+    device: Device, joint: _Joint, left: _Left, plain: Recording, behind: Tuned, options: Options
+) -> Backward:
+    """What replays the backward, and hands out its gradients."""
+    whole, halves = joint.whole, joint.halves
+    named = dict(whole.model.named_parameters())
+    refs = joint.recorded.recording.program.outputs[: joint.outputs]
+    made = left.saved[: halves.saved_outputs]
+    return Backward(
         tuned=behind,
         plain=plain,
         parameters=tuple(named[name] for name in whole.present),
         flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
-        leaves=frozenset(leaves),
+        leaves=frozenset(whole.leaves),
         leaves_present=whole.leaves_present,
-        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in joint.recording.program.outputs[:outputs]),
+        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in refs),
         differentiable=whole.differentiable,
-        templates=templates,
+        templates=joint.templates,
         reached=whole.reached,
         functions=whole.functions,
         saved_inputs=halves.saved_inputs,
-        fixed=fixed,
+        fixed=left.fixed,
         borrowed=_borrowed(halves.backward),
-        sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
-        shown=shown,
-        guarded=guarded,
-        repeated=_repeated(made[:outputs]),
+        sparing=partial(_sparing, device, behind, options.memory_limit) if left.lender is not None else None,
+        shown=left.shown,
+        guarded=tuple(at for at, one in left.shown.items() if any(share_bytes(one, other) for other in made)),
+        repeated=_repeated(left.outputs),
         read=_read(halves),
     )
-    try:
-        with step("check equality"):
-            wrong = _unlike_eager(joint, forward.best, backward, len(inputs))
-    except BaseException:
-        forward.best.close()
-        behind.best.close()
-        raise
-    if isinstance(behind.best, Fixed):
-        # From here on they are examples of shapes only, and outputs may be large: one memory is enough.
-        for template, buffer in zip(templates, behind.best.buffers, strict=False):
-            template.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride())
-    return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
 
 
 def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
