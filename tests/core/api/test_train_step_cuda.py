@@ -20,31 +20,8 @@ from nimble_core.api.train_step import TrainStep
 from nimble_core.compiler.passes import pad_matmul
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError, NimbleError, NimbleWarning
-from tests.core.api.test_train_step import (
-    CHANGES,
-    OPTIMIZERS,
-    PROBLEMS,
-    RUNS,
-    Eager,
-    Fails,
-    Residual,
-    assert_same,
-    assert_untouched,
-    assert_values,
-    both,
-    curves,
-    everything,
-    gan_curves,
-    images,
-    made,
-    one_thread,
-    perceptron,
-    prepare,
-    state_of,
-    train_both,
-    vectors,
-)
-from tests.core.training.test_autograd_function import (
+from tests.core.api.test_train_step_prepare import CHANGES
+from tests.support.drop_in import (
     CLOSE,
     CheckpointedNorm,
     assert_same_gradients,
@@ -54,6 +31,31 @@ from tests.core.training.test_autograd_function import (
     prepared,
 )
 from tests.support.rewrite_models import results_are_padded
+from tests.support.training_problems import (
+    OPTIMIZERS,
+    PROBLEMS,
+    RUNS,
+    Fails,
+    Residual,
+    images,
+    made,
+    perceptron,
+    vectors,
+)
+from tests.support.training_steps import (
+    Eager,
+    assert_same,
+    assert_untouched,
+    assert_values,
+    both,
+    curves,
+    everything,
+    gan_curves,
+    one_thread,
+    prepare,
+    state_of,
+    train_both,
+)
 
 __all__ = ["one_thread"]  # a fixture
 
