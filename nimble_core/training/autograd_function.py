@@ -133,7 +133,7 @@ class Backward:
         self._required = [flag for _, _, flag in self.flags]
         names = {id(parameter): name for parameter, name, _ in self.flags}
         self._names = tuple(names[id(parameter)] for parameter in self.parameters)
-        self.guard = WriteGuard(self.parameters, self._names, self.read, [self.shown[at] for at in self.guarded])
+        self.guard = WriteGuard(self.read, [self.shown[at] for at in self.guarded])
 
     @property
     def outputs(self) -> int:
