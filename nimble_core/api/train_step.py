@@ -200,7 +200,7 @@ class TrainStep:
             self._handles_seen = registered
 
     def _casts_now(self) -> torch.dtype | None:
-        """What forward and loss are cast to: the step's own type, or that of the autocast around it."""
+        """Return the type that forward and loss are cast to: the step's own, or that of the autocast around it."""
         return self._autocast or autocast_type(self._device)
 
     def _make(self, turn: Turn, inputs: Any, targets: Any, plan: Plan | None = None) -> Engine:

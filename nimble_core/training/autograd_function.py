@@ -82,7 +82,8 @@ class Backward:
         saved_inputs: positions of inputs that the backward reads.
         fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
-        sparing: makes what replays without overwriting what was saved; None if ``tuned`` does not overwrite it either.
+        separately: captures the backward again, in memory of its own, for graphs that are kept; None where ``tuned``
+            leaves what was saved alone anyway.
         shown: the outputs, by position, that are given out as they lie in the forward's memory; others are copied.
         guarded: positions of those whose memory the backward reads.
         repeated: outputs, by position, that share memory with an earlier one: on the host, too, they are copied, since
@@ -108,7 +109,7 @@ class Backward:
     saved_inputs: tuple[int, ...]
     fixed: bool
     borrowed: tuple[int, ...]
-    sparing: Callable[[], Executable] | None = None
+    separately: Callable[[], Executable] | None = None
     shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
     guarded: tuple[int, ...] = ()
     repeated: frozenset[int] = frozenset()
@@ -118,7 +119,7 @@ class Backward:
     _names: tuple[str, ...] = field(init=False)
     _flagged: list[torch.Tensor] = field(init=False)
     _required: list[bool] = field(init=False)
-    _spare: Executable | None = None
+    _separate: Executable | None = None
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     _zeros: dict[int, torch.Tensor] = field(default_factory=dict)
     _left_out: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
@@ -158,7 +159,7 @@ class Backward:
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def unlike(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> str:
-        """What wants a gradient other than when this was prepared; empty if nothing."""
+        """Say which tensor requires a gradient now and did not at preparation, or the reverse; empty if none."""
         if list(map(_trained, self._flagged)) != self._required:
             changed = (one for one in self.flags if one[0].requires_grad is not one[2])
             _, name, flag = next(changed)
@@ -183,7 +184,7 @@ class Backward:
             return list(apply(self, run, owner, self._anchor, len(tensors), *tensors, *self.parameters))  # type: ignore[no-untyped-call]  # torch's has no types
 
     def own(self, made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The model's outputs among what the forward makes, as the caller's."""
+        """Take the model's outputs from what the forward makes, as tensors that belong to the caller."""
         outputs = made[: self.outputs]
         if not self.fixed:
             return tuple(one.clone() if at in self.repeated else one for at, one in enumerate(outputs))
@@ -214,10 +215,10 @@ class Backward:
         """Free what replays."""
         self._closed = True
         self.executable.close()
-        self.sparing = None
-        if self._spare is not None:
-            self._spare.close()
-            self._spare = None
+        self.separately = None
+        if self._separate is not None:
+            self._separate.close()
+            self._separate = None
 
     # -- the backward --------------------------------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class Backward:
             else:
                 if mine:
                     aside = set_aside(self.parameters, executable, mine)
-                if executable is not self._spare and self.sparing is not None:
+                if executable is not self._separate and self.separately is not None:
                     self._round += 1  # what was saved is gone: no other try of this backward may follow
                 found = list(executable.run([*inputs, *saved], static=True))
             # What follows is the host's, while the device is busy.
@@ -276,12 +277,12 @@ class Backward:
         ]
 
     def _replaying(self, keep: bool) -> Executable:
-        """What replays, and leaves what was saved as it is if that is to be kept: made when it is first asked for."""
-        if self.sparing is None or not keep:
+        """Return what replays; with ``keep`` one that leaves what was saved alone, which is made on first use."""
+        if self.separately is None or not keep:
             return self.executable
-        if self._spare is None:
-            self._spare = self.sparing()
-        return self._spare
+        if self._separate is None:
+            self._separate = self.separately()
+        return self._separate
 
     def _wanted(self, given: Sequence[torch.Tensor | None]) -> frozenset[int]:
         """Gradients, by position, that these gradients of the outputs reach."""
@@ -302,7 +303,7 @@ class Backward:
         return bool(will_execute(torch.autograd.graph.get_gradient_edge(self._anchor).node))
 
     def _calls_left_out(self, given: Sequence[torch.Tensor | None], wanted: Collection[int]) -> frozenset[int]:
-        """Calls that lead only to outputs without a gradient: eager does not run them.
+        """Find the calls that lead only to outputs without a gradient: eager does not run them.
 
         Where there is none, a replay does with zeros in place of these gradients what eager does without them.
 

@@ -56,7 +56,7 @@ class ForwardBackward(Around):
     def forward(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs, then gradients of the parameters in ``present`` and of the inputs in ``leaves_present``."""
+        """Return outputs, then gradients of the parameters in ``present`` and of the inputs in ``leaves_present``."""
         tensors, around = flatten((tuple(args), dict(kwargs)), what="input")
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"):

@@ -143,15 +143,15 @@ class CapturedOptimizer:
         """Make one step with these gradients: calls on the device alone, which read rates and state when they run.
 
         Args:
-            gradients: one for each of ``parameters``, in its shape and type; None: that parameter stays as it is.
+            gradients: a dense one for each of ``parameters``, in its shape and type; None: it stays as it is.
             buckets: positions in ``parameters``, each in one bucket: every bucket is updated by itself, so that it can
                 run as soon as its gradients are there. None: all in one.
             found_inf: one number on the device: 1 if this update is to be left out. Needs ``require_scaling``.
 
         Raises:
-            InputError: a sparse gradient, or a parameter that was moved or converted. Nothing was updated then.
+            InputError: a parameter was moved or converted. Nothing was updated then.
         """
-        self._require_fitting(gradients)
+        self._require_layouts()
         before = [one.grad for one in self.parameters]
         try:
             with torch.no_grad():
@@ -174,14 +174,10 @@ class CapturedOptimizer:
         state = {self.parameters[position]: dict(self.state[position]) for position in part if self.state[position]}
         run_step(self.optimizer, self._kind, groups, state, found_inf)
 
-    def _require_fitting(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient, layout, place in zip(
-            self.parameters, gradients, self._layouts, self._places, strict=True
-        ):
+    def _require_layouts(self) -> None:
+        for parameter, layout, place in zip(self.parameters, self._layouts, self._places, strict=True):
             if layout_of(parameter) != layout:
                 raise InputError("a parameter was moved or converted", where=place, fix=_PREPARE)
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise InputError("a gradient is sparse", where=place, fix="make the embedding with sparse=False")
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 

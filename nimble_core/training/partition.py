@@ -34,7 +34,7 @@ class Halves:
     saved_inputs: tuple[int, ...]
 
     def with_saved(self, saved: Sequence[torch.Tensor]) -> Recording:
-        """The backward with ``saved`` tensors at their fixed addresses in place of inputs."""
+        """Put ``saved`` tensors, at their fixed addresses, in the place of the backward's last inputs."""
         recording = self.backward
         count = len(saved)
         slots = recording.inputs[len(recording.inputs) - count :]
@@ -138,7 +138,7 @@ def _is_call(step: Step, first: int, end: int) -> bool:
 
 
 def _part(recording: Recording, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]) -> Recording:
-    """A recording of some of the steps; calls and storages are numbered anew, slots are not."""
+    """Make a recording of some of the steps; calls and storages are numbered anew, slots are not."""
     program = recording.program
     old = [step.call for step in steps if step.call is not None]
     touched = [access.ref.storage for call in old for access in program.calls[call].accesses]

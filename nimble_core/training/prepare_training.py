@@ -156,7 +156,7 @@ class _Joint:
     outputs: int
 
     def forward_recorded(self, device: Device, options: Options) -> Recorded:
-        """The forward as a recording of its own."""
+        """Make a recording of the forward alone."""
         together = replace(self.cut.recording, outputs=self.halves.forward.outputs)
         ahead = len(self.halves.forward.program.calls)
         first = _recorded(self.halves.forward, self.inputs, _Issued(together, ahead, after=self.templates))
@@ -164,7 +164,7 @@ class _Joint:
         return replace(first, copied_out=self.outputs) if copies else first
 
     def backward_recorded(self, left: _Left) -> tuple[Recording, Recorded]:
-        """The backward in eager's kernels, and as a recording of its own that reads what the forward has left."""
+        """Return the backward in eager's kernels, and with what is needed to tune it on what the forward has left."""
         if not left.fixed:
             plain = self.halves.backward
             eager = _Issued(plain, len(plain.program.calls))
@@ -250,7 +250,7 @@ def _left_by_forward(joint: _Joint, first: Recorded, forward: Executable, option
 def _backward(
     device: Device, joint: _Joint, left: _Left, plain: Recording, behind: Tuned, options: Options
 ) -> Backward:
-    """What replays the backward, and hands out its gradients."""
+    """Make what replays the backward and hands out its gradients."""
     whole, halves = joint.whole, joint.halves
     named = dict(whole.model.named_parameters())
     refs = joint.recorded.recording.program.outputs[: joint.outputs]
@@ -270,7 +270,9 @@ def _backward(
         saved_inputs=halves.saved_inputs,
         fixed=left.fixed,
         borrowed=_borrowed(halves.backward),
-        sparing=partial(_sparing, device, behind, options.memory_limit) if left.lender is not None else None,
+        separately=partial(_captured_separately, device, behind, options.memory_limit)
+        if left.lender is not None
+        else None,
         shown=left.shown,
         guarded=tuple(at for at, one in left.shown.items() if any(share_bytes(one, other) for other in made)),
         repeated=_repeated(left.outputs),
@@ -278,8 +280,8 @@ def _backward(
     )
 
 
-def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
-    """The backward that was chosen, in memory of its own.
+def _captured_separately(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
+    """Capture the backward that was chosen once more, in memory of its own.
 
     Its calls run once before they are captured: autograd's own thread is another one, and what libraries know of a
     routine they may know by thread.
@@ -305,19 +307,20 @@ def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executa
 
 
 def _borrowed(backward: Recording) -> tuple[int, ...]:
-    """Positions of gradients that are memory of something saved, or of the model's, as a custom backward may return."""
+    """Find gradients, by position, in memory of something saved or of the model, as a custom backward may return."""
     homes = {backward.storage_of[slot] for slot in (*backward.inputs, *backward.given)}
     return tuple(at for at, slot in enumerate(backward.outputs) if backward.storage_of[slot] in homes)
 
 
 def _repeated(outputs: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Outputs, by position, that share memory with an earlier one."""
+    """Find outputs, by position, that share memory with an earlier one."""
     return frozenset(at for at, one in enumerate(outputs) if any(share_bytes(one, earlier) for earlier in outputs[:at]))
 
 
 def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
-    """Tensors that exist before the forward and that the backward reads: their names, and aliases that share their
-    version counters.
+    """Find tensors that exist before the forward and that the backward reads.
+
+    Returns their names, and aliases that share their version counters.
 
     Not those that the forward writes without saying so, as batch norm its running statistics: eager counts no version
     of these either. Nor those that the backward itself writes, where it computes a forward again; nor those without a
@@ -343,8 +346,9 @@ def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
 
 
 def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Outputs, by position, that share memory with no other one and with nothing that was given: writing to one of them
-    in place is nobody else's business.
+    """Find outputs, by position, that share memory with no other one and with nothing that was given.
+
+    Whoever writes to one of them in place changes nothing else.
     """
     found = {}
     for at, one in enumerate(outputs):
@@ -355,7 +359,7 @@ def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor
 
 
 def _recorded(recording: Recording, inputs: Sequence[torch.Tensor], model: _Issued) -> Recorded:
-    """One half as a recording of its own."""
+    """Make a ``Recorded`` of one half."""
     signature = Signature(tuple(inputs), {})
     return Recorded(model, signature, recording, build_graph(recording.program), trained=True)
 
@@ -393,7 +397,7 @@ class _Issued:
 
 
 def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, count: int) -> str:
-    """How forward and backward replays together differ from eager; empty if they do not."""
+    """Say how forward and backward replays together differ from eager; empty if they do not."""
     cases = eager_cases(joint)
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -86,11 +86,11 @@ class WholeStep(Around):
         self.present: frozenset[str] = frozenset()
 
     def forward(self, inputs: Any, targets: Any = None) -> Result:
-        """One step: loss (not scaled, of this step alone), the model's output, gradients."""
+        """Make one step: return its loss (not scaled, of this step alone), the model's output, gradients."""
         return self._step(inputs, targets, self.optimizer.update if self.optimizer else None)
 
     def eagerly(self, inputs: Any, targets: Any = None, *, earlier: frozenset[str] | None = None) -> Result:
-        """The same, updated by the optimizer's own ``step``, which makes the state that there is not yet.
+        """Make the step in eager, with the optimizer's own ``step``, which makes the state that there is not yet.
 
         Args:
             inputs: as of ``forward``.
@@ -109,14 +109,14 @@ class WholeStep(Around):
             )
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Parameters that may get gradients, by name: the optimizer's, or all that require one."""
+        """Return parameters that may get gradients, by name: the optimizer's, or all that require one."""
         if self.optimizer is None:
             return {name: one for name, one in self.named_parameters() if one.requires_grad}
         names = {id(one): name for name, one in self.named_parameters()}
         return {names.get(id(one), f"parameter {at}"): one for at, one in enumerate(self.optimizer.parameters)}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters of model, loss and optimizer, by name."""
+        """Return the parameters of model, loss and optimizer, by name."""
         return {**dict(self.named_parameters()), **self.trained()}
 
     @property
@@ -203,10 +203,10 @@ class WholeStep(Around):
         return taken
 
     def _buckets(self) -> list[list[int]] | None:
-        """Parameters that are updated together, neighbours: their gradients are ready at about the same time.
+        """Group neighbouring parameters, whose gradients are ready at about the same time.
 
-        Then updates run beside the rest of the backward. None where all have to wait for all gradients, or where the
-        updates take no time to speak of.
+        Each group is updated beside the rest of the backward. None where all updates have to wait for all gradients
+        (scaling, clipping), or where they are too small for it to pay.
         """
         sizes = [one.nbytes for one in self.trained().values()]
         if self.scaler is not None or self.clip_grad_norm is not None or sum(sizes) < _BUCKETED_NBYTES:
@@ -253,7 +253,7 @@ class WholeStep(Around):
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Those of the model, and of a loss that is a module."""
+        """Yield the modules of the model, and of a loss that is one."""
         memo = set() if memo is None else memo
         yield from self.model.named_modules(memo, prefix, remove_duplicate)
         if isinstance(self.loss_fn, torch.nn.Module):
@@ -262,7 +262,7 @@ class WholeStep(Around):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of model and loss; kept gradients, and what the optimizer keeps, after the parameter's name."""
+        """Yield buffers of model and loss, kept gradients, and the optimizer's state under the parameter's name."""
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
         yield from ((f"{name} gradient", one) for name, one in self.kept.items())
         if self.optimizer is not None:
@@ -288,7 +288,7 @@ def _called(model: torch.nn.Module, inputs: Any) -> Any:
 
 
 def _without_history(given: Any) -> Any:
-    """The same tensors as aliases: a forward that writes its input in place gives the caller's no history.
+    """Alias the tensors: a forward that writes its input in place must not give the caller's tensor a history.
 
     Those that require a gradient are the caller's own. A tensor given twice is one alias.
     """
@@ -303,7 +303,7 @@ def _detached(output: Any) -> Any:
 
 
 def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and the count of steps since it changed, on the device; made on first use, as the scaler does."""
+    """Return the scale, and the count of steps since it changed; made on first use, as the scaler does."""
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
     assert scaler._scale is not None

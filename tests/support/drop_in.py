@@ -47,7 +47,7 @@ class Place:
         return self.device == "cuda"
 
     def __call__(self, one: Any) -> Any:
-        """A tensor or module there."""
+        """Move a tensor or module there."""
         return one.to(self.device)
 
 
@@ -78,7 +78,7 @@ def exact_products() -> Iterator[None]:
 
 
 def pair(model: nn.Module, *args: Any, options: Options = QUICK, **kwargs: Any) -> tuple[Nimble, nn.Module]:
-    """The model prepared for training, and a copy that stays eager."""
+    """Return the model prepared for training, and a copy that stays eager."""
     eager = twin(model)
     return Nimble(model, options).prepare(*args, training=True, **kwargs), eager
 
@@ -88,7 +88,7 @@ def called(model: nn.Module, inputs: Any) -> Any:
 
 
 def prepared(name: str, options: Options = QUICK, device: str = "cpu") -> tuple[Any, Nimble, nn.Module]:
-    """A problem of the whole step's tests, prepared for training."""
+    """Return a problem of the whole step's tests, prepared for training."""
     found = made(name, device)
     inputs = found.draw()[0]
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
@@ -97,7 +97,7 @@ def prepared(name: str, options: Options = QUICK, device: str = "cpu") -> tuple[
 
 
 def layer(model: nn.Module, at: int) -> Any:
-    """A layer of a sequence, prepared or not."""
+    """Return a layer of a sequence, prepared or not."""
     return model.get_submodule(str(at))
 
 
@@ -106,7 +106,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def assert_same_gradients(mine: nn.Module, theirs: nn.Module, *, rtol: float = 0.0) -> None:
-    """The same parameters have gradients, of the same values."""
+    """Assert that the same parameters have gradients, of the same values."""
     a, b = gradients(mine), gradients(theirs)
     assert {name for name, one in a.items() if one is None} == {name for name, one in b.items() if one is None}
     for name, one in a.items():

@@ -47,13 +47,13 @@ FUSED: list[tuple[Kind, dict[str, Any]]] = [
 
 
 def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 0, **kwargs: Any) -> list[torch.nn.Parameter]:
-    """The same for the same seed."""
+    """Draw parameters: the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(**kwargs)) for shape in shapes]
 
 
 def gradients_of(these: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """The same for the same step; as large as parameters are, now and then zero."""
+    """Draw gradients: the same for the same step, as large as parameters are, now and then zero."""
     generator = torch.Generator().manual_seed(step)
     made = [torch.randn(one.shape, generator=generator) for one in these]
     return [(m * (torch.rand(m.shape, generator=generator) > 0.2)).to(p) for m, p in zip(made, these, strict=True)]
@@ -75,7 +75,7 @@ def members(optimizer: optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def eager(optimizer: optim.Optimizer, gradients: Sequence[torch.Tensor | None]) -> None:
-    """A step of the user's own; leaves no gradients."""
+    """Make a step of the user's own; leaves no gradients."""
     for parameter, gradient in zip(members(optimizer), gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.clone()
     optimizer.step()
@@ -166,7 +166,7 @@ def assert_same(mine: optim.Optimizer, other: optim.Optimizer, *, rtol: float = 
 
 
 def everything(optimizer: optim.Optimizer) -> Any:
-    """What a user could tell apart: objects by identity, tensors by version and value too, random state."""
+    """Describe all that a user could tell apart: objects by identity, tensors by version and value, random state."""
 
     def seen(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -32,7 +32,7 @@ def problem(factory: Callable[[], Problem]) -> Callable[[], Problem]:
 
 
 def made(name: str, device: str = "cpu") -> Problem:
-    """The problem called ``name``, with the same weights every time, on ``device``."""
+    """Make the problem called ``name``, with the same weights every time, on ``device``."""
     torch.manual_seed(7)
     found = PROBLEMS[name]()
 
@@ -304,7 +304,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of its own memory; that of cuDNN's recurrent layers in one piece, as in the original."""
+    """Copy a module with its memory; that of cuDNN's recurrent layers in one piece, as in the original."""
     found = copy.deepcopy(model)
     for module in found.modules():
         if isinstance(module, nn.RNNBase):

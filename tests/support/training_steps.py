@@ -33,7 +33,7 @@ ROUNDED = 1e-5
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The same random numbers in each test; tensors this small gain nothing from more threads."""
+    """Give each test the same random numbers, on one thread: tensors this small gain nothing from more threads."""
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, s
 
 
 def assert_same(a: Sequence[tuple[str, Any]], b: Sequence[tuple[str, Any]], *, rtol: float = 0.0) -> None:
-    """The same names with the same values; bit for bit if ``rtol`` is 0."""
+    """Assert the same names with the same values; bit for bit if ``rtol`` is 0."""
     assert [name for name, _ in a] == [name for name, _ in b]
     for (name, mine), (_, theirs) in zip(a, b, strict=True):
         if isinstance(mine, torch.Tensor) or isinstance(theirs, torch.Tensor):
@@ -136,7 +136,7 @@ def both(
     accumulate: int = 1,
     device: str = "cpu",
 ) -> tuple[Problem, TrainStep, Eager]:
-    """A problem with a prepared step and its eager twin."""
+    """Make a problem with a prepared step and its eager twin."""
     given = made(name, device)
     scalers = (scaler(), scaler()) if scaler else (None, None)
     eager = Eager(given, optimizer, autocast=autocast, scaler=scalers[0], clip=clip, accumulate=accumulate)

@@ -339,7 +339,7 @@ def test_a_parameter_written_into_the_input_leaves_the_callers_tensor_without_hi
 
 
 def other_token(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    """The row that every sample was given; the rest stays as it was."""
+    """Replace the row that every sample was given; the rest stays as it was."""
     assert torch.equal(written[:, 1:], x[:, 1:])
     return written[:1, 0].expand(x.shape[0], -1)
 

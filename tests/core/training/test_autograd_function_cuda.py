@@ -360,8 +360,8 @@ def test_a_backward_uses_up_what_its_forward_saved(fuse: Any, policy: str) -> No
             assert torch.equal(after[at], spoilt[at]), "a forward leaves gradients alone"
             assert apart(spoilt[at], expected[2][at]) < 1e-2
             assert apart(summed[at], expected[4][at]) < 1e-2
-    assert half._spare is not None
-    assert half.executable.nbytes < half._spare.nbytes - (8 << 20)
+    assert half._separate is not None
+    assert half.executable.nbytes < half._separate.nbytes - (8 << 20)
     net.close()
 
 

@@ -185,7 +185,7 @@ class Names(TorchDispatchMode):
 
 
 def ran(optimizer: optim.Optimizer) -> str:
-    """The form of the optimizer's own step, by the operators that it runs."""
+    """Tell the form of the optimizer's own step, by the operators that it runs."""
     for parameter in members(optimizer):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()  # makes the state

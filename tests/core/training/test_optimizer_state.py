@@ -203,7 +203,7 @@ def kept_by(optimizer: optim.Optimizer) -> Any:
 def problem(
     device: str = "cpu", kind: Kind = optim.AdamW, steps: int = 2, **options: Any
 ) -> tuple[torch.nn.Module, optim.Optimizer]:
-    """A model and an optimizer that has made ``steps`` eager steps; the same each time."""
+    """Make a model and an optimizer that has made ``steps`` eager steps; the same each time."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
     with torch.no_grad():
         for seed, one in enumerate(model.parameters()):
@@ -239,7 +239,7 @@ def fails(output: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def fails_late(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Recorded, but not the same on other inputs: the update was recorded too."""
+    """Compute what is recorded, but not the same on other inputs: the update was recorded too."""
     loss = cross_entropy(output, target)
     return loss * 2 if output[0, 0] > 0 else loss
 

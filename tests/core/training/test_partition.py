@@ -68,7 +68,7 @@ def _untimed(name: str) -> Any:
 
 
 def issued(recording: Recording, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a recording makes of ``inputs``, call by call."""
+    """Compute what a recording makes of ``inputs``, call by call."""
     issuer = Issuer(recording, inputs)
     with issuing("cpu"):
         for call in range(len(recording.program.calls)):

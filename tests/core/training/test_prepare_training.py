@@ -65,7 +65,7 @@ def test_a_backward_can_be_made_once_more() -> None:
     _, net, _ = prepared("resnet")
     half = net.engines[0].backward
     assert half is not None
-    spare = prepare_training._sparing(HostDevice(), half.tuned, None)
+    spare = prepare_training._captured_separately(HostDevice(), half.tuned, None)
     tensors = half.recorded.signature.tensors
     inputs = [torch.randn_like(one) if one.is_floating_point() else one for one in tensors]
     assert_values(spare.run(inputs), half.executable.run(inputs))
@@ -74,7 +74,7 @@ def test_a_backward_can_be_made_once_more() -> None:
 
 
 def attention_of_seeds(name: str, seed: Callable[[], int]) -> Callable[..., Any]:
-    """An operator that returns a seed for its backward, as attention does, and draws nothing."""
+    """Define an operator that returns a seed for its backward, as attention does, and draws nothing."""
     tests = torch.library.Library("nimble_seed_tests", "FRAGMENT")
     given = "Tensor philox_seed, float dropout_p=0.0"
     tags = (torch.Tag.nondeterministic_seeded,)
