@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import py_object, pythonapi
-from functools import cache
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +19,11 @@ else:
     ).require()
 
 __all__ = [
-    "ENGINE_RUN",
     "KNOWN_WHETHER_KEPT",
-    "STASHES",
     "batched_or_wrapped",
     "current_node",
-    "engine_run_is_own",
     "forward_ad_level",
     "graph_is_kept",
-    "graph_task",
     "preserve_version_counter",
     "profiler_enabled",
     "queue_callback",
@@ -39,8 +32,6 @@ __all__ = [
     "set_stale_capture_stream",
     "set_version_counter",
     "stale_capture_stream",
-    "stash",
-    "stashed",
     "transforms_active",
     "will_execute",
     "wrapped",
@@ -76,9 +67,6 @@ profiler_enabled: Callable[[], bool] = function(
     "only profilers that torch.autograd.profiler knows of are noticed",
     fallback=lambda: False,
 )
-graph_task: Callable[[], int] = function(
-    "torch._C:_current_graph_task_id", "tell which backward runs, for hooks of several tensors"
-)
 will_execute: Callable[[Any], bool] = function(
     "torch._C:_will_engine_execute_node", "tell backward() from a search for some gradients"
 )
@@ -112,69 +100,6 @@ _ENGINE = private("torch.autograd:Variable._execution_engine", "run something wh
 def queue_callback(do: Callable[[], None]) -> None:
     """Call ``do`` when the backward that runs on this thread ends. Raises DeviceError if torch cannot."""
     _ENGINE.require().queue_callback(do)
-
-
-_NO_SEARCHES = "autograd's graph leads to every parameter, which costs a backward 2 µs for each"
-_STASH = private(
-    "torch._C:_stash_obj_in_tls", "tell a node's backward which search runs it, on whichever thread", _NO_SEARCHES
-)
-_STASHED = private("torch._C:_get_obj_in_tls", "the same: read it there", _NO_SEARCHES)
-_IS_STASHED = private("torch._C:_is_key_in_tls", "the same: know whether there is one", _NO_SEARCHES)
-_UNSTASH = private(
-    "torch._C:_remove_obj_from_tls", "the same: remove it", "it stays as None until its thread ends", since="2.13"
-)
-_keep, _kept, _is_kept, _remove = (one.find() for one in (_STASH, _STASHED, _IS_STASHED, _UNSTASH))
-STASHES = None not in (_keep, _kept, _is_kept)
-"""Whether objects can be handed from the thread that calls autograd's engine to those that run nodes for it."""
-
-
-@cache
-def _steals() -> bool:
-    """Whether this torch takes over the reference that it is given, as 2.11 does: one more is due for each object."""
-    probe, key = object(), "nimble_core.probe"
-    before = getrefcount(probe)
-    _keep(key, probe)
-    steals = getrefcount(probe) == before
-    if steals:
-        pythonapi.Py_IncRef(py_object(probe))
-    if _remove is not None:
-        _remove(key)
-    else:
-        if steals:
-            pythonapi.Py_IncRef(py_object(None))
-        _keep(key, None)
-    return steals
-
-
-def stash(key: str, value: object) -> None:
-    """Keep ``value`` for this thread, and for the threads that run nodes of the backwards that it starts."""
-    if value is None and _remove is not None:
-        if _is_kept(key):
-            _remove(key)
-        return
-    if _steals():
-        pythonapi.Py_IncRef(py_object(value))
-    _keep(key, value)
-
-
-def stashed(key: str) -> Any:
-    """What ``stash`` keeps for this thread; None if nothing."""
-    return _kept(key) if STASHES and _is_kept(key) else None
-
-
-private("torch.autograd.graph:_engine_run_backward", "notice that torch's own run is back in its place", _NO_SEARCHES)
-ENGINE_RUN = private(
-    "torch.autograd:_engine_run_backward",
-    "answer torch.autograd.grad for parameters behind a replayed backward",
-    _NO_SEARCHES,
-    replaced=True,
-)
-
-
-def engine_run_is_own() -> bool | None:
-    """Whether ``backward`` calls torch's own run of the engine; None where this torch has another way. 0.1 µs."""
-    run = getattr(torch.autograd, "_engine_run_backward", None)
-    return None if run is None else run is getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 _TRANSFORMS = "refuse calls inside of torch.func's transforms, which a replay cannot follow"

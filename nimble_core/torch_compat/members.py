@@ -51,11 +51,11 @@ DATA_LOADER = private(
 TRACER_WARNING = private("torch.jit._trace:TracerWarning", "keep torch.jit.trace's warnings from users")
 META_REGISTRATIONS = private("torch:_meta_registrations", "time shape inference alone")
 CAPTURABLE_DEVICES = "_get_capturable_supported_devices"
-"""What torch's optimizers ask; replaced in each module of theirs while one is tried out on the host."""
+"""What torch's optimizers ask; replaced in each module of theirs while one steps on the host."""
 private(
     f"torch.optim.optimizer:{CAPTURABLE_DEVICES}",
     "run capturable forms of optimizers on the host",
-    "they are not tried out there",
+    "on the host, optimizers without a fused form fail when a TrainStep is made",
     replaced=True,
 )
 ALL_PRE_HOOKS: dict[int, Any] = private(

@@ -14,14 +14,12 @@ from nimble_core.ir.program import Program, TensorRef
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.autocast import no_autocast
-from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
 from nimble_core.tracing.phase import phase
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recorded import Recorded, record_static, state_kept
 from nimble_core.tracing.signature import require_unchanged
 from nimble_core.tracing.step_wrapper import Around
-from nimble_core.tracing.strides import with_strides_of
-from nimble_core.training.autograd_hooks import Behind
+from nimble_core.training.gradients import in_own_memory, require_dense
 from nimble_core.utils.errors import InputError
 
 __all__ = ["ForwardBackward", "in_better_layout", "turnable"]
@@ -52,12 +50,13 @@ class ForwardBackward(Around):
         self.templates: tuple[torch.Tensor, ...] = ()
         self.present: tuple[str, ...] = ()
         self.reached: tuple[frozenset[int], ...] = ()
+        self.functions: tuple[frozenset[int], ...] = ()
         self.leaves_present: tuple[int, ...] = ()
 
     def forward(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], gradients: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs, then gradients of the parameters in ``present`` and of the inputs in ``leaves_present``."""
+        """Return outputs, then gradients of the parameters in ``present`` and of the inputs in ``leaves_present``."""
         tensors, around = flatten((tuple(args), dict(kwargs)), what="input")
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"):
@@ -89,12 +88,17 @@ class ForwardBackward(Around):
                 gradients = self.templates = tuple(torch.ones_like(one.detach()) for one in wanted)
             named = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
             leaves = [tensors[position] for position in self.leaves]
-            reached = [_reached(one, [*named.values(), *leaves]) for one in wanted]
+            reached, self.functions = _reached(wanted, [*named.values(), *leaves])
             with phase("backward"), no_autocast(wanted[0].device.type), _hooks_silent(named.values()):
                 found = torch.autograd.grad(wanted, [*named.values(), *leaves], list(gradients), allow_unused=True)
-                _require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
-                gradients_made = _standing_alone(
-                    found, [*named.values(), *leaves], [*tensors, *gradients, *self.model.parameters()]
+                require_dense(found, [*named, *(f"input {position}" for position in self.leaves)])
+                sources = [
+                    source for source, one in zip([*named.values(), *leaves], found, strict=True) if one is not None
+                ]
+                gradients_made = in_own_memory(
+                    [one for one in found if one is not None],
+                    sources,
+                    [*tensors, *gradients, *self.model.parameters()],
                 )
         self.present = tuple(name for name, one in zip(named, found, strict=False) if one is not None)
         kept = [at for at, one in enumerate(found) if one is not None]
@@ -176,53 +180,26 @@ def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             table.update(hooks)
 
 
-def _require_dense(found: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-    """Raise InputError for a gradient that is sparse: how much memory it takes depends on data."""
-    for one, name in zip(found, names, strict=True):
-        if one is not None and one.layout is not torch.strided:
-            raise InputError(
-                "a gradient is sparse: only dense ones can be replayed",
-                where=name,
-                fix="make the embedding with sparse=False",
-            )
+def _reached(
+    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[frozenset[int]], tuple[frozenset[int], ...]]:
+    """Follow each output back through autograd's graph.
 
-
-def _standing_alone(
-    found: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], others: Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Gradients as autograd's accumulation gives them: each with memory of its own, laid out like what it belongs to.
-
-    ``.grad`` is written in place, and fused optimizers take its layout to be the parameter's.
+    Returns, for each output, the positions of the ``sources``, leaves, that its gradient reaches, and the autograd
+    functions written in Python that it passes, numbered over all outputs.
     """
-    taken = {storage_address(one) for one in others}
-    alone = []
-    for one, source in zip(found, sources, strict=True):
-        if one is not None:
-            if not overlaps_itself(source):
-                one = with_strides_of(source, one)
-            if storage_address(one) in taken or overlaps_itself(one):
-                one = one.clone()
-            taken.add(storage_address(one))
-            alone.append(one)
-    return alone
-
-
-def _reached(output: torch.Tensor, sources: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Positions of the ``sources``, leaves, that a gradient of ``output`` reaches."""
     nodes = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
-    pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
-    positions = {id(one): at for at, one in enumerate(sources)}
-    seen: set[Any] = set()
-    found: set[int] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in nodes:
-            found.add(nodes[node])
-        behind = getattr(node, "behind", None)  # of a prepared module inside of this one
-        if isinstance(behind, Behind):
-            found.update(positions[id(one)] for one in behind.tensors.values() if id(one) in positions)
-        pending += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    numbers: dict[Any, int] = {}
+    reached, functions = [], []
+    for output in outputs:
+        pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
+        seen: set[Any] = set()
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending += [following for following, _ in node.next_functions]
+        reached.append(frozenset(nodes[node] for node in seen if node in nodes))
+        own = (node for node in seen if isinstance(node, torch.autograd.function.BackwardCFunction))
+        functions.append(frozenset(numbers.setdefault(node, len(numbers)) for node in own))
+    return reached, tuple(functions)

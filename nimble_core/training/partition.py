@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +34,7 @@ class Halves:
     saved_inputs: tuple[int, ...]
 
     def with_saved(self, saved: Sequence[torch.Tensor]) -> Recording:
-        """The backward with ``saved`` tensors at their fixed addresses in place of inputs."""
+        """Put ``saved`` tensors, at their fixed addresses, in the place of the backward's last inputs."""
         recording = self.backward
         count = len(saved)
         slots = recording.inputs[len(recording.inputs) - count :]
@@ -68,43 +68,16 @@ def halve(recording: Recording, inputs: int, outputs: int) -> Halves:
     late = next((call for call in calls[cut:] if call.phase != "backward"), None)
     if late is not None:
         raise CaptureError("a call of the forward follows the backward's first", where=str(late))
-    maker = {slot: step for step in recording.steps for slot in step.outputs if slot >= 0}
-    written_before = {ref.storage for call in calls[:cut] for ref in call.writes}
-    given_to = {slot: position for position, slot in enumerate(recording.inputs)}
+    position_of = {slot: position for position, slot in enumerate(recording.inputs)}
+    ahead, behind = ([one for one in recording.steps if _is_call(one, *of)] for of in ((0, cut), (cut, len(calls))))
 
-    def needed(wanted: Iterable[int], first: int) -> tuple[list[int], set[int]]:
-        """Slots that calls before ``first`` (or inputs) make and that ``wanted`` ones come from, and steps between."""
-        found: dict[int, None] = {}
-        steps: set[int] = set()
-        pending, seen = list(wanted), set()
-        while pending:
-            slot = pending.pop()
-            if slot in seen or slot in recording.given:
-                continue
-            seen.add(slot)
-            step = maker.get(slot)
-            if step is None or (step.call is not None and step.call < first):
-                found[slot] = None
-            elif step.call is None:
-                fresh = all(recording.storage_of[read] != recording.storage_of[slot] for read in step.reads)
-                if first and fresh and recording.storage_of[slot] in written_before:
-                    found[slot] = None  # memory that the forward has filled
-                else:
-                    steps.add(id(step))
-                    pending += step.reads
-        return sorted(found), steps
-
-    ahead = [step for step in recording.steps if step.call is not None and step.call < cut]
-    behind = [step for step in recording.steps if step.call is not None and step.call >= cut]
-    used, between = needed([*(slot for step in behind for slot in step.reads), *recording.outputs[outputs:]], cut)
-    behind_inputs = recording.inputs[inputs:]
-    made = [slot for slot in used if slot not in given_to]
-    also = [slot for slot in used if given_to.get(slot, inputs) < inputs]
-    reads_ahead, before = needed(
-        [*(slot for step in ahead for slot in step.reads), *recording.outputs[:outputs], *made], 0
-    )
-    wrong = [slot for slot in reads_ahead if given_to.get(slot, 0) >= inputs]
-    if wrong:
+    wanted_behind = [*_reads(behind), *recording.outputs[outputs:]]
+    used, between = _traced_back(recording, wanted_behind, cut)
+    made = [slot for slot in used if slot not in position_of]
+    also = [slot for slot in used if position_of.get(slot, inputs) < inputs]
+    wanted_ahead = [*_reads(ahead), *recording.outputs[:outputs], *made]
+    reads_ahead, before = _traced_back(recording, wanted_ahead, 0)
+    if any(position_of.get(slot, 0) >= inputs for slot in reads_ahead):
         raise CaptureError("the forward reads the gradient of an output")
     forward = _part(
         recording,
@@ -115,18 +88,57 @@ def halve(recording: Recording, inputs: int, outputs: int) -> Halves:
     backward = _part(
         recording,
         [step for step in recording.steps if _is_call(step, cut, len(calls)) or id(step) in between],
-        (*behind_inputs, *made, *also),
+        (*recording.inputs[inputs:], *made, *also),
         recording.outputs[outputs:],
     )
-    return Halves(forward, backward, len(made), tuple(given_to[slot] for slot in also))
+    return Halves(forward, backward, len(made), tuple(position_of[slot] for slot in also))
+
+
+def _reads(steps: Iterable[Step]) -> Iterator[int]:
+    return (slot for step in steps for slot in step.reads)
+
+
+def _traced_back(recording: Recording, wanted: Iterable[int], first: int) -> tuple[list[int], set[int]]:
+    """Trace slots back to where they come from, through steps that are no calls.
+
+    Args:
+        recording: of forward and backward.
+        wanted: slots that are read.
+        first: what calls before this one make is found; what later ones make is left out.
+
+    Returns:
+        Slots that inputs and calls before ``first`` make, in order, and the ids of the steps between.
+    """
+    maker = {slot: step for step in recording.steps for slot in step.outputs if slot >= 0}
+    filled = {ref.storage for call in recording.program.calls[:first] for ref in call.writes}
+    found: dict[int, None] = {}
+    steps: set[int] = set()
+    pending, seen = list(wanted), set()
+    while pending:
+        slot = pending.pop()
+        if slot in seen or slot in recording.given:
+            continue
+        seen.add(slot)
+        step = maker.get(slot)
+        if step is None or (step.call is not None and step.call < first):
+            found[slot] = None
+        elif step.call is None:
+            fresh = all(recording.storage_of[read] != recording.storage_of[slot] for read in step.reads)
+            if fresh and recording.storage_of[slot] in filled:
+                found[slot] = None  # memory that the forward has filled
+            else:
+                steps.add(id(step))
+                pending += step.reads
+    return sorted(found), steps
 
 
 def _is_call(step: Step, first: int, end: int) -> bool:
+    """Whether this step is one of the calls from ``first`` to before ``end``."""
     return step.call is not None and first <= step.call < end
 
 
 def _part(recording: Recording, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]) -> Recording:
-    """A recording of some of the steps; calls and storages are numbered anew, slots are not."""
+    """Make a recording of some of the steps; calls and storages are numbered anew, slots are not."""
     program = recording.program
     old = [step.call for step in steps if step.call is not None]
     touched = [access.ref.storage for call in old for access in program.calls[call].accesses]

@@ -7,9 +7,9 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,94 @@ def make_trainable(
         InputError: nothing to differentiate, or hooks that no replay would call.
         NotStaticError, CaptureError, DeviceError: as ``record_static`` and ``tune``.
     """
+    joint = _recorded_jointly(device, model, signature, options, step)
+    first = joint.forward_recorded(device, options)
+    with state_kept(first):
+        forward = tune(device, first, options, step=step)
+    made: list[Executable] = [forward.best]
+    try:
+        forward.close(keep=forward.best)
+        left = _left_by_forward(joint, first, forward.best, options)
+        plain, second = joint.backward_recorded(left)
+        eager_nbytes = eager_peak(device, joint.cut)
+        with state_kept(second):
+            behind = tune(
+                device,
+                replace(second, lender=left.lender),
+                options,
+                step=step,
+                eager_nbytes=eager_nbytes,
+                beside_nbytes=forward.best.nbytes,
+                worth=_WORTH,
+            )
+        made.append(behind.best)
+        behind.close(keep=behind.best)
+        backward = _backward(device, joint, left, plain, behind, options)
+        with step("check equality"):
+            wrong = _unlike_eager(joint.recorded, forward.best, backward, len(joint.inputs))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    if isinstance(behind.best, Fixed):
+        # From here on they are examples of shapes only, and outputs may be large: one memory is enough.
+        for template, buffer in zip(joint.templates, behind.best.buffers, strict=False):
+            template.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride())
+    notes = (*forward.notes, *behind.notes)
+    return Trainable(forward, backward, joint.structure, joint.recorded, notes, wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """Forward and backward as one recording, and cut in two.
+
+    Args:
+        whole: the function that was recorded.
+        recorded: the recording, in eager's kernels and layout.
+        cut: the recording that is cut: in the layout that takes less time.
+        halves: its two parts.
+        inputs: of the forward.
+        structure: what is around the model's outputs.
+        templates: gradients of outputs.
+        outputs: how many outputs the model has.
+    """
+
+    whole: ForwardBackward
+    recorded: Recorded
+    cut: Recorded
+    halves: Halves
+    inputs: list[torch.Tensor]
+    structure: Structure
+    templates: tuple[torch.Tensor, ...]
+    outputs: int
+
+    def forward_recorded(self, device: Device, options: Options) -> Recorded:
+        """Make a recording of the forward alone."""
+        together = replace(self.cut.recording, outputs=self.halves.forward.outputs)
+        ahead = len(self.halves.forward.program.calls)
+        first = _recorded(self.halves.forward, self.inputs, _Issued(together, ahead, after=self.templates))
+        copies = device.kind == "cuda" and options.outputs == "copy"
+        return replace(first, copied_out=self.outputs) if copies else first
+
+    def backward_recorded(self, left: _Left) -> tuple[Recording, Recorded]:
+        """Return the backward in eager's kernels, and with what is needed to tune it on what the forward has left."""
+        if not left.fixed:
+            plain = self.halves.backward
+            eager = _Issued(plain, len(plain.program.calls))
+            return plain, _recorded(plain, [*self.templates, *left.saved], eager)
+        # With the forward before it: eager and captures keep seeds in different places.
+        recording = self.cut.recording
+        whole_run = replace(recording, outputs=recording.outputs[self.outputs :])
+        calls = len(recording.program.calls)
+        eager = _Issued(whole_run, calls, self.inputs, joint=self.cut, random=left.random)
+        plain = self.halves.with_saved(left.saved)
+        return plain, replace(_recorded(plain, list(self.templates), eager), copied_in=len(self.templates))
+
+
+def _recorded_jointly(
+    device: Device, model: torch.nn.Module, signature: Signature, options: Options, step: Step
+) -> _Joint:
+    """Record forward and backward as one function, choose its layout, and cut it."""
     require_no_node_hooks(model.named_parameters())
     leaves = [position for position, tensor in enumerate(signature.tensors) if tensor.requires_grad]
     whole = ForwardBackward(model, leaves)
@@ -101,109 +189,99 @@ def make_trainable(
         device.warm_up(whole, signature.arguments(), {})
     structure, templates = whole.structure, whole.templates
     assert structure is not None
-    example = (*signature.arguments(), list(templates))
-    both = Signature(example, {}, whole.input_names)
-    joint = record_static(device, whole, both, strict=options.strict, step=step)
-    if joint.whole:
+    both = Signature((*signature.arguments(), list(templates)), {}, whole.input_names)
+    recorded = record_static(device, whole, both, strict=options.strict, step=step)
+    if recorded.whole:
         what = "launch" if device.kind == "cuda" else "value"
         raise CaptureError(
             f"not every {what} of forward and backward was seen",
-            where=joint.recording.unseen_where,
+            where=recorded.recording.unseen_where,
             fix="leave that part out of the prepared module",
         )
     if whole.structure is not None:  # of the last run, on other values
         check_outputs(structure, whole.structure)
-    outputs = whole.outputs
-    cut = in_better_layout(device, whole, joint, options, step)
-    halves = halve(cut.recording, len(signature.tensors), outputs)
+    cut = in_better_layout(device, whole, recorded, options, step)
+    halves = halve(cut.recording, len(signature.tensors), whole.outputs)
     inputs = [tensor.detach() for tensor in signature.tensors]
-    ahead = len(halves.forward.program.calls)
-    together = replace(cut.recording, outputs=halves.forward.outputs)
-    first = _recorded(halves.forward, inputs, _Issued(together, ahead, after=templates))
-    if device.kind == "cuda" and options.outputs == "copy":
-        first = replace(first, copied_out=outputs)
+    return _Joint(whole, recorded, cut, halves, inputs, structure, templates, whole.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a run of the prepared forward leaves for its backward.
+
+    Args:
+        outputs: the model's.
+        saved: what the backward reads.
+        fixed: whether all of it always lies at the same place (CUDA).
+        random: state of the device's random numbers before the run, where ``fixed``.
+        shown: outputs, by position, that are given out as they lie in the forward's memory.
+        lender: the forward's memory, for the backward to use up.
+    """
+
+    outputs: list[torch.Tensor]
+    saved: list[torch.Tensor]
+    fixed: bool
+    random: torch.Tensor | None = None
+    shown: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    lender: Lender | None = None
+
+
+def _left_by_forward(joint: _Joint, first: Recorded, forward: Executable, options: Options) -> _Left:
+    """Run the prepared forward once, with the model's state put back."""
+    halves, count = joint.halves, joint.outputs
+    fixed = isinstance(forward, Fixed)
+    random = torch.cuda.get_rng_state(first.signature.device) if fixed else None
     with state_kept(first):
-        forward = tune(device, first, options, step=step)
-    try:
-        forward.close(keep=forward.best)
-        fixed = isinstance(forward.best, Fixed)
-        random = torch.cuda.get_rng_state(signature.device) if fixed else None
-        with state_kept(first):
-            made = [one.detach() for one in forward.best.run(inputs, static=True)]
-        saved = made[outputs:]
-        shown: dict[int, torch.Tensor] = {}
-        guarded: tuple[int, ...] = ()
-        lender: Lender | None = None
-        if isinstance(forward.best, Fixed):
-            leads = leading(halves.backward, len(saved) + len(halves.saved_inputs))
-            if options.outputs == "static":
-                shown = _of_their_own(made[:outputs], [*forward.best.buffers, *first.recording.given.values()])
-                guarded = tuple(at for at, one in shown.items() if any(share_bytes(one, other) for other in saved))
-            if KNOWN_WHETHER_KEPT:
-                saved, lender = lent(forward.best.arena, saved, leads, list(shown.values()))
-            saved += [forward.best.buffers[at] for at in halves.saved_inputs]
-            # With the forward before it: eager and captures keep seeds in different places.
-            whole_run = replace(cut.recording, outputs=cut.recording.outputs[outputs:])
-            eager = _Issued(whole_run, len(cut.recording.program.calls), inputs, joint=cut, random=random)
-            plain = halves.with_saved(saved)
-            second = replace(_recorded(plain, list(templates), eager), copied_in=len(templates))
-        else:
-            saved += [inputs[at] for at in halves.saved_inputs]
-            plain = halves.backward
-            eager = _Issued(plain, len(plain.program.calls))
-            second = _recorded(plain, [*templates, *saved], eager)
-        whole_nbytes = eager_peak(device, cut)
-        with state_kept(second):
-            behind = tune(
-                device,
-                replace(second, lender=lender),
-                options,
-                step=step,
-                eager_nbytes=whole_nbytes,
-                beside_nbytes=forward.best.nbytes,
-                worth=_WORTH,
-            )
-        behind.close(keep=behind.best)
-    except BaseException:
-        forward.best.close()
-        raise
-    named = dict(model.named_parameters())
-    backward = Backward(
+        made = [one.detach() for one in forward.run(joint.inputs, static=True)]
+    outputs, saved = made[:count], made[count:]
+    if not isinstance(forward, Fixed):
+        return _Left(outputs, [*saved, *(joint.inputs[at] for at in halves.saved_inputs)], fixed)
+    shown: dict[int, torch.Tensor] = {}
+    lender: Lender | None = None
+    if options.outputs == "static":
+        shown = _of_their_own(outputs, [*forward.buffers, *first.recording.given.values()])
+    if KNOWN_WHETHER_KEPT:
+        leads = leading(halves.backward, len(saved) + len(halves.saved_inputs))
+        saved, lender = lent(forward.arena, saved, leads, list(shown.values()))
+    return _Left(outputs, [*saved, *(forward.buffers[at] for at in halves.saved_inputs)], fixed, random, shown, lender)
+
+
+def _backward(
+    device: Device, joint: _Joint, left: _Left, plain: Recording, behind: Tuned, options: Options
+) -> Backward:
+    """Make what replays the backward and hands out its gradients."""
+    whole, halves = joint.whole, joint.halves
+    named = dict(whole.model.named_parameters())
+    refs = joint.recorded.recording.program.outputs[: joint.outputs]
+    made = left.saved[: halves.saved_outputs]
+    return Backward(
         tuned=behind,
         plain=plain,
         parameters=tuple(named[name] for name in whole.present),
         flags=tuple((one, name, one.requires_grad) for name, one in named.items()),
-        leaves=frozenset(leaves),
+        leaves=frozenset(whole.leaves),
         leaves_present=whole.leaves_present,
-        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in joint.recording.program.outputs[:outputs]),
+        layouts=tuple(strides_of_copy(ref.sizes, ref.strides) for ref in refs),
         differentiable=whole.differentiable,
-        templates=templates,
+        templates=joint.templates,
         reached=whole.reached,
+        functions=whole.functions,
         saved_inputs=halves.saved_inputs,
-        fixed=fixed,
+        fixed=left.fixed,
         borrowed=_borrowed(halves.backward),
-        sparing=partial(_sparing, device, behind, options.memory_limit) if lender is not None else None,
-        shown=shown,
-        guarded=guarded,
-        repeated=_repeated(made[:outputs]),
+        separately=partial(_captured_separately, device, behind, options.memory_limit)
+        if left.lender is not None
+        else None,
+        shown=left.shown,
+        guarded=tuple(at for at, one in left.shown.items() if any(share_bytes(one, other) for other in made)),
+        repeated=_repeated(left.outputs),
         read=_read(halves),
     )
-    try:
-        with step("check equality"):
-            wrong = _unlike_eager(joint, forward.best, backward, len(inputs))
-    except BaseException:
-        forward.best.close()
-        behind.best.close()
-        raise
-    if isinstance(behind.best, Fixed):
-        # From here on they are examples of shapes only, and outputs may be large: one memory is enough.
-        for template, buffer in zip(templates, behind.best.buffers, strict=False):
-            template.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride())
-    return Trainable(forward, backward, structure, joint, (*forward.notes, *behind.notes), wrong)
 
 
-def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
-    """The backward that was chosen, in memory of its own.
+def _captured_separately(device: Device, behind: Tuned, memory_limit: int | None) -> Executable:
+    """Capture the backward that was chosen once more, in memory of its own.
 
     Its calls run once before they are captured: autograd's own thread is another one, and what libraries know of a
     routine they may know by thread.
@@ -229,19 +307,20 @@ def _sparing(device: Device, behind: Tuned, memory_limit: int | None) -> Executa
 
 
 def _borrowed(backward: Recording) -> tuple[int, ...]:
-    """Positions of gradients that are memory of something saved, or of the model's, as a custom backward may return."""
+    """Find gradients, by position, in memory of something saved or of the model, as a custom backward may return."""
     homes = {backward.storage_of[slot] for slot in (*backward.inputs, *backward.given)}
     return tuple(at for at, slot in enumerate(backward.outputs) if backward.storage_of[slot] in homes)
 
 
 def _repeated(outputs: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Outputs, by position, that share memory with an earlier one."""
+    """Find outputs, by position, that share memory with an earlier one."""
     return frozenset(at for at, one in enumerate(outputs) if any(share_bytes(one, earlier) for earlier in outputs[:at]))
 
 
 def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
-    """Tensors that exist before the forward and that the backward reads: their names, and aliases that share their
-    version counters.
+    """Find tensors that exist before the forward and that the backward reads.
+
+    Returns their names, and aliases that share their version counters.
 
     Not those that the forward writes without saying so, as batch norm its running statistics: eager counts no version
     of these either. Nor those that the backward itself writes, where it computes a forward again; nor those without a
@@ -267,8 +346,9 @@ def _read(halves: Halves) -> tuple[tuple[str, torch.Tensor], ...]:
 
 
 def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Outputs, by position, that share memory with no other one and with nothing that was given: writing to one of them
-    in place is nobody else's business.
+    """Find outputs, by position, that share memory with no other one and with nothing that was given.
+
+    Whoever writes to one of them in place changes nothing else.
     """
     found = {}
     for at, one in enumerate(outputs):
@@ -279,7 +359,7 @@ def _of_their_own(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor
 
 
 def _recorded(recording: Recording, inputs: Sequence[torch.Tensor], model: _Issued) -> Recorded:
-    """One half as a recording of its own."""
+    """Make a ``Recorded`` of one half."""
     signature = Signature(tuple(inputs), {})
     return Recorded(model, signature, recording, build_graph(recording.program), trained=True)
 
@@ -317,7 +397,7 @@ class _Issued:
 
 
 def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, count: int) -> str:
-    """How forward and backward replays together differ from eager; empty if they do not."""
+    """Say how forward and backward replays together differ from eager; empty if they do not."""
     cases = eager_cases(joint)
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,11 +20,14 @@ def lent(
     leads: Collection[int] = (),
     shown: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], Lender | None]:
-    """What the forward saved, and its memory for the backward to use up: each part once it has been read.
+    """Prepare what the forward saved for a backward that uses up its memory: each part once it has been read.
 
     Eager's backward frees what it has read as well. Each saved tensor of numbers gets a storage of its own, by which it
-    is known there; others, those at positions in ``leads``, and those that share bytes, stay as they are, and so does
-    what is ``shown`` to the caller.
+    is known there. Others stay as they are, and so do those at positions in ``leads``, those that share bytes, and what
+    is ``shown`` to the caller.
+
+    Returns:
+        The saved tensors, and the memory that the backward may use; None without ``memory``.
     """
     if memory is None:
         return list(saved), None
@@ -52,7 +55,7 @@ def lent(
 
 
 def leading(backward: Recording, count: int) -> frozenset[int]:
-    """Which of the last ``count`` inputs lead to positions in memory: backwards are measured on whatever is there.
+    """Find which of the last ``count`` inputs lead to positions in memory: backwards are measured on whatever is there.
 
     From them come integers, or what operators read that are not torch's own and may take a number for a position
     (``torchvision.ops.roi_align`` does).

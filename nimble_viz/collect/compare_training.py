@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nimble_core.api.train_step import WholeStep, require_no_class, require_no_target
 from nimble_core.ir.program import Phase
 from nimble_core.torch_compat.dispatch import foreach_copy_
 from nimble_core.tracing.autocast import no_autocast
@@ -27,7 +26,9 @@ from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.signature import take_apart
 from nimble_core.tracing.step_wrapper import require_training_mode
 from nimble_core.tracing.strides import with_strides_of
+from nimble_core.training.loss_checks import require_no_class, require_no_target
 from nimble_core.training.optimizer import CapturedOptimizer
+from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
 from nimble_core.validation.rounding_noise import perturbed
 from nimble_viz.collect.peers import Peer, Run, twin_of

@@ -13,8 +13,9 @@ from torch import nn
 
 from nimble_core import Nimble, TrainStep
 from nimble_core.scheduling.options import Options
-from tests.core.api.test_train_step import Problem, made, one_thread
-from tests.core.training.test_autograd_function import exact_products
+from tests.support.drop_in import exact_products
+from tests.support.training_problems import Problem, made
+from tests.support.training_steps import one_thread
 
 __all__ = ["one_thread"]  # a fixture
 

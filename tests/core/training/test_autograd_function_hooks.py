@@ -1,309 +1,158 @@
-"""Drop-in training: hooks that no gradient reaches, what a backward adds by itself, and gradients sought at once."""
+"""Hooks of parameters, outputs, inputs and modules, with a drop-in."""
 
 from __future__ import annotations
 
-import threading
+import copy
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
-from nimble_core import Nimble, Options
-from nimble_core.training import autograd_hooks
-from nimble_core.utils.errors import InputError
-from tests.core.api.test_train_step import one_thread
+from nimble_core import Nimble, TrainStep
+from nimble_core.utils.errors import InputError, NimbleWarning
+from tests.support.drop_in import (
+    QUICK,
+    Place,
+    assert_same_gradients,
+    layer,
+    on,
+    pair,
+)
+from tests.support.training_problems import (
+    OPTIMIZERS,
+    perceptron,
+)
+from tests.support.training_steps import assert_values, one_thread
 
-__all__ = ["one_thread"]  # a fixture
-
-QUICK = Options(fuse="none", tune="off", policy="single")
-
-
-class Heads(nn.Module):
-    """Two layers of one input, an output each."""
-
-    def __init__(self, size: int = 4) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a(x), self.b(x)
+__all__ = ["on", "one_thread"]  # fixtures
 
 
-def hooks_of(one: torch.Tensor) -> list[Callable[..., Any]]:
-    return list((one._backward_hooks or {}).values())
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_hooks_of_parameters_are_called_with_what_eager_gives_them(kind: str, on: Place) -> None:
+    net, eager = pair(on(perceptron()), on(torch.randn(6, 8)))
+    seen: dict[nn.Module, list[torch.Tensor]] = {net: [], eager: []}
+    for model in (net, eager):
+        weight = layer(model, 2).weight
+
+        def doubled(grad: torch.Tensor, of: nn.Module = model) -> torch.Tensor:
+            seen[of].append(grad.clone())
+            return grad * 2
+
+        def accumulated(one: torch.Tensor, of: nn.Module = model) -> None:
+            assert one.grad is not None
+            seen[of].append(one.grad.clone())
+
+        if kind == "gradient":
+            weight.register_hook(doubled)
+        else:
+            weight.register_post_accumulate_grad_hook(accumulated)
+    x = on(torch.randn(6, 8))
+    for model in (net, eager):
+        for _ in range(2):
+            model(x).sin().sum().backward()
+    assert len(seen[net]) == len(seen[eager]) == 2
+    assert_values(seen[net], seen[eager], rtol=on.near)
+    assert_same_gradients(net, eager, rtol=on.near)
+    net.close()
 
 
-def nothing(gradient: torch.Tensor) -> None:
-    assert gradient is not None
+def test_the_optimizer_in_the_backward() -> None:
+    """Updates from hooks that run once a gradient is there, which is then freed."""
+    net, eager = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(6, 8))
+    for model in (net, eager):
+        for one in model.parameters():
+            optimizer = OPTIMIZERS["momentum"]([one])
 
+            def update(parameter: torch.Tensor, by: torch.optim.Optimizer = optimizer) -> None:
+                by.step()
+                by.zero_grad()
 
-# -- hooks where no gradient comes -------------------------------------------------------------------------------------
-
-
-def test_hooks_are_put_back_after_several_replays_in_one_backward() -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    model.b.weight.register_hook(nothing)
-    net = Nimble(model, QUICK).prepare(x, training=True)
+            one.register_post_accumulate_grad_hook(update)
     for _ in range(3):
-        (net(x)[0].sum() + net(2 * x)[0].sum()).backward()
-        assert hooks_of(model.b.weight) == [nothing]
-    net(x)[1].sum().backward()
-    assert model.b.weight.grad is not None
+        x = torch.randn(6, 8)
+        for model in (net, eager):
+            model(x).sin().sum().backward()
+    assert_values(list(net.parameters()), list(eager.parameters()), rtol=1e-6)
     net.close()
 
 
-def test_hooks_are_put_back_where_another_hook_fails() -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    model.b.weight.register_hook(nothing)
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise ValueError("mine")
-
-    failing = model.a.weight.register_hook(fail)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="mine"):
-            net(x)[0].sum().backward()
-        assert hooks_of(model.b.weight) == [nothing]
-    failing.remove()
-    net(x)[0].sum().backward()
-    assert hooks_of(model.b.weight) == [nothing]
+def test_hooks_of_outputs_and_inputs() -> None:
+    net, eager = pair(perceptron(), torch.randn(6, 8, requires_grad=True))
+    data = torch.randn(6, 8)
+    results = []
+    for model in (net, eager):
+        x = data.clone().requires_grad_()
+        x.register_hook(lambda grad: grad * 3)
+        out = model(x * 1)
+        out.register_hook(lambda grad: grad * 2)
+        out.retain_grad()
+        out.sin().sum().backward()
+        results.append((x.grad, out.grad))
+    assert_values(results[0], results[1], rtol=1e-6)
+    assert_same_gradients(net, eager, rtol=1e-6)
     net.close()
 
 
-def test_a_hook_is_spared_until_the_last_of_several_backwards_has_ended() -> None:
-    """The inner one, of the same parameters, ends before the outer one hands None on."""
-    model, x = Heads(), torch.randn(3, 4)
-    model.b.weight.register_hook(nothing)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    seen: list[bool] = []
+@pytest.mark.filterwarnings("ignore:the .*hook scaled of 2:nimble_core.utils.errors.NimbleWarning")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_submodules_act_or_are_refused(kind: str) -> None:
+    """A hook that is there when the module is prepared changes results as in eager."""
 
-    def within(gradient: torch.Tensor) -> None:
-        if not seen:
-            seen.append(True)
-            with torch.enable_grad():
-                net(x)[0].sum().backward()
+    def scaled(*given: Any) -> Any:
+        if kind == "forward":
+            return given[2] * 2
+        if kind == "forward_pre":
+            return (given[1][0] * 2,)
+        return tuple(None if one is None else one * 2 for one in given[1])
 
-    model.a.weight.register_hook(within)
-    net(x)[0].sum().backward()
-    assert seen
-    assert hooks_of(model.b.weight) == [nothing]
+    model = perceptron()
+    eager = copy.deepcopy(model)
+    for one in (model, eager):
+        getattr(one[2], f"register_{kind}_hook")(scaled)
+    net = Nimble(model, QUICK).prepare(torch.randn(6, 8), training=True)
+    x = torch.randn(6, 8)
+    for one in (net, eager):
+        one(x).sin().sum().backward()
+    assert_same_gradients(model, eager, rtol=1e-6)
     net.close()
 
 
-class Gate(torch.autograd.Function):
-    """Nothing, but for what its backward does first."""
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("way", ["in place of the model", "whole step"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_that_keep_something_are_warned_of(kind: str, way: str) -> None:
+    model, kept = perceptron(), []
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, first: Callable[[], None]) -> torch.Tensor:
-        ctx.first = first
-        return x.clone()
+    def keeping(*given: Any) -> None:
+        kept.append(given)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.first()
-        return gradient, None
-
-
-def test_a_hook_is_spared_on_one_thread_after_a_backward_on_another_has_ended() -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    model.b.weight.register_hook(nothing)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    begun, ended, passed = threading.Event(), threading.Event(), []
-
-    def run(between: Callable[[], None]) -> None:
-        """One replay, ``between``, and another one: hooks are called after both."""
-        (Gate.apply(net(x)[0], between).sum() + net(x)[0].sum()).backward()
-        passed.append(between)
-
-    def other() -> None:
-        begun.set()
-        assert ended.wait(60)
-
-    thread = threading.Thread(target=run, args=(other,))
-
-    def this() -> None:
-        thread.start()
-        assert begun.wait(60)
-
-    run(this)
-    ended.set()
-    thread.join()
-    assert passed == [this, other]
-    assert hooks_of(model.b.weight) == [nothing]
-    net.close()
+    getattr(model[2], f"register_{kind}_hook")(keeping)
+    name = kind.removeprefix("full_").replace("_pre", " pre-") + ("hook" if "pre" in kind else " hook")
+    x = torch.randn(6, 8)
+    if way == "whole step":
+        step = TrainStep(model, torch.Tensor.sum, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
+        prepare: Any = step.prepare
+    else:
+        prepare = partial(Nimble(model, QUICK).prepare, training=True)
+    with pytest.warns(NimbleWarning, match=f"the {name} keeping of 2: what hooks compute is replayed"):
+        prepared = prepare(x)
+    kept.clear()
+    prepared(x).sum()
+    assert not kept
+    prepared.close()
 
 
-def test_a_hook_that_is_removed_in_the_backward_stays_removed() -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    handle = model.b.weight.register_hook(nothing)
-    model.a.weight.register_hook(lambda gradient: handle.remove())
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    net(x)[0].sum().backward()
-    assert not hooks_of(model.b.weight)
-    net.close()
-
-
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("mode", ["all", "any"])
-@pytest.mark.parametrize("over", ["both", "second", "second and elsewhere"])
-def test_hooks_of_several_parameters_are_called_as_in_eager(used: tuple[int, ...], mode: Any, over: str) -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    other = nn.Parameter(torch.ones(4))
-    hooked = [*(model if over == "both" else model.b).parameters(), other]
-    seen: list[list[int]] = []
-
-    def count(gradients: Any) -> None:
-        seen.append([at for at, one in enumerate(gradients) if one is not None] if mode == "all" else [])
-
-    register_multi_grad_hook(hooked, count, mode=mode)
-    for _ in range(2):
-        told = []
-        for one in (net, model):
-            seen.clear()
-            outputs = one(x)
-            more = other.sum() if over.endswith("elsewhere") else 0
-            (sum(outputs[at].sum() for at in used) + more).backward()
-            told.append(list(seen))
-        assert told[0] == told[1]
-        assert len(told[0]) == (over != "second" or 1 in used)
-    net.close()
-
-
-# -- what a backward adds by itself ------------------------------------------------------------------------------------
-
-
-class Signs(torch.autograd.Function):
-    """A penalty in the backward, which is nothing while a weight is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        return weight * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (weight,) = ctx.saved_tensors
-        return gradient + 0.1 * weight.sign()
-
-
-class Penalized(nn.Module):
-    """One output, or both, through the penalty."""
-
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        self.w, self.v = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
-        self.both = both
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        own = Signs.apply(self.w)
-        return x * (own if self.both else self.w), x * self.v + own
-
-
-@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
-def test_a_branch_that_adds_nothing_at_first_adds_nothing_later() -> None:
-    model, x = Penalized(both=False), torch.randn(3, 4)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    for value in (0.0, 1.0):
-        model.w.data.fill_(value)
-        model.zero_grad()
-        net(x)[0].sum().backward()
-        assert model.w.grad is not None
-        torch.testing.assert_close(model.w.grad, x.sum(0))
-    net.close()
-
-
-@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
-def test_what_a_backward_comes_to_add_by_itself_is_refused_then() -> None:
-    model, x = Penalized(both=True), torch.randn(3, 4)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    net(x)[0].sum().backward()
-    assert model.w.grad is not None
-    torch.testing.assert_close(model.w.grad, x.sum(0))
-    model.w.data.fill_(1.0)
-    model.zero_grad()
-    with pytest.raises(InputError, match="no gradient came for output 1, and this backward adds something of its own"):
-        net(x)[0].sum().backward()
-    assert model.w.grad is None
-    model.w.data.fill_(0.0)
-    net(x)[0].sum().backward()
-    torch.testing.assert_close(model.w.grad, x.sum(0))
-    net.close()
-
-
-def test_judging_draws_no_random_numbers_and_looks_once_where_values_do_not_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    half = net.engines[0].backward
-    assert half is not None
-    looked: list[Any] = []
-    adds = type(half)._adds
-    monkeypatch.setattr(type(half), "_adds", lambda *args: looked.append(args) or adds(*args))
-    state = torch.get_rng_state()
+def test_inference_warns_of_no_hooks_of_the_backward() -> None:
+    model = perceptron().requires_grad_(False)
+    model[2].register_full_backward_hook(lambda *given: None)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            net(x)[0].sum().backward()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(looked) == 1
-    net.close()
+        warnings.simplefilter("error", NimbleWarning)
+        Nimble(model, QUICK).prepare(torch.randn(6, 8)).close()
 
 
-# -- gradients of some tensors -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_a_parameter_that_is_sought_twice_gets_its_gradient_once(accumulated: bool) -> None:
-    model, x = Heads(), torch.randn(3, 4)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    weight, found = model.a.weight, []
-    for one in (net, model):
-        weight.grad = torch.ones_like(weight) if accumulated else None
-        one(x)[0].sum().backward(inputs=[weight, model.a.bias, weight])
-        found.append(weight.grad)
-    torch.testing.assert_close(*found)
-    net.close()
-
-
-def test_gradients_that_are_sought_are_added_while_no_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[bool] = []
-    add = autograd_hooks._accumulate
-
-    def seen(*given: Any) -> None:
-        held.append(autograd_hooks.ACCUMULATING._is_owned())
-        add(*given)
-
-    monkeypatch.setattr(autograd_hooks, "_accumulate", seen)
-    model, x = Heads(), torch.randn(3, 4)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    net(x)[0].sum().backward(inputs=[model.a.weight, model.a.bias])
-    assert held == [True, True]
-    net.close()
-
-
-def test_gradients_that_are_sought_on_several_threads_add_up() -> None:
-    model, x = nn.Linear(512, 512), torch.ones(2, 512)
-    net = Nimble(model, QUICK).prepare(x, training=True)
-    rounds = 50
-    for _ in range(4):
-        net.zero_grad()
-
-        def work() -> None:
-            for _ in range(rounds):
-                net(x).sum().backward(inputs=[model.weight])
-
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert model.weight.grad is not None
-        assert torch.equal(model.weight.grad, torch.full((512, 512), 2.0 * 2 * rounds))
-    net.close()
+def test_modules_that_share_gradients_are_refused() -> None:
+    with pytest.raises(InputError, match="shares gradients in hooks"):
+        Nimble(nn.DataParallel(nn.Linear(8, 4)), QUICK).prepare(torch.randn(6, 8), training=True)

@@ -16,8 +16,9 @@ from nimble_core.tracing.recorded import Stopwatch, record_static
 from nimble_core.tracing.signature import Signature
 from nimble_core.training import prepare_training
 from nimble_core.training.joint_function import ForwardBackward, in_better_layout, turnable
-from tests.core.api.test_train_step import Residual, images, one_thread
-from tests.core.training.test_autograd_function import Place, assert_same_gradients, on, pair, prepared
+from tests.support.drop_in import Place, assert_same_gradients, on, pair, prepared
+from tests.support.training_problems import Residual, images
+from tests.support.training_steps import one_thread
 
 __all__ = ["on", "one_thread"]  # fixtures
 

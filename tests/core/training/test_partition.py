@@ -22,7 +22,8 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.training.joint_function import ForwardBackward
 from nimble_core.training.partition import Halves, halve
 from nimble_core.utils.errors import CaptureError
-from tests.core.api.test_train_step import PROBLEMS, made, one_thread
+from tests.support.training_problems import PROBLEMS, made
+from tests.support.training_steps import one_thread
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -67,7 +68,7 @@ def _untimed(name: str) -> Any:
 
 
 def issued(recording: Recording, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a recording makes of ``inputs``, call by call."""
+    """Compute what a recording makes of ``inputs``, call by call."""
     issuer = Issuer(recording, inputs)
     with issuing("cpu"):
         for call in range(len(recording.program.calls)):

@@ -34,7 +34,7 @@ from nimble_viz.collect.progress import Progress
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import HostSync
-from tests.core.api.test_train_step import Island
+from tests.support.training_problems import Island
 
 TRAINED = get_args(Phase)
 FAST = Options(fuse="none", budget_s=0.05)

@@ -27,7 +27,6 @@ from nimble_core.scheduling.policies.single import single
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError
 from nimble_core.validation.judge import eager_cases
-from tests.core.api.test_train_step import both, train_both
 from tests.support.rewrite_models import (
     Drawn,
     claimed,
@@ -40,6 +39,7 @@ from tests.support.rewrite_models import (
     strides_that_matter,
     unchanged_by,
 )
+from tests.support.training_steps import both, train_both
 
 aten = torch.ops.aten
 

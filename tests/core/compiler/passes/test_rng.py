@@ -15,8 +15,8 @@ from nimble_core import Nimble, Options
 from nimble_core.compiler.passes.rng import draws_apart
 from nimble_core.compiler.to_fx import calls_of
 from nimble_core.tracing.operator_traits import draws_numbers
-from tests.core.api.test_train_step import both
 from tests.support.rewrite_models import lifted
+from tests.support.training_steps import both
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

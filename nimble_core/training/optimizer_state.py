@@ -1,0 +1,180 @@
+"""What a captured optimizer reads on the device: each parameter's state, and each group's learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+
+from nimble_core.guards.module_guard import same_objects
+from nimble_core.torch_compat.dispatch import foreach_copy_
+from nimble_core.training.optimizer_forms import group_place
+from nimble_core.utils.errors import InputError
+
+__all__ = ["LearningRates", "OptimizerState", "layout_of"]
+
+
+class _Difference(NamedTuple):
+    """A tensor of the user's state that is not ours.
+
+    Args:
+        entry: the user's state of a parameter.
+        key: the name in it.
+        ours: the tensor that a replay reads and writes.
+        theirs: the tensor that is there.
+    """
+
+    entry: dict[str, Any]
+    key: str
+    ours: torch.Tensor
+    theirs: torch.Tensor
+
+
+class OptimizerState:
+    """The state tensors that replays read and write, kept in step with ``optimizer.state``.
+
+    Args:
+        optimizer: the user's.
+        parameters: those it updates.
+        places: names of these, for errors.
+        tensors: state of each parameter, in the form that the captured step takes; its values do not matter.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
+        places: Sequence[str],
+        tensors: Sequence[dict[str, torch.Tensor]],
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.recorded = False
+        """Whether an update may have been recorded with ``tensors``: from then on they stay the same."""
+        self.missing = frozenset[int]()
+        """Positions of the parameters whose state ``optimizer.state`` did not hold at the last ``install``."""
+        self._optimizer, self._parameters, self._places = optimizer, parameters, places
+        # optimizer.state and copies of its entries, as they were after the last install.
+        self._installed: tuple[Any, list[dict[str, Any]]] | None = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over the user's tensors where they fit, or their values; ``optimizer.state`` stays as it is."""
+        if self._unchanged():
+            return
+        for kept, differences in zip(self.tensors, self._differences(), strict=True):
+            if self.recorded:
+                _copy(differences)
+                continue
+            for _, key, ours, theirs in differences:
+                fits = layout_of(ours) == layout_of(theirs)
+                kept[key] = theirs if fits else torch.empty_like(ours).copy_(theirs)
+
+    def install(self) -> None:
+        """Copy the user's values into our tensors, and put these into ``optimizer.state``."""
+        if self._unchanged():
+            return
+        differences = list(chain.from_iterable(self._differences()))
+        _copy(differences)
+        for entry, key, ours, _ in differences:
+            entry[key] = ours
+        held = self._optimizer.state
+        self.missing = frozenset(
+            at for at, kept in enumerate(self.tensors) if kept and not _present(held.get(self._parameters[at]))
+        )
+        self._installed = held, list(map(dict, held.values()))
+
+    def _unchanged(self) -> bool:
+        """Whether ``optimizer.state`` holds what it held after the last ``install``."""
+        if self._installed is None or self._installed[0] is not self._optimizer.state:
+            return False
+        return same_objects(list(self._optimizer.state.values()), self._installed[1])
+
+    def _differences(self) -> list[list[_Difference]]:
+        held = self._optimizer.state
+        return [
+            list(_differing(held.get(parameter), kept, place))
+            for parameter, kept, place in zip(self._parameters, self.tensors, self._places, strict=True)
+        ]
+
+
+def _differing(held: dict[str, Any] | None, kept: Mapping[str, torch.Tensor], where: str) -> Iterator[_Difference]:
+    """Find where ``held`` has other tensors than ``kept``: nowhere if it has no state yet."""
+    if held is None or not _present(held):
+        return
+    for key, ours in kept.items():
+        theirs = held.get(key)
+        if not isinstance(theirs, torch.Tensor):
+            raise InputError(
+                f"the optimizer's state has no tensor {key}", where=where, fix="load a state that is complete"
+            )
+        if theirs.shape != ours.shape:
+            what = f"{key} in the optimizer's state has shape {list(theirs.shape)}, not {list(ours.shape)}"
+            raise InputError(what, where=where, fix="load the state of this model")
+        if theirs is not ours:
+            yield _Difference(held, key, ours, theirs)
+
+
+def _copy(differences: Sequence[_Difference]) -> None:
+    if differences:
+        with torch.no_grad():
+            foreach_copy_([one.ours for one in differences], [one.theirs for one in differences])
+
+
+def _present(held: Mapping[str, Any] | None) -> bool:
+    return held is not None and any(value is not None for value in held.values())
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what has to be equal for two tensors to have the same bytes in the same places."""
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+class LearningRates:
+    """Each group's learning rate, a scalar on the device that is written when the user's changes.
+
+    They are float32, which CUDA's fused kernels take; float64 on the host, whose kernels read them as Python numbers,
+    so that float64 parameters are updated as in eager.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        kind = torch.float64 if device.type == "cpu" else torch.float32
+        self.tensors = tuple(torch.empty((), dtype=kind, device=device) for _ in optimizer.param_groups)
+        self._written: list[float | None] = [None] * len(self.tensors)
+        self.write(self.changed())
+
+    def changed(self) -> list[tuple[int, float | torch.Tensor]]:
+        """Return the groups whose rate has to be written, and with what: a tensor on a device always has to.
+
+        Raises:
+            InputError: a rate that is not one number.
+        """
+        changed: list[tuple[int, float | torch.Tensor]] = []
+        for at, group in enumerate(self._optimizer.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor):
+                if rate.numel() != 1:
+                    raise InputError(f"lr has {rate.numel()} elements", where=group_place(at), fix="one number")
+                if rate.device.type != "cpu":
+                    changed.append((at, rate))
+                    continue
+                rate = rate.item()
+            if rate != self._written[at]:
+                if not isinstance(rate, Real):
+                    raise InputError(f"lr is {rate!r}, which is no number", where=group_place(at), fix="a float")
+                changed.append((at, float(rate)))
+        return changed
+
+    def write(self, changed: Sequence[tuple[int, float | torch.Tensor]]) -> None:
+        """Write what ``changed`` has found to the device."""
+        with torch.no_grad():
+            for at, rate in changed:
+                if isinstance(rate, torch.Tensor):
+                    self.tensors[at].copy_(rate.reshape(()))
+                    self._written[at] = None
+                else:
+                    self.tensors[at].fill_(rate)
+                    self._written[at] = rate

@@ -1,0 +1,370 @@
+"""Whole steps over time: checkpoints, schedulers, other shapes, accumulation, copies, modes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from nimble_core.api.train_step import TrainStep
+from nimble_core.scheduling.options import Options
+from nimble_core.training.whole_step import WholeStep
+from nimble_core.utils.errors import InputError
+from tests.support.training_problems import (
+    OPTIMIZERS,
+    Problem,
+    made,
+    perceptron,
+    vectors,
+)
+from tests.support.training_steps import (
+    ROUNDED,
+    Eager,
+    assert_same,
+    assert_untouched,
+    assert_values,
+    both,
+    everything,
+    one_thread,
+    state_of,
+    train_both,
+)
+
+__all__ = ["one_thread"]  # a fixture
+
+QUICK = Options(tune="off", policy="single")
+
+
+@settings(max_examples=10)
+@given(st.lists(st.sampled_from(["step", "eager", "lr", "load", "load weights", "evaluate"]), min_size=3, max_size=9))
+def test_anything_may_happen_between_steps(actions: list[str]) -> None:
+    """Eager steps, schedulers, checkpoints and evaluation in between: always what eager alone would have done."""
+    given, step, eager = both("resnet")
+    early = copy.deepcopy((given.model.state_dict(), step.optimizer.state_dict()))
+    for action in [*actions, "step"]:
+        inputs, targets = given.draw()
+        if action == "step":
+            assert_values(step(inputs, targets), eager(inputs, targets))
+        elif action == "eager":
+            step.optimizer.zero_grad()
+            given.loss_fn(given.model(inputs), targets).backward()
+            step.optimizer.step()
+            step.optimizer.zero_grad()
+            eager(inputs, targets)
+        elif action == "lr":
+            for optimizer in (step.optimizer, eager.optimizer):
+                optimizer.param_groups[0]["lr"] *= 0.7
+        elif action == "evaluate":
+            for model in (given.model, eager.model):
+                model.eval()
+            with torch.no_grad():
+                assert_values(given.model(inputs), eager.model(inputs))
+            for model in (given.model, eager.model):
+                model.train()
+        else:
+            weights, kept = copy.deepcopy(early)
+            for model, optimizer in ((given.model, step.optimizer), (eager.model, eager.optimizer)):
+                model.load_state_dict(weights)
+                if action == "load":
+                    optimizer.load_state_dict(copy.deepcopy(kept))
+            early = copy.deepcopy((eager.model.state_dict(), eager.optimizer.state_dict()))
+        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
+    step.close()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_checkpoint_resumes_in_a_new_step_and_in_eager(optimizer: str) -> None:
+    rtol = ROUNDED if optimizer == "adamw" else 0.0
+    given, step, eager = both("mlp", OPTIMIZERS[optimizer])
+    train_both(given, step, eager, 2, rtol=rtol)
+    file = io.BytesIO()
+    torch.save({"model": given.model.state_dict(), "optimizer": step.optimizer.state_dict()}, file)
+    step.close()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    again = made("mlp")
+    again.model.load_state_dict(saved["model"])
+    optimizer_again = OPTIMIZERS[optimizer](again.model.parameters())
+    optimizer_again.load_state_dict(saved["optimizer"])
+    step = TrainStep(again.model, again.loss_fn, optimizer_again, options=QUICK).prepare(*again.draw())
+    train_both(again, step, eager, 2, rtol=rtol)
+    step.close()
+
+    # Closed: the user's own model and optimizer go on in eager.
+    inputs, targets = again.draw()
+    optimizer_again.zero_grad()
+    again.loss_fn(again.model(inputs), targets).backward()
+    optimizer_again.step()
+    eager(inputs, targets)
+    assert_same(state_of(again.model, optimizer_again), state_of(eager.model, eager.optimizer), rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.5),
+        lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 6),
+        lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=10, cycle_momentum=False),
+        lambda one: torch.optim.lr_scheduler.LinearLR(one, 0.1, total_iters=3),
+    ],
+    ids=["steps", "cosine", "one cycle", "warm-up"],
+)
+def test_schedulers_of_the_learning_rate(schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
+    given = made("mlp")
+    eager = Eager(given, OPTIMIZERS["adamw"])
+    optimizer = OPTIMIZERS["adamw"](given.model.parameters())
+    schedules = schedule(optimizer), schedule(eager.optimizer)
+    step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK).prepare(*given.draw())
+    rates = set()
+    for _ in range(6):
+        train_both(given, step, eager, 1, rtol=ROUNDED)
+        for one in schedules:
+            one.step()
+        rates.add(optimizer.param_groups[0]["lr"])
+    assert len(rates) > 2
+    step.close()
+
+
+def test_a_short_last_batch_follows_on_new_shape() -> None:
+    def short(batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        return batch[0][:3], batch[1][:3]
+
+    given, step, eager = both("resnet")
+    train_both(given, step, eager, 1)
+    before = copy.deepcopy(state_of(given.model, step.optimizer))
+    with pytest.raises(InputError, match="no engine is prepared for these inputs"):
+        step(*short(given.draw()))
+    assert_same(state_of(given.model, step.optimizer), before)
+    for answer in ("eager", "prepare"):
+        given, step, eager = both("resnet", options=Options(tune="off", policy="single", on_new_shape=answer))
+        train_both(given, step, eager, 1)
+        for _ in range(2):
+            inputs, targets = short(given.draw())
+            assert_values(step(inputs, targets), eager(inputs, targets))
+        train_both(given, step, eager, 2)
+        step.close()
+
+
+@pytest.mark.parametrize("answer", ["eager", "prepare"])
+def test_the_very_first_step_may_have_another_shape(answer: str) -> None:
+    given, step, eager = both("resnet", options=Options(tune="off", policy="single", on_new_shape=answer))
+    for size in (3, 4, 3, 4):
+        inputs, targets = given.draw()
+        assert_values(step(inputs[:size], targets[:size]), eager(inputs[:size], targets[:size]))
+        assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
+    step.close()
+
+
+class Heads(nn.Module):
+    """One of several heads is used, and trained, at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(x)))
+
+
+@settings(max_examples=25)
+@given(
+    used=st.text("ab", min_size=2, max_size=10),
+    answer=st.sampled_from(["eager", "prepare"]),
+    accumulate=st.sampled_from([1, 2]),
+    kind=st.sampled_from(["adam", "momentum", "sgd"]),
+)
+def test_parameters_that_other_data_are_the_first_to_train(used: str, answer: Any, accumulate: int, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    eager = copy.deepcopy(model)
+    make: Any = {
+        "adam": partial(torch.optim.Adam, lr=0.01),
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.2),
+        "sgd": partial(torch.optim.SGD, lr=0.1),
+    }[kind]
+    mine, theirs = make(model.parameters()), make(eager.parameters())
+    options = Options(tune="off", policy="single", on_new_shape=answer)
+    step = TrainStep(model, F.mse_loss, mine, options=options, accumulate=accumulate)
+    step.prepare({"x": torch.randn(8, 4), "head": "a"}, torch.randn(8, 2))
+    for at, head in enumerate(one for one in used for _ in range(accumulate)):
+        x, y = torch.randn(8, 4), torch.randn(8, 2)
+        step({"x": x, "head": head}, y)
+        if at % accumulate == 0:
+            theirs.zero_grad()
+        (F.mse_loss(eager(x, head), y) / accumulate).backward()
+        if at % accumulate == accumulate - 1:
+            theirs.step()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert mine.state[one].keys() == theirs.state[other].keys()
+    step.close()
+
+
+def test_a_step_is_replayed_though_another_one_trains_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Heads()
+    eagerly, eager = WholeStep.eagerly, []
+    monkeypatch.setattr(WholeStep, "eagerly", lambda *args, **kwargs: eager.append(1) or eagerly(*args, **kwargs))
+    mine = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = TrainStep(model, F.mse_loss, mine, options=QUICK)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    step.prepare({"x": x, "head": "b"}, y).prepare({"x": x, "head": "a"}, y)
+    step({"x": x, "head": "a"}, y)  # makes the state of what it trains
+    for _ in range(3):
+        step({"x": x, "head": "a"}, y)
+    assert len(eager) == 1
+    step({"x": x, "head": "b"}, y)
+    assert len(eager) == 2
+    assert len(mine.state) == 6
+    step.close()
+
+
+def test_two_shapes_may_be_prepared() -> None:
+    given, step, eager = both("resnet")
+    inputs, targets = given.draw()
+    step.prepare(inputs[:2], targets[:2])
+    for size in (4, 2, 4, 2):
+        inputs, targets = given.draw()
+        assert_values(step(inputs[:size], targets[:size]), eager(inputs[:size], targets[:size]))
+    assert_same(state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer))
+    step.close()
+
+
+class Either(nn.Module):
+    """One branch or the other, by the size of the batch; some parameters are in neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many, self.idle = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (self.few if len(x) == 3 else self.many)(x)
+        return found
+
+
+@settings(max_examples=20)
+@given(
+    updates=st.lists(st.sampled_from([3, 5]), min_size=1, max_size=4),
+    optimizer=st.sampled_from(["sgd", "adamw", "momentum"]),
+    accumulate=st.integers(2, 3),
+    clip=st.sampled_from([None, 0.05]),
+    answer=st.sampled_from(["eager", "prepare", "error"]),
+)
+def test_updates_that_train_other_parameters_than_the_one_before(
+    updates: list[int], optimizer: str, accumulate: int, clip: float | None, answer: Any
+) -> None:
+    """What earlier updates have summed up plays no part."""
+
+    def draw(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 8), torch.randint(3, (size,))
+
+    torch.manual_seed(0)
+    given = Problem(Either(), F.cross_entropy, lambda: draw(5))
+    eager = Eager(given, OPTIMIZERS[optimizer], clip=clip, accumulate=accumulate)
+    step = TrainStep(
+        given.model,
+        given.loss_fn,
+        OPTIMIZERS[optimizer](given.model.parameters()),
+        options=Options(tune="off", policy="single", on_new_shape=answer),
+        clip_grad_norm=clip,
+        accumulate=accumulate,
+    ).prepare(*draw(5))
+    if answer == "error":  # both are prepared
+        step.prepare(*draw(3))
+    for size in [one for one in updates for _ in range(accumulate)]:
+        inputs, targets = draw(size)
+        assert_values(step(inputs, targets), eager(inputs, targets), rtol=1e-6)
+        mine, theirs = state_of(given.model, step.optimizer), state_of(eager.model, eager.optimizer)
+        assert_same(mine, theirs, rtol=1e-5)
+        assert step.gradients.keys() == eager.gradients.keys()
+    step.close()
+
+
+@pytest.mark.parametrize("answer", ["eager", "error"])
+def test_steps_of_one_update_that_train_other_parameters_are_refused(answer: Any) -> None:
+    model = Either()
+    options = Options(tune="off", policy="single", on_new_shape=answer)
+    step = TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), options=options, accumulate=2)
+    batches = {size: (torch.randn(size, 8), torch.randint(3, (size,))) for size in (3, 5)}
+    step.prepare(*batches[3])
+    if answer == "error":
+        step.prepare(*batches[5])
+    step(*batches[3])
+    before = copy.deepcopy(state_of(model))
+    with pytest.raises(InputError, match=r"few\.bias got a gradient in some steps of this update only") as refused:
+        step(*batches[5])
+    assert "prepare(x, training=True)" in refused.value.fix
+    assert_same(state_of(model), before)
+    step(*batches[3])  # the update goes on
+    assert not torch.equal(model.few.weight, before[0][1])
+    step.close()
+
+
+def test_a_step_under_inference_mode_trains_nothing_and_under_anomaly_detection_what_it_did() -> None:
+    model = perceptron()
+    optimizer, (x, y) = OPTIMIZERS["momentum"](model.parameters()), vectors()
+    step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK).prepare(x, y)
+    step(x, y)
+    before = everything(model, optimizer)
+    with torch.inference_mode():
+        for use in (step, step.prepare):
+            with pytest.raises(InputError, match="inference_mode is on"):
+                use(x, y)
+    assert_untouched(before, everything(model, optimizer))
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        assert step(x, y) > step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("way", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy], ids=["pickle", "copy"])
+def test_a_copy_of_a_step_starts_unprepared_and_goes_on_alike(
+    way: Callable[[TrainStep], TrainStep], steps: int
+) -> None:
+    model = perceptron()
+    x, y = vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK).prepare(x, y)
+    for _ in range(steps):
+        step(x, y)
+    other = way(step)
+    assert other.outputs is None
+    with pytest.raises(InputError, match="not prepared"):
+        other(x, y)
+    other.prepare(x, y)
+    for _ in range(3):
+        assert torch.equal(other(x, y), step(x, y))
+    assert_same(state_of(other.model), state_of(model))
+    assert other.optimizer.param_groups[0]["params"][0] is next(other.model.parameters())
+    other.close()
+    step.close()
+
+
+@pytest.mark.parametrize("answer", ["error", "eager", "prepare"])
+def test_a_step_in_evaluation_mode_trains_nothing_whatever_new_shapes_do(answer: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    x, y = vectors()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    options = Options(tune="off", policy="single", on_new_shape=answer)
+    step = TrainStep(model, F.cross_entropy, optimizer, options=options).prepare(x, y)
+    model.eval()
+    before = everything(model, optimizer)
+    with pytest.raises(InputError, match="evaluation mode"):
+        step(x, y)
+    with pytest.raises(InputError, match="evaluation mode"):
+        step.prepare(x, y)
+    assert_untouched(before, everything(model, optimizer))
+    model.train()
+    step(x, y)
+    step.close()

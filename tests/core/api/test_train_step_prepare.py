@@ -1,0 +1,316 @@
+"""Preparing a whole step leaves no trace; what no longer fits is refused before anything is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nimble_core import Nimble
+from nimble_core.api.train_step import TrainStep
+from nimble_core.scheduling.options import Options
+from nimble_core.utils.errors import DeviceError, InputError, NimbleError
+from tests.support.training_problems import (
+    OPTIMIZERS,
+    RUNS,
+    Fails,
+    images,
+    made,
+    perceptron,
+    vectors,
+)
+from tests.support.training_steps import (
+    assert_untouched,
+    assert_values,
+    everything,
+    one_thread,
+    prepare,
+    scaler_on_host,
+)
+
+__all__ = ["one_thread"]  # a fixture
+
+QUICK = Options(tune="off", policy="single")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_lazy_module_is_refused_until_it_ran(accumulate: int) -> None:
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)), nn.LazyLinear(1)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return loss(output).sum()  # type: ignore[no-any-return]
+
+    def make(loss_fn: Any) -> TrainStep:
+        return TrainStep(model, loss_fn, optimizer, options=QUICK, accumulate=accumulate)
+
+    x = torch.randn(2, 4)
+    with pytest.raises(InputError, match=r"parameter 1\.weight is not initialised") as caught:
+        make(loss_fn)
+    assert caught.value.fix == "run the model once on an example input first"
+    with pytest.raises(InputError) as said:
+        Nimble(model, QUICK).prepare(x)
+    assert str(said.value) == str(caught.value)
+    model(x)
+    with pytest.raises(InputError, match=r"parameter loss_fn\.weight is not initialised"):
+        make(loss)
+    loss_fn(model(x))
+    step = make(loss_fn).prepare(x)
+    assert step(x).shape == ()
+    step.close()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("filled", "scaled"),
+    [(False, False), (True, False), (True, True)],
+    ids=["fresh", "amid training", "amid training, scaled"],
+)
+@pytest.mark.parametrize("name", ["resnet", "dropout", "shared"])
+def test_preparing_changes_nothing(name: str, filled: bool, scaled: bool, accumulate: int) -> None:
+    given = made(name)
+    optimizer = OPTIMIZERS["adamw"](given.model.parameters())
+    if filled:
+        given.loss_fn(given.model(given.draw()[0]), given.draw()[1]).backward()
+        optimizer.step()  # .grad stays
+    scaler = scaler_on_host() if scaled else None
+    if scaler is not None and filled:
+        scaler.scale(torch.ones(()))  # makes its tensors
+    inputs, targets = given.draw()
+    kept = copy.deepcopy((inputs, targets))
+    before = everything(given.model, optimizer, scaler)
+    step = TrainStep(
+        given.model,
+        given.loss_fn,
+        optimizer,
+        scaler=scaler,
+        clip_grad_norm=1.0,
+        accumulate=accumulate,
+        options=Options(budget_s=0.5),
+    )
+    assert_untouched(before, everything(given.model, optimizer, scaler))
+    step.prepare(inputs, targets)
+    assert_untouched(before, everything(given.model, optimizer, scaler))
+    assert_values((inputs, targets), kept)
+    step.close()
+
+
+def test_preparing_counts_no_step_of_a_fresh_scaler() -> None:
+    given, scaler = made("mlp"), scaler_on_host()
+    before = scaler.state_dict()
+    optimizer = OPTIMIZERS["momentum"](given.model.parameters())
+    TrainStep(given.model, given.loss_fn, optimizer, scaler=scaler, options=QUICK).prepare(*given.draw()).close()
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("way", ["step", "drop-in"])
+def test_an_error_in_the_middle_changes_nothing(way: str, at: int) -> None:
+    model = Fails(at)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    x, y = images()
+    RUNS[0] = 0
+    before = everything(model, optimizer)
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        prepare(way, model, optimizer, x, y)
+    assert_untouched(before, everything(model, optimizer))
+
+
+def _other_batch(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step(x[:2], y[:2])
+
+
+def _other_dtype(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step(x.double(), y)
+
+
+def _other_target(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step(x, y.int())
+
+
+def _no_target(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step(x)
+
+
+def _momentum(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.optimizer.param_groups[0]["momentum"] = 0.5
+    step(x, y)
+
+
+def _decay(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.optimizer.param_groups[0]["weight_decay"] = 0.5
+    step(x, y)
+
+
+def _new_group(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    step(x, y)
+
+
+def _optimizer_hook(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.optimizer.register_step_post_hook(lambda *given: None)
+    step(x, y)
+
+
+def _replaced(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model[0].weight = nn.Parameter(step.model[0].weight.detach().clone())
+    step(x, y)
+
+
+def _replaced_memory(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model[0].weight.data = step.model[0].weight.detach().clone()
+    step(x, y)
+
+
+def _converted(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model.double()
+    step(x.double(), y)
+
+
+def _evaluation(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model.eval()
+    step(x, y)
+
+
+def _part_in_evaluation(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model[1].eval()
+    step(x, y)
+
+
+def _freeze(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model[0].weight.requires_grad_(False)
+    step(x, y)
+
+
+def _unfreeze(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.model[2].bias.requires_grad_(True)
+    step(x, y)
+
+
+def _closed(step: TrainStep, x: torch.Tensor, y: torch.Tensor) -> None:
+    step.close()
+    step(x, y)
+
+
+CHANGES = [
+    _other_batch, _other_dtype, _other_target, _no_target, _momentum, _decay, _new_group, _optimizer_hook, _replaced,
+    _replaced_memory, _converted, _evaluation, _part_in_evaluation, _freeze, _unfreeze, _closed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        pytest.param(change, first, id=f"{change.__name__.strip('_')}, {'first step' if first else 'amid training'}")
+        for change in CHANGES
+        for first in (False, True)
+    ],
+)
+def test_what_no_longer_fits_is_refused_before_anything_is_written(change: Callable[..., None], first: bool) -> None:
+    """What changes in the model is put back by nobody: only values that a step would write are compared."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[2].bias.requires_grad_(False)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    x, y = vectors()
+    step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK).prepare(x, y)
+    if not first:
+        step(x, y)
+    values = copy.deepcopy(model.state_dict())
+    kept = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(NimbleError) as error:
+        change(step, x, y)
+    assert error.value.fix
+    assert_values({k: v.float() for k, v in model.state_dict().items()}, {k: v.float() for k, v in values.items()})
+    assert_values([kept], [{key: optimizer.state_dict()["state"][key] for key in kept}])
+    step.close()
+
+
+def test_what_a_step_and_its_engine_are_called() -> None:
+    model = perceptron()
+    x, y = vectors()
+    step = TrainStep(model, F.cross_entropy, OPTIMIZERS["momentum"](model.parameters()), options=QUICK)
+    assert repr(step) == "TrainStep(Sequential, SGD)"
+    step.prepare(x, y)
+    assert repr(step) == "TrainStep(Sequential, SGD, single)"
+    assert len(repr(step.engine)) < 200
+    step.close()
+    with pytest.raises(DeviceError, match="closed"):
+        step(x, y)
+    step.prepare(x, y)
+    step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_preparation_that_fails_late_replaces_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    model, x, y = perceptron(), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, fused=True) for one in (model, eager)]
+    step = TrainStep(model, F.cross_entropy, optimizers[0], options=QUICK, accumulate=3).prepare(x, y)
+    make, calls = Nimble.make_engine, 0
+
+    def fails(net: Nimble, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise DeviceError("out of memory")
+        return make(net, *args, **kwargs)
+
+    monkeypatch.setattr(Nimble, "make_engine", fails)
+    with pytest.raises(DeviceError, match="out of memory"):
+        step.prepare(x, y)
+    for _ in range(2):
+        for _ in range(3):
+            step(x, y)
+            (F.cross_entropy(eager(x), y) / 3).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for one, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one, expected)
+    step.close()
+
+
+def test_engines_for_other_shapes_go_where_casts_are_others() -> None:
+    model, target = perceptron(), torch.randint(0, 4, (6,))
+    x = torch.randn(6, 8)
+    step = TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), options=QUICK)
+    with torch.autocast("cpu", torch.bfloat16):
+        step.prepare(x, target)
+    step.prepare(x[:4], target[:4]).prepare(x[:2], target[:2])
+    with pytest.raises(InputError):
+        step(x, target)
+    for size in (4, 2):  # these two are alike
+        step(x[:size], target[:size])
+    step.close()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_between_replacements_leaves_no_engine_of_before(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = perceptron(), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, F.cross_entropy, optimizer, options=QUICK, accumulate=3).prepare(x, y)
+    adopt, calls = Nimble.adopt_engine, 0
+
+    def interrupted(net: Nimble, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        adopt(net, *args)
+
+    with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(Nimble, "adopt_engine", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.prepare(x, y)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="the step is not prepared"):
+        step(x, y)
+    step.prepare(x, y)
+    step(x, y)
+    step.close()

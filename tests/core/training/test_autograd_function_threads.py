@@ -1,0 +1,140 @@
+"""Several threads with one prepared module."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nimble_core.runtime.host.device import HostDevice
+from nimble_core.utils.errors import InputError
+from tests.support.drop_in import (
+    pair,
+)
+from tests.support.training_problems import (
+    perceptron,
+)
+from tests.support.training_steps import one_thread
+
+__all__ = ["one_thread"]  # fixtures
+
+
+@pytest.mark.parametrize("adding", [False, True], ids=["grad", "backward for some"])
+def test_threads_search_one_graph(adding: bool) -> None:
+    """Each thread gets eager's gradients of what it asks for, again and again, on one forward."""
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    names = [name for name, _ in net.named_parameters()]
+    expected = dict(zip(names, torch.autograd.grad(eager(x).sin().sum(), list(eager.parameters())), strict=True))
+    loss = net(x).sin().sum()
+    failed: list[BaseException] = []
+    together = threading.Barrier(len(names))
+
+    def search(name: str) -> None:
+        try:
+            together.wait(60)
+            for _ in range(50):
+                if adding:
+                    loss.backward(inputs=[net.get_parameter(name)], retain_graph=True)
+                else:
+                    (found,) = torch.autograd.grad(loss, [net.get_parameter(name)], retain_graph=True)
+                    torch.testing.assert_close(found, expected[name])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=search, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    for name in names if adding else ():
+        torch.testing.assert_close(net.get_parameter(name).grad, 50 * expected[name])
+    net.close()
+
+
+class Overwriting:
+    """A host executable whose inputs and outputs always are at the same place, as those of a captured graph."""
+
+    def __init__(self, inner: Any, inputs: Sequence[torch.Tensor]) -> None:
+        self.inner, self.arena, self.lock = inner, None, threading.Lock()
+        self.buffers = [one.detach().clone() for one in inputs]
+        self.outputs = [one.detach().clone() for one in inner.run(self.buffers, static=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
+        with self.lock, torch.no_grad():
+            for buffer, one in zip(self.buffers, inputs, strict=True):
+                buffer.copy_(one)
+            for output, one in zip(self.outputs, self.inner.run(self.buffers, static=True), strict=True):
+                output.copy_(one)
+            return list(self.outputs) if static else [one.clone() for one in self.outputs]
+
+
+@pytest.fixture
+def overwriting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is prepared on the host keeps its results in memory that the next run overwrites, as on a GPU."""
+    capture = HostDevice.capture
+
+    def captured(self: HostDevice, recording: Any, schedule: Any, inputs: Any, *args: Any) -> Any:
+        made = capture(self, recording, schedule, inputs, *args)
+        return made if isinstance(made, Overwriting) else Overwriting(made, inputs)
+
+    monkeypatch.setattr(HostDevice, "capture", captured)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("overwriting")
+@pytest.mark.filterwarnings("ignore:.*runs in eager")
+def test_no_thread_gets_numbers_of_another_ones_forward() -> None:
+    """Its outputs are eager's; its backward is, or says that a later forward has overwritten what it needs."""
+    net, eager = pair(perceptron(), torch.randn(6, 8))
+    (engine,) = net.engines
+    assert engine.backward is not None
+    assert engine.backward.fixed
+    failed: list[BaseException] = []
+    late: list[InputError] = []
+    together = threading.Barrier(8)
+
+    def train(seed: int) -> None:
+        inputs = torch.Generator().manual_seed(seed)
+        together.wait(60)
+        for _ in range(50):
+            x = torch.randn(6, 8, generator=inputs)
+            expected = eager(x)
+            gradients = torch.autograd.grad(expected.sin().sum(), list(eager.parameters()))
+            out = net(x)
+            torch.testing.assert_close(out, expected)
+            try:
+                found = torch.autograd.grad(out.sin().sum(), list(net.parameters()))
+            except InputError as error:
+                late.append(error)
+            else:
+                torch.testing.assert_close(found, gradients)
+
+    def guarded(seed: int) -> None:
+        try:
+            train(seed)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    assert all("the backward of an earlier forward" in str(error) for error in late)
+    net.close()

@@ -1,0 +1,225 @@
+"""Outputs without a gradient: what leads to them alone adds nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from nimble_core.utils.errors import InputError
+from tests.support.drop_in import (
+    Place,
+    assert_same_gradients,
+    on,
+    pair,
+)
+from tests.support.training_problems import (
+    Nested,
+    Two,
+)
+from tests.support.training_steps import assert_values, one_thread
+
+__all__ = ["on", "one_thread"]  # fixtures
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+@settings(max_examples=25)
+@given(
+    wanted=st.sets(st.sampled_from(["logits", "first", "second", "best"]), min_size=1),
+    of_input=st.booleans(),
+    before=st.sampled_from(["none", "zeros", "values", "mixed"]),
+    rounds=st.integers(1, 3),
+    clipped=st.booleans(),
+)
+def test_any_outputs_may_be_used_and_gradients_add_up(
+    wanted: set[str], of_input: bool, before: str, rounds: int, clipped: bool
+) -> None:
+    """Some outputs of several, inputs with gradients or without, on top of gradients that are there."""
+    torch.manual_seed(0)
+    model = Nested()
+    model.a.bias.requires_grad_(False)
+    net, eager = pair(model, torch.randn(6, 8, requires_grad=of_input))
+    if before != "none":
+        for at, (one, other) in enumerate(zip(model.parameters(), eager.parameters(), strict=True)):
+            if one.requires_grad and (before != "mixed" or at % 2):
+                one.grad = torch.randn_like(one) if before != "zeros" else torch.zeros_like(one)
+                other.grad = one.grad.clone()
+    for _ in range(rounds):
+        x = torch.randn(6, 8)
+        found = []
+        for one in (net, eager):
+            given_x = x.clone().requires_grad_(of_input)
+            out = one(given_x)
+            assert type(out) is Two
+            assert out.extra["none"] is None
+            assert out.extra["name"] == "two"
+            assert not out.extra["best"].requires_grad
+            assert not out.extra["pair"][1].requires_grad
+            parts = {"logits": out.logits, "first": out.extra["pair"][0], "second": out.extra["pair"][1]}
+            used = [parts[name] for name in sorted(wanted & parts.keys())]
+            loss = sum((used[at] * (at + 1)).sin().sum() for at in range(len(used))) if used else out.logits.sum()
+            if loss.requires_grad:
+                loss.backward()
+            found.append((out, given_x.grad if given_x.grad is not None else torch.zeros(0)))
+        assert_values(found[0], found[1])
+        assert_same_gradients(model, eager)
+    if clipped and any(one.grad is not None for one in eager.parameters()):
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, eager)]
+        torch.testing.assert_close(*norms)
+    net.close()
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+def test_what_only_unused_outputs_depend_on_gets_no_gradient() -> None:
+    net, _ = pair(Nested(), torch.randn(6, 8))
+    net(torch.randn(6, 8)).logits.sum().backward()
+    assert net.a.weight.grad is not None
+    assert net.b.weight.grad is None
+
+
+class Poles(nn.Module):
+    """Outputs whose derivatives are infinite where the forward is not, and where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        return h, (h * h).sum(-1).sqrt(), (h * 1000).exp(), F.gelu(h[:2]) @ self.linear.weight
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+@pytest.mark.parametrize("kept", [False, True], ids=["once", "retained"])
+@pytest.mark.parametrize("used", [(0,), (3,), (0, 3), (1,), (0, 1), (2, 3), (0, 1, 2, 3)])
+def test_branches_without_a_gradient_add_nothing(used: tuple[int, ...], kept: bool, on: Place) -> None:
+    """A row of zeros: its square root has an infinite derivative, which zeros make NaN of where they are run."""
+    model = on(Poles())
+    x = on(torch.randn(6, 8))
+    net, eager = pair(model, x, options=on.options)
+    x = x.clone()
+    x[-1] = 0
+    for one in (net, eager):
+        loss = sum(part.sum() for at, part in enumerate(one(x)) if at in used)
+        loss.backward(retain_graph=kept)
+        if kept:
+            loss.backward()
+    mine, theirs = model.linear.weight.grad, eager.linear.weight.grad
+    assert theirs.isnan().any() == (not {1, 2}.isdisjoint(used))
+    torch.testing.assert_close(mine, theirs, rtol=on.near, atol=on.near, equal_nan=True)
+    net.close()
+
+
+class Adding(torch.autograd.Function):
+    """A backward that adds to the gradient, and counts in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, seen)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, seen = ctx.saved_tensors
+        seen.add_(gradient.abs().mean(0) + 1)
+        return gradient + x.sign(), None
+
+
+class OwnBackward(nn.Module):
+    """Two outputs; the second, or both, through a function of the user's own, or through a hook.
+
+    Args:
+        through: "function" or "hook": what adds to the gradient.
+        both: whether both outputs come from it.
+    """
+
+    def __init__(self, through: str, both: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.full((8,), 7.0))
+        self.through, self.both = through, both
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        own = Adding.apply(h, self.seen) if self.through == "function" else h * 1
+        if self.through == "hook":
+            own.register_hook(lambda gradient: gradient + 1)
+        return (own.sin() if self.both else h.sin()), own.cos()
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+@pytest.mark.parametrize(("through", "both"), [("hook", False), ("hook", True), ("function", True)])
+def test_backwards_that_add_something_of_their_own(through: str, both: bool, on: Place) -> None:
+    model = on(OwnBackward(through, both))
+    x = on(torch.randn(6, 8))
+    net, eager = pair(model, x, options=on.options)
+    for _ in range(2):
+        for one in (net, eager):
+            one(x)[0].sum().backward()
+    assert_same_gradients(model, eager, rtol=on.near)
+    torch.testing.assert_close(model.seen, eager.seen)
+    net.close()
+
+
+def test_an_autograd_function_that_only_outputs_without_a_gradient_come_from_is_refused() -> None:
+    model = OwnBackward("function", both=False)
+    net, eager = pair(model, torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    with pytest.raises(InputError, match="no gradient came for output 1, which an autograd function") as refused:
+        net(x)[0].sum().backward()
+    assert "detach outputs" in refused.value.fix
+    assert all(one.grad is None for one in model.parameters())
+    for one in (net, eager):
+        sum(part.sum() for part in one(x)).backward()
+    assert_same_gradients(model, eager)
+    net.close()
+
+
+def test_branches_that_run_call_by_call_are_told_of_once() -> None:
+    net, _ = pair(Poles(), torch.randn(6, 8))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            net(torch.randn(6, 8))[0].sum().backward()
+        net(torch.randn(6, 8))[0].sum().backward()
+    assert ["output 1, 2, 3" in str(one.message) for one in told] == [True]
+    net.close()
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.stem(x).tanh()
+        return self.first(h), self.second(h)
+
+
+@pytest.mark.filterwarnings("ignore:no gradient came for output:nimble_core.utils.errors.NimbleWarning")
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_a_hook_of_a_parameter_that_no_gradient_reaches_is_refused(used: tuple[int, ...]) -> None:
+    net, eager = pair(Heads(), torch.randn(6, 8))
+    for model in (net, eager):
+        for name in ("stem.weight", "second.bias"):
+            model.get_parameter(name).register_hook(lambda gradient: gradient * 0.5)
+    x = torch.randn(6, 8)
+    losses = []
+    for model in (net, eager):
+        outputs = model(x)
+        losses.append(sum(outputs[at].sin().sum() for at in used))
+    if used == (0,):
+        with pytest.raises(InputError, match=r"second\.bias, which only leads there, has a hook"):
+            losses[0].backward()
+        assert all(one.grad is None for one in net.parameters())
+    else:
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(net, eager, rtol=1e-6)
+    net.close()
