@@ -21,9 +21,8 @@ from nimble_core.compiler.inductor import compile_graph, provenance_in_code
 from nimble_core.compiler.passes.channels_last import (
     keep_strides,
     results_laid_out,
-    speaks_of_strides,
+    takes_windows,
     to_channels_last,
-    train_channels_last,
 )
 from nimble_core.compiler.passes.conv_algorithms import choose_forms, contiguous_is_faster
 from nimble_core.compiler.passes.cse import share_equal
@@ -149,66 +148,63 @@ def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = F
 
 
 def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-    where = recorded.signature.device
-    module = lift(recorded.recording)
-    if compiled:
-        _refuse_opaque(module)
+    """Lift a recording and rewrite it, for a compiler or for libraries."""
     if recorded.trained:
-        bring_seeds(module)
-        split_backward(module)
-        free = recorded.copied_out
-        keep_strides(module, exactly=True, free=free)
-        module = _in_better_layout(module, device, recorded, decisions)
-        if device.kind == "cuda":
-            pad_products(
-                module,
-                where,
-                decisions,
-                compiled=compiled,
-                constant=False,
-                free=free,
-                copied_in=recorded.copied_in,
-            )
-        return module
+        return _rewritten_step(device, recorded, decisions, compiled=compiled)
+    where, on_cuda = recorded.signature.device, device.kind == "cuda"
+    module = _lifted(recorded, compiled=compiled)
     affine_norms(module)
     share_equal(module)
-    channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
+    channels_last = on_cuda and not contiguous_is_faster(module, where, decisions, compiled=compiled)
     channels_last = channels_last and to_channels_last(module) > 0
-    if not speaks_of_strides(module):  # siblings become slices of one result
-        merge_siblings(module, where, decisions, channels_last=channels_last, compiled=compiled)
-    if device.kind == "cuda":
+    if not takes_windows(module):  # siblings become slices of one result
+        merge_siblings(module, where, decisions, convolutions=compiled)
+    if on_cuda:
         pad_products(module, where, decisions, compiled=compiled, constant=True)
     if compiled:
         row_products_as_sums(module)
     elif channels_last:
         choose_pools(module, where, decisions)
-    if device.kind == "cuda" or not compiled:  # on the host the compiler knows no library calls
+    if on_cuda or not compiled:  # on the host the compiler knows no library calls
         choose_forms(module, where, decisions, channels_last=channels_last, compiled=compiled)
     if compiled:
         share_equal(module)  # inputs that several convolutions want padded
     else:
         fold_affine(module)
+    keep_strides(module)
     return module
 
 
-def _in_better_layout(
-    module: fx.GraphModule, device: Device, recorded: Recorded, decisions: Decisions
-) -> fx.GraphModule:
-    """A training step as it is or with its convolutions channels last, whichever takes less time."""
-    other = lift(recorded.recording)
-    bring_seeds(other)
-    split_backward(other)
-    if not train_channels_last(other, free=recorded.copied_out):
-        return module
-    wanted = False
-    if decisions.timer is not None:
+def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
+    """Lift a training step, or half of one, and rewrite it, with its convolutions channels last if that is faster."""
+    module, turned = (_lifted_step(recorded, compiled=compiled) for _ in range(2))
+    if to_channels_last(turned):
+        turned.recompile()
         inputs = recorded.signature.tensors
-        for one in (module, other):
-            one.recompile()
-        plain, turned = decisions.timer([lambda: module(*inputs), lambda: other(*inputs)])
-        wanted = plain is not None and turned is not None and turned < plain
-    first = next(node for node in module.graph.nodes if node.target is torch.ops.aten.convolution.default)
-    return other if decisions.take(first, "channels last", wanted=wanted) else module
+        wanted = decisions.second_is_faster("step", lambda: [lambda: module(*inputs), lambda: turned(*inputs)])
+        first = next(node for node in turned.graph.nodes if node.target is torch.ops.aten.convolution.default)
+        if decisions.take(first, "channels last", wanted=wanted):
+            module = turned
+    if device.kind == "cuda":
+        where, copied_in = recorded.signature.device, recorded.copied_in
+        pad_products(module, where, decisions, compiled=compiled, constant=False, copied_in=copied_in)
+    return module
+
+
+def _lifted_step(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
+    module = _lifted(recorded, compiled=compiled)
+    bring_seeds(module)
+    split_backward(module)
+    keep_strides(module, exactly=True, free=recorded.copied_out)
+    module.recompile()
+    return module
+
+
+def _lifted(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
+    module = lift(recorded.recording)
+    if compiled:
+        _refuse_opaque(module)
+    return module
 
 
 def _widened(signature: Signature, module: fx.GraphModule) -> Signature:

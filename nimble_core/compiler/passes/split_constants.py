@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nimble_core.compiler.passes.conv_algorithms import padded_channels
+from nimble_core.compiler.passes.conv_forms import padded_channels
 from nimble_core.compiler.passes.fold_batchnorm import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
-from nimble_core.compiler.passes.merge_siblings import joined
 from nimble_core.compiler.to_fx import add_call, drop_unused, graph_module, is_view, made_of, only_computes, pinned
 from nimble_core.tracing.folded_weights import Folded
 from nimble_core.tracing.operator_traits import overlaps_itself
@@ -20,7 +19,7 @@ from nimble_core.tracing.strides import restrided
 
 __all__ = ["WEIGHT_FUNCTIONS", "split_constants"]
 
-WEIGHT_FUNCTIONS = {norm_scale, norm_shift, narrowed, scaled_weight, shift_as, joined, padded_channels}
+WEIGHT_FUNCTIONS = {norm_scale, norm_shift, narrowed, scaled_weight, shift_as, padded_channels}
 """Functions of our own that compute weights from weights."""
 
 _GROWTH_NBYTES = 64 << 20

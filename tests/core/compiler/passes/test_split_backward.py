@@ -17,7 +17,6 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nimble_core.compiler.passes.cse import share_equal
-from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.split_backward import split_backward
 from nimble_core.compiler.rerecord import tracked
 from nimble_core.compiler.to_fx import CALL_PREFIX, calls_of, drop_unused, lift, movable, pinned, reference_of
@@ -26,9 +25,7 @@ from nimble_core.ir.program import TensorRef
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.tracing.rewritten import Rewritten
 from tests.support.rewrite_models import (
-    Drawn,
     claimed,
-    drawn_models,
     eager_effects,
     effects,
     lifted,
@@ -310,16 +307,6 @@ def test_what_is_left_whole(model: nn.Module, shape: Sequence[int], operators: l
     assert together == [f"aten.{name}.default" for name in operators]
 
 
-@settings(max_examples=20)
-@given(drawn_models())
-def test_models_without_a_backward_stay(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
-    model, inputs = made
-    _, module = lifted(model, *inputs)
-    before = str(module.graph)
-    assert split_backward(module) == 0
-    assert str(module.graph) == before
-
-
 def test_the_layer_before_waits_for_the_inputs_gradient_alone() -> None:
     one, module = lifted(Backward(small()), torch.randn(2, 3, 8, 8).double())
     split_backward(module)
@@ -360,22 +347,6 @@ def test_only_what_is_chosen(wanted: list[bool]) -> None:
         assert split_backward(module) == len(able) - sum(wanted)
 
     unchanged_by(rewrite, one, 1e-12)
-
-
-def test_choices_can_be_given_again() -> None:
-    one = recorded(Backward(small()), torch.randn(2, 3, 8, 8).double())
-
-    def run(decisions: Decisions, wanted: Callable[[fx.Node], bool]) -> list[str]:
-        module = lift(one.recording)
-        split_backward(module, lambda node: decisions.take(node, "split backward", wanted=wanted(node)))
-        return targets(module)
-
-    first = Decisions()
-    made = run(first, lambda node: node.target is CONVOLUTION)
-    assert len(first.made) == 4
-    again = Decisions(None, frozenset(first.made))
-    assert run(again, lambda node: False) == made
-    assert again.made == first.made
 
 
 # -- graphs that others made ------------------------------------------------------------------------------------------
