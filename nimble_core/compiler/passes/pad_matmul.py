@@ -3,8 +3,7 @@
 A vocabulary of 30,522 words is no multiple of what a matrix unit takes at a time. Products with it, three for each
 training step, run two to three times as long as with six words more. Those words are zeros here: operands are padded,
 and the rest of the result is ignored. A gradient that compiled kernels make anyway is made with its padding; one that
-is copied anyway is copied into a buffer with padding. Where a weight would have to be copied to be padded, and the
-words are the terms of long sums, the last few terms are a product of their own that is added to the other.
+is copied anyway is copied into a buffer with padding.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ALIGNED_BYTES = 16
 _LEAST_SIZE, _LEAST_WORK = 128, 1 << 30
 """Below so many rows, and so many multiplications, a product takes no time worth padding for."""
 _WORTH = 1.05
-_TERMS_TO_ROWS = 2
+"""How many times as fast padded products have to be."""
 _LIBRARY_CALLS = frozenset(
     {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
 )
@@ -88,7 +87,6 @@ class _Padding:
         products: those that have it.
         size: the odd size.
         more: zeros behind it.
-        apart: products whose last terms are a product of their own.
         widened: of matrices that show all of an input which is asked for with padding, that input.
         copied: matrices that are padded by a copy, as often as they are.
     """
@@ -96,7 +94,6 @@ class _Padding:
     products: Sequence[_Product]
     size: int
     more: int
-    apart: frozenset[fx.Node]
     widened: Mapping[fx.Node, fx.Node]
     copied: Sequence[fx.Node]
 
@@ -202,7 +199,7 @@ def _takes_any_strides(reader: fx.Node) -> bool:
 
     Not all of torch's do: autograd's formulas give some kernels what is contiguous already, and these do not look.
     """
-    if reader.op == "output" or reader.target in (restrided, laid_out, _in_parts):
+    if reader.op == "output" or reader.target in (restrided, laid_out):
         return True
     if not isinstance(reader.target, OpOverload) or pinned(reader):
         return False
@@ -224,22 +221,13 @@ def _plan(
             return constant
         return compiled and source.op == "call_function" and source.target not in _LIBRARY_CALLS
 
-    def comes_apart(product: _Product) -> bool:
-        # The rows of the right matrix are the terms: all but the last few of them are a part that lies as it does. To
-        # pad it is to read and write all of it, to add is to read and write the result.
-        rows, terms, columns = product.sizes
-        if terms != size or size in (rows, columns) or product.right.turned or product.left.turned:
-            return False
-        return not is_free(product.right.base) and terms > _TERMS_TO_ROWS * rows
-
-    apart = frozenset(one.node for one in products if comes_apart(one))
-    operands = [one.left for one in products] + [one.right for one in products if one.node not in apart]
+    operands = [operand for one in products for operand in (one.left, one.right)]
     bases = [one.base for one in operands if size in one.sizes]
     # A weight is padded for each product that reads it: an optimizer may write it in between.
     once = [one for at, one in enumerate(bases) if one.op == "get_attr" or one not in bases[:at]]
     widened = {one: source for one in once if (source := _source(one)) in inputs and _may_widen(one, source, size)}
     copied = [one for one in once if one not in widened and not is_free(one)]
-    return _Padding(products, size, -size % _multiple(products[0].node), apart, widened, copied)
+    return _Padding(products, size, -size % _multiple(products[0].node), widened, copied)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -304,19 +292,15 @@ def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _C
 
     before: _Counted = []
     after: _Counted = []
-    alike = Counter(
-        (one.left.sizes, one.left.turned, one.right.sizes, one.right.turned, one.node in padding.apart)
-        for one in padding.products
-    )
-    for (left, left_turned, right, right_turned, by_parts), count in alike.items():
+    alike = Counter((one.left.sizes, one.left.turned, one.right.sizes, one.right.turned) for one in padding.products)
+    for (left, left_turned, right, right_turned), count in alike.items():
         rows, columns = example(left, left_turned), example(right, right_turned)
-        wide = example(padding.padded(left), left_turned)
+        wide_rows, wide_columns = (
+            example(padding.padded(left), left_turned),
+            example(padding.padded(right), right_turned),
+        )
         before.append((count, partial(torch.mm, rows, columns)))
-        if by_parts:
-            after.append((count, partial(_in_parts, wide, columns, padding.size)))
-        else:
-            wide_columns = example(padding.padded(right), right_turned)
-            after.append((count, partial(narrowed, wide, wide_columns, columns.shape[1])))
+        after.append((count, partial(narrowed, wide_rows, wide_columns, columns.shape[1])))
     for sizes, count in Counter(map(_sizes, padding.copied)).items():
         after.append((count, partial(_aten.constant_pad_nd.default, made(*sizes), padding.amounts(sizes))))
     for sizes, count in Counter(map(_sizes, set(padding.widened.values()))).items():
@@ -324,16 +308,6 @@ def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _C
         before.append((count, partial(copy_rows, torch.empty_like(given), given)))
         after.append((count, partial(copy_rows, corner(wide, sizes), given)))
     return before, after
-
-
-def _in_parts(left: torch.Tensor, right: torch.Tensor, terms: int) -> torch.Tensor:
-    """Compute ``left[:, :terms] @ right``, where the rows of ``left`` are padded, and ``terms`` is odd."""
-    even = terms - terms % (_ALIGNED_BYTES // left.element_size())
-    # The small sum is the one that is rounded to the result's type before it is added.
-    last = _aten.mm.default(_aten.slice.Tensor(left, 1, even, terms), _aten.slice.Tensor(right, 0, even, terms))
-    others = _aten.slice.Tensor(left, 1, 0, even), _aten.slice.Tensor(right, 0, 0, even)
-    found: torch.Tensor = _aten.addmm.default(last, *others)
-    return found
 
 
 def _pad(graph: fx.Graph, padding: _Padding) -> None:
@@ -360,11 +334,8 @@ def _pad(graph: fx.Graph, padding: _Padding) -> None:
         product = _product(node)
         assert product is not None
         with graph.inserting_before(node):
-            if node in padding.apart:
-                result = graph.call_function(_in_parts, (operand(product.left, node), product.right.base, padding.size))
-            else:
-                matrices = operand(product.left, node), operand(product.right, node)
-                result = graph.call_function(_aten.mm.default, matrices)
+            matrices = operand(product.left, node), operand(product.right, node)
+            result = graph.call_function(_aten.mm.default, matrices)
             use_calls(result, node)
             result.meta["pinned"] = pinned(node)
             for dim, length in ((0, product.sizes[0]), (1, product.sizes[2])):

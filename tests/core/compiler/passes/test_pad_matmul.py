@@ -286,24 +286,6 @@ def test_a_gradient_that_is_copied_is_asked_for_with_its_padding(flat: bool) -> 
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("constant", [False, True])
-def test_the_last_terms_of_long_sums_come_apart_where_a_weight_would_be_copied(constant: bool) -> None:
-    gradient, x = torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 4).double()
-    one = recorded(lambda gradient, x: backward(gradient.cos(), x), gradient, x)
-    module = unchanged_by(lambda module: pad(module, constant=constant), one, 1e-12)
-    padded = [node.args[0].op for node in module.graph.nodes if node.target is _aten.constant_pad_nd.default]
-    assert sorted(padded) == (["call_function", "get_attr"] if constant else ["call_function"])
-    assert ("_in_parts" in targets(module)) != constant
-
-
-def test_sums_by_parts_round_as_whole_ones_do() -> None:
-    """The sum of all but the last terms may be too large for its type."""
-    left, right = torch.full((2, 129), 10.0).half(), torch.full((129, 4), 100.0).half()
-    left[:, 128] = -640
-    found = pad_matmul._in_parts(F.pad(left, (0, 7)), right, 129)
-    assert torch.equal(found, torch.full((2, 4), 64_000.0).half())
-
-
 def test_conjugated_gradients_stay_as_they_are() -> None:
     weight = torch.randn(7, 4, dtype=torch.complex64)
     one = recorded(lambda g: g.conj() @ weight, torch.randn(6, 7, dtype=torch.complex64))
