@@ -69,7 +69,7 @@ def sites_of(module: fx.GraphModule, *, channels_last: bool) -> list[tuple[Site,
 
 
 def _site_at(node: fx.Node, taken: set[fx.Node], *, channels_last: bool) -> tuple[Site, Place] | None:
-    """The site of a convolution; its sum is added to those that are ``taken``."""
+    """Find the site of a convolution, and add its sum to those that are ``taken``."""
     given = arguments_of(node)
     source, weight, result = (reference_of(one) for one in (given["input"], recorded_ancestor(given["weight"]), node))
     if source is None or result is None or weight is None or given["transposed"]:

@@ -99,7 +99,7 @@ def forms_of(site: Site, device: str) -> dict[str, Form]:
 
 
 def _plain(site: Site) -> Routine:
-    """The convolution of ``site`` as eager computes it."""
+    """Make the convolution of ``site`` as eager computes it."""
     stride, padding, dilation, groups = site.parameters
     return lambda x, weight, bias, addend: _aten.convolution.default(
         x, weight, bias, stride, padding, dilation, False, (0, 0), groups
@@ -107,7 +107,7 @@ def _plain(site: Site) -> Routine:
 
 
 def _separate(site: Site, bare: Routine, *, adds_bias: bool = False) -> Form:
-    """A convolution, and then each thing that follows it; one that ``adds_bias`` by itself has no bare form."""
+    """Make a convolution and then each thing that follows it; one that ``adds_bias`` itself has no bare form."""
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
         out = bare(x, weight, bias if adds_bias else None, None)
@@ -144,7 +144,7 @@ def _on_cuda(site: Site) -> dict[str, Form]:
 
 
 def _cudnn(site: Site, *, tuned: bool, other: bool) -> Routine:
-    """cuDNN's convolution; ``tuned`` by trial in any case, and as another one than eager's to cuDNN's memory."""
+    """Make cuDNN's convolution: ``tuned`` by trial in any case, and ``other`` than eager's to cuDNN's memory."""
     stride, padding, dilation, groups = site.parameters
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
@@ -155,7 +155,7 @@ def _cudnn(site: Site, *, tuned: bool, other: bool) -> Routine:
 
 
 def _cudnn_fused(site: Site) -> Routine:
-    """cuDNN's single call for convolution, bias, sum and ReLU."""
+    """Make cuDNN's single call for convolution, bias, sum and ReLU."""
     stride, padding, dilation, groups = site.parameters
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
@@ -167,7 +167,7 @@ def _cudnn_fused(site: Site) -> Routine:
 
 
 def _unfolded(site: Site) -> Routine:
-    """A matrix product over unfolded patches of the image."""
+    """Make a matrix product over unfolded patches of the image."""
     stride, padding, _, _ = site.parameters
     return lambda x, weight, bias, addend: _aten._slow_conv2d_forward.default(
         x, weight, site.sizes[1][2:], bias, stride, padding
@@ -175,7 +175,7 @@ def _unfolded(site: Site) -> Routine:
 
 
 def _native_depthwise(site: Site) -> Routine:
-    """torch's own kernel, which knows contiguous results only."""
+    """Make torch's own kernel, whose results are contiguous."""
     stride, padding, dilation, _ = site.parameters
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
@@ -194,7 +194,7 @@ def padded_channels(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(site: Site, zeros: tuple[int, int]) -> Form:
-    """A convolution of padded channels, its weight padded for good.
+    """Make a convolution of padded channels, with its weight padded for good.
 
     cuDNN pads by itself, in each convolution anew, with up to five more kernels.
     """
@@ -208,7 +208,7 @@ def _padded(site: Site, zeros: tuple[int, int]) -> Form:
 
 
 def _onednn(site: Site) -> Form:
-    """oneDNN's call, bias and sum included; its ReLU makes 0 of NaN, where eager leaves NaN, so that is separate."""
+    """Make oneDNN's call with bias and sum; the ReLU is separate, since oneDNN's makes 0 of NaN."""
     stride, padding, dilation, groups = site.parameters
     mkldnn = torch.ops.mkldnn
 
@@ -225,7 +225,7 @@ def _onednn(site: Site) -> Form:
 
 
 def _matrix_product(site: Site, device: str) -> Form:
-    """A product whose rows are the pixels; on CUDA bias and ReLU are part of it."""
+    """Make a product whose rows are the pixels; on CUDA bias and ReLU are part of it."""
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
         batch, channels, height, width = x.shape

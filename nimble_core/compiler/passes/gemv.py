@@ -42,7 +42,7 @@ def row_products_as_sums(module: fx.GraphModule) -> int:
 
 
 def _row_as_sum(node: fx.Node) -> fx.Node | None:
-    """A product of a single row as a sum; None if it is none."""
+    """Write a product of a single row as a sum; None if it is none."""
     if node.target not in (_aten.addmm.default, _aten.mm.default) or not _is_floating(node):
         return None
     given, recorded = arguments_of(node), reference_of(node)
@@ -53,7 +53,7 @@ def _row_as_sum(node: fx.Node) -> fx.Node | None:
 
 
 def _pixel_as_sum(node: fx.Node) -> fx.Node | None:
-    """A 1x1 convolution of a single pixel as a sum; None if it is none."""
+    """Write a 1x1 convolution of a single pixel as a sum; None if it is none."""
     given = arguments_of(node)
     source, weight, made = (reference_of(one) for one in (given["input"], recorded_ancestor(given["weight"]), node))
     if source is None or weight is None or made is None or not _is_floating(node):
@@ -83,7 +83,7 @@ def _sum(node: fx.Node, row: fx.Node, weight: fx.Node, bias: fx.Node | None) -> 
 
 
 def _call(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new call that stands for what ``node`` does."""
+    """Add a call that stands for what ``node`` does."""
     made = node.graph.call_function(target, args)
     use_calls(made, node)
     return made

@@ -109,7 +109,7 @@ def _sibling(node: fx.Node) -> _Sibling | None:
 
 
 def _likeness(sibling: _Sibling) -> Any:
-    """What siblings have to agree in."""
+    """Return what siblings have to agree in."""
     recorded = reference_of(recorded_ancestor(sibling.weight))
     dtype = recorded.dtype if recorded is not None else ""
     parameters = repr(sibling.parameters)
@@ -149,7 +149,7 @@ def _pays(group: Sequence[_Sibling], device: torch.device, decisions: Decisions)
 
 
 def _example(sibling: _Sibling, width: int, device: torch.device) -> Callable[[], object]:
-    """A call like ``sibling`` with that many output features."""
+    """Make a call like ``sibling`` with that many output features."""
     source = reference_of(sibling.source)
     assert source is not None
 

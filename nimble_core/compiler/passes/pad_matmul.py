@@ -178,12 +178,12 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _multiple(node: fx.Node) -> int:
-    """How many elements are loaded at a time."""
+    """Return how many elements are loaded at a time."""
     return _ALIGNED_BYTES // _dtype(node).itemsize
 
 
 def _odd_size(product: _Product) -> int:
-    """The largest size of a large product that is no multiple of what is loaded at a time; 0 if there is none."""
+    """Find the largest size of a large product that is no multiple of what is loaded at a time; 0 if none is."""
     rows, terms, columns = product.sizes
     if rows * terms * columns < _LEAST_WORK:
         return 0
@@ -231,13 +231,13 @@ def _plan(
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view looks at; the node itself if it is none."""
+    """Return what a view looks at; the node itself if it is none."""
     views = _views(node)
     return views[-1].all_input_nodes[0] if views else node
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """The node and what it is a view of, as far as these are views."""
+    """Return the node and what it is a view of, as far as these are views."""
     found = []
     while node.op == "call_function" and (is_view(node.target) or node.target is _aten.reshape.default):
         found.append(node)
@@ -278,7 +278,7 @@ _Counted = list[tuple[int, Callable[[], object]]]
 
 
 def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _Counted]:
-    """Examples of all that is run without the padding, and with it."""
+    """Make examples of all that runs without the padding, and of all that runs with it."""
 
     @cache
     def made(*sizes: int) -> torch.Tensor:
@@ -360,13 +360,13 @@ def _widen(graph: fx.Graph, source: fx.Node, padding: _Padding) -> fx.Node:
 
 
 def _rows(graph: fx.Graph, source: fx.Node, columns: int, product: fx.Node) -> fx.Node:
-    """All of an input as a matrix."""
+    """Show all of an input as a matrix."""
     with graph.inserting_before(product):
         return graph.call_function(_aten.reshape.default, (source, [-1, columns]))
 
 
 def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, padding: _Padding) -> tuple[fx.Node, fx.Node]:
-    """The matrix with zeros around it, and what others read now: of a computed matrix, a part of that."""
+    """Pad a matrix, and return it and what others read now: of a computed matrix, a part of the padded one."""
     base, sizes = operand.base, operand.sizes
     computed = base.op == "call_function" and not any(user.op == "output" for user in base.users)
     with graph.inserting_after(base) if computed else graph.inserting_before(product):

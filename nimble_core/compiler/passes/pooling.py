@@ -63,7 +63,7 @@ def choose_pools(module: fx.GraphModule, device: torch.device, decisions: Decisi
 
 
 def _ways(pool: fx.Node, source: TensorRef, device: torch.device) -> list[Timed]:
-    """A pool of channels-last examples as it is, and contiguous."""
+    """Make calls of a pool on a channels-last example, as it is and contiguous."""
     x = torch.empty(source.sizes, dtype=getattr(torch, source.dtype), device=device).uniform_(-1, 1)
     x = x.to(memory_format=torch.channels_last)
     run: Any = pool.target
