@@ -1,10 +1,10 @@
-"""Which eager calls each compiled kernel stands for: a compiler's own words, corrected by who writes what.
+"""Which eager calls each compiled kernel stands for: what the compiler says, corrected by who writes what.
 
 Inductor names, for a kernel, all that went into what it fused and into what it reads: the convolution that a pointwise
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
 to a later one only if that continues the work of a library call it reads from (a bias, left out of a convolution).
 A kernel does nothing that needs a library call which is still to come: such a name means a change of layout.
-Of what it replaced by a pattern (an attention) Inductor names nothing: such a call stands for the eager calls that no
+Inductor names nothing for what it replaced by a pattern (an attention): such a call stands for the eager calls that no
 other claims and that lie between those of its producers and those of its readers.
 """
 
@@ -19,10 +19,10 @@ __all__ = ["attributed", "unmapped"]
 
 
 def attributed(program: Program, eager: Program) -> Program:
-    """``program`` with eager calls, and origins, only where they belong.
+    """Return ``program`` with eager calls, and origins, only where they belong.
 
     Args:
-        program: recorded from compiled code, with the compiler's word in ``Call.eager``.
+        program: recorded from compiled code; ``Call.eager`` is what the compiler says.
         eager: the calls it stands for.
 
     Complexity:
@@ -37,15 +37,13 @@ def attributed(program: Program, eager: Program) -> Program:
     for place, call in enumerate(program.calls):
         compiled = "." not in call.operator
         named = set(call.eager)
+        continued: set[int] = set()
         if compiled:
             # What needs the result of a library call that is still to come is not done here: a change of layout.
             to_come = _mask([[index for index, at in done_at.items() if at > place]])
             named = {one for one in named if last_named[one] == place or not (before[one] | 1 << one) & to_come}
+            continued = {one for ref in call.reads for one in named & library.get(ref.storage, frozenset())}
         fresh = named - claimed
-        continued: set[int] = set()
-        if compiled:
-            for ref in call.reads:
-                continued |= named & library.get(ref.storage, frozenset())
         own = fresh | continued if fresh else (continued or named)
         claimed |= own
         for ref in call.writes:
@@ -57,7 +55,7 @@ def attributed(program: Program, eager: Program) -> Program:
 
 
 def _in_phases(calls: Sequence[Call], eager: Program) -> Iterator[Call]:
-    """Calls in the phase of the last eager call that they stand for, or else in that of the call before."""
+    """Put calls in the phase of the last eager call that they stand for, or else in that of the call before."""
     phase: Phase = "forward"
     for call in calls:
         if call.eager:
@@ -66,7 +64,7 @@ def _in_phases(calls: Sequence[Call], eager: Program) -> Iterator[Call]:
 
 
 def _library_calls(program: Program, eager: Program) -> dict[int, int]:
-    """Eager calls that a call of the same operator does, and where: convolutions, products."""
+    """Find eager calls that a call of the same operator does, and where: convolutions, products."""
     found: dict[int, int] = {}
     for place, call in enumerate(program.calls):
         for index in call.eager:
@@ -76,7 +74,7 @@ def _library_calls(program: Program, eager: Program) -> dict[int, int]:
 
 
 def _between(calls: list[Call], before: list[int], eager: Program, unclaimed: set[int]) -> list[Call]:
-    """Calls that name nothing, with the unclaimed eager calls that lie between what they read and who reads them."""
+    """Give calls that name nothing the unclaimed eager calls between what they read and who reads them."""
     done = list(calls)
     made_by: dict[int, Call] = {}
     for place, call in enumerate(calls):
@@ -106,7 +104,7 @@ def _mask(groups: Iterable[Sequence[int]]) -> int:
 
 
 def _ancestors(program: Program) -> list[int]:
-    """For each call the calls that what it reads is computed from, as bits."""
+    """Find, for each call, the calls that what it reads is computed from, as bits."""
     last: dict[int, int] = {}
     masks: list[int] = []
     for call in program.calls:
@@ -129,5 +127,5 @@ def _standing_for(call: Call, own: tuple[int, ...], eager: Program) -> Call:
 
 
 def unmapped(program: Program) -> int:
-    """Calls that no eager call explains: changes of layout, copies that a compiler added."""
+    """Count the calls that no eager call explains: changes of layout, copies that a compiler added."""
     return sum(not call.eager for call in program.calls)

@@ -1,7 +1,7 @@
 """Inductor as a maker of kernels: a graph goes in, a function that launches compiled kernels comes out.
 
-The function is run under the recorder like any model; where each of its kernels comes from is read off the comments
-that Inductor writes above every launch, which name the nodes of the graph that went in.
+The function is run under the recorder like any model. Inductor writes a comment above every launch that names the nodes
+of the graph it stands for; from it one learns where each kernel comes from.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from nimble_core.torch_compat.compiler import (
     CODE_COMMENT,
     FX_CACHE_SHAPES,
     INDUCTOR_COMPILE,
-    INDUCTOR_CONFIG,
     KERNEL_METADATA,
     KERNEL_WRITERS,
     VIRTUALIZED,
 )
 from nimble_core.tracing.kernel_launches import generated_modules
+from nimble_core.tracing.rewritten import Provenance
 from nimble_core.utils.errors import CaptureError, first_line
 from nimble_core.utils.locks import free_after_fork
 
@@ -40,19 +40,19 @@ __all__ = ["compile_graph", "provenance_in_code", "source_nodes"]
 _SOURCES = re.compile(r"#.*Source Nodes: \[(.*?)\]")
 _WORK = re.compile(r"\.run\(|extern_kernels\.|torch\.ops\.|^\s*(\w+ = )?cpp_\w+\(")
 _OPTIONS: Mapping[str, Any] = {
-    # Buffers that are used again, or in place, are hazards that the model does not have.
+    # A buffer that is used again, or in place, is a hazard that the model does not have.
     "allow_buffer_reuse": False,
     "inplace_buffers": False,
     "memory_planning": False,
     "triton.cudagraphs": False,
     "fallback_random": True,  # eager's kernels draw what could not be drawn ahead
-    "comment_origin": True,  # which nodes each launch stands for, however Inductor is set up otherwise
+    "comment_origin": True,  # which nodes each launch stands for
 }
 
-_WRITTEN = "kernels wait first"
-"""Names the way in which Inductor's code is written, in keys of what is kept on disk."""
-_WRITING = free_after_fork(Lock())
-"""Held while Inductor is changed, for everybody who compiles."""
+_CODE_VERSION = "kernels wait first"
+"""Part of the keys of Inductor's cache on disk: the way in which we have its code written."""
+_patching = free_after_fork(Lock())
+"""Held while Inductor is patched, which everybody who compiles would see."""
 
 
 def compile_graph(
@@ -68,15 +68,15 @@ def compile_graph(
     Raises:
         CaptureError: Inductor could not compile it; says why.
     """
-    options = {name: value for name, value in _OPTIONS.items() if _known(name)}
-    owner = module.graph.owning_module
+    options = dict(_OPTIONS)
     if thorough:
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    owner = module.graph.owning_module
     try:
         with (
-            _WRITING,
+            _patching,
             torch.no_grad(),
-            _host_kernels_explained(),
+            _host_kernels_commented(),
             _kernels_that_wait() as waiting,
             _kept_on_disk(module),
             warnings.catch_warnings(),
@@ -98,14 +98,14 @@ def compile_graph(
 
 @contextmanager
 def _kept_on_disk(module: fx.GraphModule) -> Iterator[None]:
-    """Inside, Inductor keeps what it compiles on disk: it does so only where shapes might vary, and here none does.
+    """Let Inductor keep on disk what it compiles inside: it does so only where shapes might vary, and here none does.
 
-    Its key knows what a graph computes, not what its nodes are called, which the comments in its code tell, nor how we
-    have its code written.
+    Its keys tell what a graph computes. Ours also tell how its nodes are called, which comments in the code repeat, and
+    how we have code written.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    names = sha256(" ".join((_WRITTEN, *(node.name for node in module.graph.nodes))).encode()).hexdigest()
+    names = sha256(" ".join((_CODE_VERSION, *(node.name for node in module.graph.nodes))).encode()).hexdigest()
     config: Any = torch.compiler.config
     without_guards = ShapeEnv()
     with (
@@ -116,40 +116,41 @@ def _kept_on_disk(module: fx.GraphModule) -> Iterator[None]:
 
 
 @contextmanager
-def _host_kernels_explained() -> Iterator[None]:
-    """Inside, Inductor writes above host kernels as well which nodes they stand for; by itself it does not."""
+def _host_kernels_commented() -> Iterator[None]:
+    """Let Inductor write above host kernels as well which nodes they stand for; by itself it does not."""
     written, metadata, virtualized = (one.find() for one in (CODE_COMMENT, KERNEL_METADATA, VIRTUALIZED))
     if None in (written, metadata, virtualized):  # attributed by what they write alone
         yield
         return
 
-    def explained(self: Any, nodes: Any, kernel_name: str | None = None) -> None:
+    def commented(self: Any, nodes: Any, kernel_name: str | None = None) -> None:
         wrapper = virtualized.graph.wrapper_code
         sources, _ = metadata(nodes, wrapper)
         if sources:
             wrapper.make_comment(sources)
         written(self, nodes, kernel_name)
 
-    with CODE_COMMENT.replaced_by(explained):
+    with CODE_COMMENT.replaced_by(commented):
         yield
 
 
 @contextmanager
 def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
-    """Inside, Inductor's Triton kernels wait before all else until what they may be launched ahead of has ended.
+    """Let Inductor's Triton kernels wait, before all else, for the end of what they may be launched ahead of.
 
-    By itself Inductor has them wait only for what its own order puts right before them, and before the access that
-    needs it: a schedule has another order, other memory, and several streams. It would also launch them so itself, by a
-    launcher compiled for each; here the captured graph's edges say which are. Kernels of several bodies wait in each of
-    them. Yields the options that go with it.
+    By itself Inductor has them wait for what precedes them in its own order, and before the access that needs it. A
+    schedule has another order, other memory and several streams. Inductor would also launch them ahead itself; here the
+    edges of the captured graph say which kernels are. Kernels of several bodies wait in each of them.
+
+    Yields:
+        The options that go with it.
 
     Source:
         CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
     """
-    option = "triton.enable_pdl"
     before_access, keep_last_trigger, meta = (one.find() for one in KERNEL_WRITERS)
-    if not _known(option) or None in (before_access, keep_last_trigger, meta):  # a torch that does it in another way
-        yield {option: False} if _known(option) else {}
+    if None in (before_access, keep_last_trigger, meta):  # a torch that writes such kernels in another way
+        yield {"triton.enable_pdl": False}
         return
 
     def wait_first(self: Any, code: Any) -> None:
@@ -168,26 +169,18 @@ def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
     with ExitStack() as undo:
         for entry, value in zip(KERNEL_WRITERS, ours, strict=True):
             undo.enter_context(entry.replaced_by(value))
-        yield {option: True}
-
-
-def _known(name: str) -> bool:
-    """Whether this torch has the option."""
-    config: Any = INDUCTOR_CONFIG.require()
-    try:
-        for part in name.split("."):
-            config = getattr(config, part)
-    except AttributeError:
-        return False
-    return True
+        yield {"triton.enable_pdl": True}
 
 
 def source_nodes(file: str, line: int) -> tuple[str, ...]:
-    """Names of the graph nodes that the launch in this line of generated code stands for; empty if it does not say.
+    """Read which graph nodes the launch in a line of generated code stands for.
 
     Args:
         file: generated by Inductor.
         line: of the launch, counted from 1.
+
+    Returns:
+        Names of the nodes; empty if the code does not say.
     """
     lines = _lines(file)
     for place in range(min(line - 2, len(lines) - 1), -1, -1):
@@ -208,22 +201,17 @@ def _lines(file: str) -> tuple[str, ...]:
         return ()
 
 
-def provenance_in_code(
-    module: fx.GraphModule, program: Program
-) -> Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...]]]:
-    """Which eager calls a launch stands for, from the frame that issues it."""
+def provenance_in_code(module: fx.GraphModule, program: Program) -> Provenance:
+    """Return what tells, from the frame that issues a launch, which eager calls it stands for."""
     calls = {node.name: calls_of(node) for node in module.graph.nodes}
     files = {one.__file__ for one in generated_modules() if one.__file__}
 
     def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
-        found: tuple[int, ...] = ()
         at: FrameType | None = frame
-        while at is not None:
-            if at.f_code.co_filename in files:
-                names = source_nodes(at.f_code.co_filename, at.f_lineno)
-                found = tuple(sorted({call for name in names for call in calls.get(name, ())}))
-                break
+        while at is not None and at.f_code.co_filename not in files:
             at = at.f_back
+        names = source_nodes(at.f_code.co_filename, at.f_lineno) if at is not None else ()
+        found = sorted({call for name in names for call in calls.get(name, ())})
         return provenance_of(program, found, str(func))
 
     return provenance

@@ -1,6 +1,6 @@
-"""Other kernels for the same model: lift → rewrite → constants → (compile) → record again.
+"""Other kernels for the same model: lift, rewrite, split off constants, compile if asked to, and record again.
 
-What comes out is a Recorded like the eager one, whose calls stand for eager calls: everything after it (hazards,
+What comes out is a ``Recorded`` like the eager one, whose calls stand for eager calls. Everything after it (hazards,
 policies, memory, capture, checks) is the same.
 """
 
@@ -21,9 +21,8 @@ from nimble_core.compiler.inductor import compile_graph, provenance_in_code
 from nimble_core.compiler.passes.channels_last import (
     keep_strides,
     results_laid_out,
-    speaks_of_strides,
+    takes_windows,
     to_channels_last,
-    train_channels_last,
 )
 from nimble_core.compiler.passes.conv_algorithms import choose_forms, contiguous_is_faster
 from nimble_core.compiler.passes.cse import share_equal
@@ -47,6 +46,7 @@ from nimble_core.scheduling.saved_plan import Plan
 from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.rewritten import Provenance, Rewritten
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.strides import widened
@@ -68,15 +68,15 @@ def fuse(
     choices: Collection[KernelChoice] | None = None,
     step: Step,
 ) -> Recorded:
-    """The model of ``recorded`` in other kernels.
+    """Make other kernels for the model of ``recorded``.
 
     Args:
-        device: where.
+        device: where it runs.
         recorded: the eager recording.
         kind: ``"library"``: calls of vendor libraries that do several eager calls at once; ``"inductor"``: compiled.
-        measure: time the forms of each convolution; else those that are usually fastest are taken.
+        measure: time alternatives; otherwise those that are usually fastest are taken.
         thorough: let the compiler time kernels too.
-        choices: made before for this program, to be made again; None: measure.
+        choices: made earlier for this program, to be repeated; None: measure.
         step: times the steps.
 
     Raises:
@@ -86,59 +86,21 @@ def fuse(
     decisions = Decisions(
         device.call_times_ns if measure and choices is None else None, None if choices is None else frozenset(choices)
     )
-    # Casts were recorded as calls: around these, autocast would cast what its user computes in full precision.
-    # And compiled kernels write running statistics where no dispatcher sees it.
-    with no_autocast(recorded.signature.device.type), state_kept(recorded):
-        return _fused(device, recorded, kind, decisions, thorough=thorough, step=step)
-
-
-def _fused(
-    device: Device, recorded: Recorded, kind: Fuse, decisions: Decisions, *, thorough: bool, step: Step
-) -> Recorded:
-    run: Run
     try:
-        with step(f"rewrite for {kind}"), device.libraries_tuned():
-            module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
-            folded = None if recorded.trained else split_constants(module, _given_names(recorded))
-            signature = _widened(recorded.signature, module)
-            inputs = signature.tensors
-        if kind == "inductor":
-            with step("compile"), device.libraries_tuned():
-                run, provenance = _compiled(module, recorded, inputs, thorough=thorough)
-                device.warm_up(run, inputs, {})
-        else:
-            run, provenance = tracked(module, recorded.recording.program)
-            with step("warm up library calls"), device.libraries_tuned():
-                device.warm_up(run, inputs, {})
-        owned = _owned(recorded)
-        owned += [
-            ("constant", f"folded {number}", one) for number, one in enumerate(folded.constants if folded else ())
-        ]
-        with step(f"record {kind}"), device.libraries_tuned():
-            recording = device.record(recorded.model, signature, (), {}, Rewritten(kind, run, provenance, owned))
+        # Casts were recorded as calls: around these, autocast would cast what its user computes in full precision.
+        # And compiled kernels write running statistics where no dispatcher sees it.
+        with no_autocast(recorded.signature.device.type), state_kept(recorded):
+            return _fused(device, recorded, kind, decisions, thorough=thorough, step=step)
     except NimbleError:
         raise
     except Exception as error:  # of operators and compiled code, on calls that the model itself never makes
         raise CaptureError(
             f"the {kind} kernels do not run: {type(error).__name__}: {first_line(error)}", fix='Options(fuse="none")'
         ) from error
-    if recording.unseen:
-        raise CaptureError(
-            f"{recording.unseen} launches of the {kind} kernels belong to no call that was seen",
-            where=recording.unseen_where,
-            fix='Options(fuse="none")',
-        )
-    _require_types(kind, recording.program, recorded.recording.program)
-    if recorded.trained:
-        _require_layouts(kind, recording.program, recorded.recording.program, recorded.copied_out)
-    program = attributed(recording.program, recorded.recording.program)
-    program = replace(program, choices=tuple(decisions.made))
-    recording = replace(recording, program=program, output_structure=recorded.recording.output_structure)
-    return replace(recorded, recording=recording, graph=build_graph(program), folded=folded, eager=recorded)
 
 
 def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = False, step: Step) -> Recorded:
-    """The program that ``plan`` schedules: ``recorded`` itself, or made of it as it was when the plan was made.
+    """Return the program that ``plan`` schedules: ``recorded``, or made of it as when the plan was made.
 
     Raises:
         CaptureError, DeviceError: as ``fuse``.
@@ -148,71 +110,109 @@ def follow(device: Device, recorded: Recorded, plan: Plan, *, thorough: bool = F
     return fuse(device, recorded, plan.fuse, thorough=thorough, choices=plan.kernels, step=step)
 
 
+def _fused(
+    device: Device, recorded: Recorded, kind: Fuse, decisions: Decisions, *, thorough: bool, step: Step
+) -> Recorded:
+    eager = recorded.recording
+    with step(f"rewrite for {kind}"), device.libraries_tuned():
+        module = _rewritten(device, recorded, decisions, compiled=kind == "inductor")
+        folded = None if recorded.trained else split_constants(module, _given_names(eager))
+        signature = _widened(recorded.signature, module)
+    with step("compile" if kind == "inductor" else "warm up library calls"), device.libraries_tuned():
+        if kind == "inductor":
+            run, provenance = _compiled(module, recorded, signature.tensors, thorough=thorough)
+        else:
+            run, provenance = tracked(module, eager.program)
+        device.warm_up(run, signature.tensors, {})
+    constants: list[tuple[Role, str, torch.Tensor]] = [
+        ("constant", f"folded {number}", one) for number, one in enumerate(folded.constants if folded else ())
+    ]
+    rewritten = Rewritten(kind, run, provenance, [*_owned(eager), *constants])
+    with step(f"record {kind}"), device.libraries_tuned():
+        recording = device.record(recorded.model, signature, (), {}, rewritten)
+    _require_same_results(kind, recording, recorded)
+    program = replace(attributed(recording.program, eager.program), choices=tuple(decisions.made))
+    recording = replace(recording, program=program, output_structure=eager.output_structure)
+    return replace(recorded, recording=recording, graph=build_graph(program), folded=folded, eager=recorded)
+
+
 def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-    where = recorded.signature.device
-    module = lift(recorded.recording)
-    if compiled:
-        _refuse_opaque(module)
+    """Lift a recording and rewrite it, for a compiler or for libraries."""
     if recorded.trained:
-        bring_seeds(module)
-        split_backward(module)
-        free = recorded.copied_out
-        keep_strides(module, exactly=True, free=free)
-        module = _in_better_layout(module, device, recorded, decisions)
-        if device.kind == "cuda":
-            pad_products(
-                module,
-                where,
-                decisions,
-                compiled=compiled,
-                constant=False,
-                free=free,
-                copied_in=recorded.copied_in,
-            )
-        return module
+        return _rewritten_step(device, recorded, decisions, compiled=compiled)
+    where, on_cuda = recorded.signature.device, device.kind == "cuda"
+    module = _lifted(recorded, compiled=compiled)
     affine_norms(module)
     share_equal(module)
-    channels_last = device.kind == "cuda" and not contiguous_is_faster(module, where, decisions, compiled=compiled)
+    channels_last = on_cuda and not contiguous_is_faster(module, where, decisions, compiled=compiled)
     channels_last = channels_last and to_channels_last(module) > 0
-    if not speaks_of_strides(module):  # siblings become slices of one result
-        merge_siblings(module, where, decisions, channels_last=channels_last, compiled=compiled)
-    if device.kind == "cuda":
+    if not takes_windows(module):  # siblings become slices of one result
+        merge_siblings(module, where, decisions, convolutions=compiled)
+    if on_cuda:
         pad_products(module, where, decisions, compiled=compiled, constant=True)
     if compiled:
         row_products_as_sums(module)
     elif channels_last:
         choose_pools(module, where, decisions)
-    if device.kind == "cuda" or not compiled:  # on the host the compiler knows no library calls
+    if on_cuda or not compiled:  # on the host the compiler knows no library calls
         choose_forms(module, where, decisions, channels_last=channels_last, compiled=compiled)
     if compiled:
         share_equal(module)  # inputs that several convolutions want padded
     else:
         fold_affine(module)
+    keep_strides(module)
     return module
 
 
-def _in_better_layout(
-    module: fx.GraphModule, device: Device, recorded: Recorded, decisions: Decisions
-) -> fx.GraphModule:
-    """A training step as it is or with its convolutions channels last, whichever takes less time."""
-    other = lift(recorded.recording)
-    bring_seeds(other)
-    split_backward(other)
-    if not train_channels_last(other, free=recorded.copied_out):
-        return module
-    wanted = False
-    if decisions.timer is not None:
+def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
+    """Lift a training step, or half of one, and rewrite it, with its convolutions channels last if that is faster."""
+    module, turned = (_lifted_step(recorded, compiled=compiled) for _ in range(2))
+    if to_channels_last(turned):
+        turned.recompile()
         inputs = recorded.signature.tensors
-        for one in (module, other):
-            one.recompile()
-        plain, turned = decisions.timer([lambda: module(*inputs), lambda: other(*inputs)])
-        wanted = plain is not None and turned is not None and turned < plain
-    first = next(node for node in module.graph.nodes if node.target is torch.ops.aten.convolution.default)
-    return other if decisions.take(first, "channels last", wanted=wanted) else module
+        wanted = decisions.second_is_faster("step", lambda: [lambda: module(*inputs), lambda: turned(*inputs)])
+        first = next(node for node in turned.graph.nodes if node.target is torch.ops.aten.convolution.default)
+        if decisions.take(first, "channels last", wanted=wanted):
+            module = turned
+    if device.kind == "cuda":
+        where, copied_in = recorded.signature.device, recorded.copied_in
+        pad_products(module, where, decisions, compiled=compiled, constant=False, copied_in=copied_in)
+    return module
+
+
+def _lifted_step(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
+    module = _lifted(recorded, compiled=compiled)
+    bring_seeds(module)
+    split_backward(module)
+    keep_strides(module, exactly=True, free=recorded.copied_out)
+    module.recompile()
+    return module
+
+
+def _lifted(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
+    module = lift(recorded.recording)
+    if compiled:
+        _refuse_opaque(module)
+    return module
+
+
+def _refuse_opaque(module: fx.GraphModule) -> None:
+    """Raise CaptureError for what Inductor cannot look into, or computes otherwise."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten._reshape_alias.default:
+            raise CaptureError(
+                "the model takes a window by its strides (as_strided), and Inductor chooses strides of its own",
+                fix='slice and transpose instead, or Options(fuse="library")',
+            )
+        if isinstance(node.target, Relaunch):
+            raise CaptureError(
+                "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",
+                fix='Options(fuse="library"), or wrap them with torch.library.triton_op',
+            )
 
 
 def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
-    """The inputs as the graph asks for them."""
+    """Give inputs the padding that the graph asks for."""
     wanted = [reference_of(node) for node in module.graph.nodes if node.op == "placeholder"]
     tensors = [
         one if ref is None else widened(one, ref.sizes) for one, ref in zip(signature.tensors, wanted, strict=True)
@@ -224,7 +224,7 @@ def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
 def _compiled(
     module: fx.GraphModule, recorded: Recorded, inputs: Sequence[torch.Tensor], *, thorough: bool
 ) -> tuple[Run, Provenance]:
-    """The graph as compiled kernels; calls that draw numbers, and an optimizer's, stay as they are."""
+    """Compile a graph; calls that draw random numbers, and an optimizer's, stay as they are."""
     program = recorded.recording.program
     draws, module = draws_apart(module, recorded.signature.device)
     updates = None
@@ -232,21 +232,21 @@ def _compiled(
     if last is not None:
         module, updates = cut_before(module, last)
         keep_strides(module, exactly=True)
+    stages = []
     if draws is not None:
+        stages.append(tracked(draws, program))
         with torch.no_grad():
             inputs = draws(*inputs)
-    stages = [(compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program))]
+    stages.append((compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)))
     if recorded.trained:
         stages.append(tracked(results_laid_out(module, free=recorded.copied_out), program))
-    if draws is not None:
-        stages.insert(0, tracked(draws, program))
     if updates is not None:
         stages.append(tracked(updates, program))
-    return _one_after_the_other(stages)
+    return _in_turn(stages)
 
 
-def _one_after_the_other(stages: Sequence[tuple[Run, Provenance]]) -> tuple[Run, Provenance]:
-    """Each stage is given what the one before returned."""
+def _in_turn(stages: Sequence[tuple[Run, Provenance]]) -> tuple[Run, Provenance]:
+    """Run one stage after another, each on what the one before returned."""
     now = stages[0][1]
 
     def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -268,54 +268,38 @@ def _updates(node: fx.Node, program: Program) -> bool:
     return any(program.calls[call].phase == "optimizer" for call in calls_of(node))
 
 
-def _owned(recorded: Recorded) -> list[tuple[Role, str, torch.Tensor]]:
-    """Parameters and buffers by role and name; a half of a training step does not tell which are its module's."""
-    recording = recorded.recording
+def _owned(recording: Recording) -> list[tuple[Role, str, torch.Tensor]]:
+    """Parameters and buffers by role and name; half of a training step does not know which are its module's."""
     homes = [(recording.program.storages[recording.storage_of[slot]], one) for slot, one in recording.given.items()]
     return [(home.role, home.name, one) for home, one in homes if home.role in ("parameter", "buffer")]
 
 
-def _given_names(recorded: Recorded) -> dict[str, str]:
-    """What the given tensors are called in the model, by their attribute in the lifted graph."""
-    recording = recorded.recording
+def _given_names(recording: Recording) -> dict[str, str]:
+    """Names of the given tensors in the model, by their attribute in the lifted graph."""
     storages = recording.program.storages
     return {
         f"given_{slot}": storages[recording.storage_of[slot]].name or f"constant {slot}" for slot in recording.given
     }
 
 
-def _require_types(kind: str, made: Program, eager: Program) -> None:
-    """Raise CaptureError for a result of another type than eager's."""
-    for at, (mine, theirs) in enumerate(zip(made.outputs, eager.outputs, strict=True)):
-        if mine.dtype != theirs.dtype:
-            raise CaptureError(
-                f"result {at} of the {kind} kernels is {mine.dtype}, eager's is {theirs.dtype}",
-                fix='Options(fuse="none"), and report this model',
-            )
+def _require_same_results(kind: str, made: Recording, recorded: Recorded) -> None:
+    """Raise CaptureError for launches that were not seen, and for results of other types or strides than eager's.
 
-
-def _require_layouts(kind: str, made: Program, eager: Program, free: int) -> None:
-    """Raise CaptureError for a result, but for the first ``free``, in other strides than eager's: fused optimizers
-    refuse gradients for that.
+    Fused optimizers refuse gradients of other strides.
     """
-    for at, (mine, theirs) in enumerate(zip(made.outputs, eager.outputs, strict=True)):
-        if at >= free and mine.strides != theirs.strides:
+    if made.unseen:
+        raise CaptureError(
+            f"{made.unseen} launches of the {kind} kernels belong to no call that was seen",
+            where=made.unseen_where,
+            fix='Options(fuse="none")',
+        )
+    for at, (mine, theirs) in enumerate(zip(made.program.outputs, recorded.recording.program.outputs, strict=True)):
+        different = ""
+        if mine.dtype != theirs.dtype:
+            different = f"is {mine.dtype}, eager's is {theirs.dtype}"
+        elif recorded.trained and at >= recorded.copied_out and mine.strides != theirs.strides:
+            different = f"has strides {mine.strides}, eager's has {theirs.strides}"
+        if different:
             raise CaptureError(
-                f"result {at} of the {kind} kernels has strides {mine.strides}, eager's has {theirs.strides}",
-                fix='Options(fuse="none"), and report this model',
-            )
-
-
-def _refuse_opaque(module: fx.GraphModule) -> None:
-    """Raise CaptureError for what Inductor cannot look into, or does not take at its word."""
-    for node in module.graph.nodes:
-        if node.target is torch.ops.aten._reshape_alias.default:
-            raise CaptureError(
-                "the model takes a window by its strides (as_strided), and Inductor chooses strides of its own",
-                fix='slice and transpose instead, or Options(fuse="library")',
-            )
-        if isinstance(node.target, Relaunch):
-            raise CaptureError(
-                "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",
-                fix='Options(fuse="library"), or wrap them with torch.library.triton_op',
+                f"result {at} of the {kind} kernels {different}", fix='Options(fuse="none"), and report this model'
             )

@@ -1,4 +1,4 @@
-"""A rewritten model, run again under the recorder: its calls, and which eager calls each of them stands for."""
+"""A rewritten graph as a function to record, which knows the eager calls that each of its calls stands for."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["provenance_of", "tracked"]
 
 
 def provenance_of(program: Program, calls: Sequence[int], operator: str) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
-    """Origins of eager calls, each once; the operator alone where there are none."""
+    """Return the origins of eager calls, each once, or the operator alone if there are none; and the calls."""
     origins = dict.fromkeys(origin for call in calls for origin in program.calls[call].origins)
     return tuple(origins) or (Origin(operator),), tuple(calls)
 
 
 class _Tracked(fx.Interpreter):
-    """Runs a graph node by node, and says which node is running."""
+    """Runs a graph node by node, and knows which node is running."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -35,7 +35,7 @@ class _Tracked(fx.Interpreter):
 
 
 def tracked(module: fx.GraphModule, program: Program) -> tuple[Callable[..., Any], Provenance]:
-    """A graph as a function, and the provenance of the call that it is issuing."""
+    """Return a graph as a function, and the provenance of the call that it is issuing."""
     interpreter = _Tracked(module)
 
     def provenance(func: Any, frame: FrameType) -> tuple[tuple[Origin, ...], tuple[int, ...]]:

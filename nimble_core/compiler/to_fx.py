@@ -1,15 +1,15 @@
 """From a recording to an FX graph: what the model computes, as a graph of pure operators that rewrites can change.
 
-In-place operators become their functional forms where nothing else looks at the memory they write; the others stay as
-they are, in order, and everything on their memory is *pinned*: rewrites leave it alone. Every node knows which eager
-calls it stands for, so that whatever becomes of it can be traced back.
+In-place operators become their functional forms if nothing else looks at the memory they write. The others stay as they
+are, in order, and everything on their memory is *pinned*: rewrites leave it alone. Every node knows which eager calls
+it stands for, so that whatever becomes of it can be traced back.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 CALL_PREFIX = "eager_call_"
-"""Nodes are named after the eager call they stand for: a compiler's comments then tell where its kernels come from."""
+"""Nodes are named after their eager call: a compiler's comments then tell where its kernels come from."""
 
 _CALLS, _REF, _PINNED = "eager", "ref", "pinned"
 
@@ -58,14 +58,14 @@ _SPLITS: dict[Any, Any] = {
     torch.ops.aten.unsafe_split.Tensor: torch.ops.aten.split.Tensor,
     torch.ops.aten.unsafe_split_with_sizes.default: torch.ops.aten.split_with_sizes.default,
 }
-"""Views whose schemas deny it: a compiler would lose what is written through them."""
+"""Views that do not declare it: a compiler would lose what is written through them."""
 
 _TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
-"""Operators whose result is of another type than what they write in place."""
+"""Operators whose functional form has a result of another type than what they write in place."""
 
 
 def calls_of(node: fx.Node) -> tuple[int, ...]:
-    """Eager calls that a node stands for, ascending; empty for views and what rewrites added."""
+    """Return the eager calls that a node stands for, ascending; none for views and what rewrites added."""
     return tuple(node.meta.get(_CALLS, ()))
 
 
@@ -75,7 +75,7 @@ def use_calls(node: fx.Node, *sources: fx.Node) -> None:
 
 
 def reference_of(node: fx.Node) -> TensorRef | None:
-    """Shape, strides and type of a node's tensor as they were recorded; None if it makes several or was added."""
+    """Return a tensor's recorded shape, strides and type; None if a node makes several, or was added."""
     found = node.meta.get(_REF)
     return found if isinstance(found, TensorRef) else None
 
@@ -86,12 +86,12 @@ def pinned(node: fx.Node) -> bool:
 
 
 def movable(node: fx.Node) -> bool:
-    """Whether a node may run earlier or later than it does: nothing that it reads or makes is written in place."""
+    """Whether a node may run earlier or later: nothing that it reads or makes is written in place."""
     return not pinned(node) and not any(pinned(one) for one in node.all_input_nodes)
 
 
 def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], sources: Sequence[fx.Node], **kwargs: Any) -> fx.Node:
-    """A new node that stands for the eager calls of ``sources``; its recorded shape is that of the last of them."""
+    """Add a node that stands for the eager calls of ``sources``; its recorded shape is that of the last."""
     node = graph.call_function(target, tuple(args), kwargs)
     use_calls(node, *sources)
     if sources and _REF in sources[-1].meta:
@@ -100,7 +100,7 @@ def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], sources: Sequenc
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an operator's node by name, defaults included."""
+    """Return the arguments of an operator's node by name, defaults included."""
     given: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if position < len(node.args):
@@ -120,7 +120,7 @@ def is_view(func: Any) -> bool:
 
 
 def only_computes(func: Any) -> bool:
-    """Whether an operator gives the same for the same arguments, and does nothing else: views among them."""
+    """Whether an operator, a view for one, gives the same for the same arguments and does nothing else."""
     if is_view(func):
         return True
     if not isinstance(func, OpOverload) or func._schema.is_mutable or makes_memory_only(func):
@@ -136,7 +136,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
-    """Nodes of ``graph`` that ``nodes`` are computed from, and themselves, in graph order."""
+    """Find the nodes that ``nodes`` are computed from, and themselves, in graph order."""
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -148,66 +148,73 @@ def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
 
 
 def recorded_ancestor(node: fx.Node) -> fx.Node:
-    """The node itself if it was recorded, else what rewrites made it of, first inputs first: a weight, most often."""
+    """Return the node if it was recorded, else what rewrites made it of, first inputs first: a weight, mostly."""
     while reference_of(node) is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 @dataclass(slots=True)
-class _Lift:
-    recording: Recording
-    module: torch.nn.Module
-    graph: fx.Graph
-    value: dict[int, fx.Node]
-    exact: frozenset[int]
+class _Lifting:
+    """A graph in the making.
 
-    def step(self, step: Step, used_later: Mapping[int, int], position: int) -> None:
-        same = self._same_window(step)
-        if same is not None:
-            self._take_window(step.outputs[0], self.value[same])
-            return
-        step = self._reshaped(step)
-        func, kwargs = step.func, dict(step.kwargs)
-        schema = getattr(func, "_schema", None)
+    Args:
+        recording: what is lifted.
+        graph: its nodes so far.
+        exact: slots whose strides count even where they address nothing.
+        last_read: for each slot the last step that reads it.
+        pinned: storages that operators write in place.
+        value: the node that holds each slot now.
+    """
+
+    recording: Recording
+    graph: fx.Graph
+    exact: frozenset[int]
+    last_read: Mapping[int, int]
+    pinned: set[int]
+    value: dict[int, fx.Node] = field(default_factory=dict)
+
+    def step(self, step: Step, position: int) -> None:
+        """Add the node of a step."""
+        if step.func in _WINDOWS and step.reads:
+            if self._is_same_window(step):
+                self._take_window(step.outputs[0], self.value[step.reads[0]])
+                return
+            step = self._reshaped(step)
         written = _written_slots(step)
-        functional = self._functional(step, written, used_later, position) if schema else None
-        args = tuple(self._filled(arg) for arg in step.args)
-        named = {name: self._filled(value) for name, value in kwargs.items()}
+        schema = getattr(step.func, "_schema", None)
+        functional = self._functional(step, written, position) if schema else None
+        args = tuple(self.filled(arg) for arg in step.args)
+        named = {name: self.filled(value) for name, value in step.kwargs}
         for argument in schema.arguments[len(args) :] if schema else ():
             if argument.kwarg_only or argument.name not in named:
                 break
             args = (*args, named.pop(argument.name))
         name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
-        target = functional or _RESHAPES.get(func) or _SPLITS.get(func, func)
+        target = functional or _RESHAPES.get(step.func) or _SPLITS.get(step.func, step.func)
         node = self.graph.create_node("call_function", target, args, named, name=name)
         if step.call is not None:
             node.meta[_CALLS] = (step.call,)
         if functional:
-            self._take(written[0], node)
+            self.take(written[0], node)
             return
-        storages = self.recording.storage_of
         node.meta[_PINNED] = bool(written)
-        for slot in written:
-            for other, one in self.value.items():
-                if storages[other] == storages[slot]:
-                    _pin(one)
+        self.pinned |= {self.recording.storage_of[slot] for slot in written}
+        for slot, value in self.value.items() if written else ():
+            if self.recording.storage_of[slot] in self.pinned:
+                _pin(value)
         self._take_all(step, node)
 
-    def _same_window(self, step: Step) -> int | None:
-        """The slot that ``as_strided`` gives again, but for strides that do not matter, as pools do; None otherwise."""
-        if step.func not in _WINDOWS or step.reads[0] not in self.value:
-            return None
+    def _is_same_window(self, step: Step) -> bool:
+        """Whether ``as_strided`` shows a tensor again, but for strides that do not matter, as pools do."""
         before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
         if (before.offset, before.sizes, before.dtype) != (after.offset, after.sizes, after.dtype):
-            return None
+            return False
         strides = zip(before.sizes, before.strides, after.strides, strict=True)
-        return step.reads[0] if all(size == 1 or a == b for size, a, b in strides) else None
+        return all(size == 1 or a == b for size, a, b in strides)
 
     def _reshaped(self, step: Step) -> Step:
-        """A window on all of a tensor, row by row as the tensor is, is a view of it; autograd makes some."""
-        if step.func not in _WINDOWS or not step.reads:
-            return step
+        """Make a view of a window that shows all of a tensor, row by row as it is; autograd takes such windows."""
         before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
         whole = (before.offset, before.numel, before.dtype) == (after.offset, after.numel, after.dtype)
         if not (whole and row_by_row(before.sizes, before.strides) and row_by_row(after.sizes, after.strides)):
@@ -215,33 +222,32 @@ class _Lift:
         return replace(step, func=torch.ops.aten.view.default, args=(step.args[0], list(after.sizes)), kwargs=())
 
     def _take_window(self, slot: int, node: fx.Node) -> None:
-        strides = self.recording.refs[slot].strides
-        if slot not in self.exact or self.recording.refs[slot] == reference_of(node):
+        """Let a slot show ``node`` again, with strides of its own only if they count."""
+        recorded = self.recording.refs[slot]
+        if slot not in self.exact or recorded == reference_of(node):
             self.value[slot] = node
             return
-        window = add_call(self.graph, laid_out, (node, strides), (node,))
-        window.meta[_PINNED] = pinned(node)
-        self._take(slot, window)
+        self.take(slot, add_call(self.graph, laid_out, (node, recorded.strides), (node,)))
 
-    def _functional(self, step: Step, written: Sequence[int], used_later: Mapping[int, int], position: int) -> Any:
-        """The operator without its write in place, or itself if it fills memory of its own; None if others see it."""
+    def _functional(self, step: Step, written: Sequence[int], position: int) -> Any:
+        """Find the operator without its write in place, or itself if it fills fresh memory; None if others see it."""
         if len(written) != 1 or written[0] not in self.value:
             return None
         slot, recording = written[0], self.recording
-        storage = recording.storage_of[slot]
-        if recording.program.storages[storage].role != "intermediate":
+        home = recording.storage_of[slot]
+        storage = recording.program.storages[home]
+        if storage.role != "intermediate" or recording.refs[slot].nbytes != storage.nbytes:
             return None
-        if recording.refs[slot].nbytes != recording.program.storages[storage].nbytes:
+        others = [other for other in self.value if recording.storage_of[other] == home and other != slot]
+        if any(self.last_read.get(other, -1) > position for other in others):
             return None
-        aliases = [other for other, home in enumerate(recording.storage_of) if home == storage and other != slot]
-        if any(used_later.get(other, -1) > position and other in self.value for other in aliases):
-            return None
-        if self.value[slot].meta.get(_PINNED) or len({recording.refs[read].dtype for read in step.reads}) > 1:
+        if pinned(self.value[slot]) or len({recording.refs[read].dtype for read in step.reads}) > 1:
             return None  # of mixed types the functional form may give another one
         fresh = self.value[slot].target is torch.ops.aten.empty_strided.default and not self.value[slot].users
         return step.func if fresh and fills(step.func) else _without_write(step.func)
 
     def _take_all(self, step: Step, node: fx.Node) -> None:
+        """Let all results of a step be the value of their slots."""
         for slot, place in zip(step.outputs, step.places, strict=True):
             if slot < 0:
                 continue
@@ -250,28 +256,27 @@ class _Lift:
                 item = self.graph.call_function(operator.getitem, (item, at))
                 item.meta[_CALLS] = node.meta.get(_CALLS, ())
                 item.meta[_PINNED] = node.meta.get(_PINNED)
-            self._take(slot, item)
+            self.take(slot, item)
 
-    def _take(self, slot: int, node: fx.Node) -> None:
+    def take(self, slot: int, node: fx.Node) -> None:
+        """Let ``node`` be the value of a slot."""
         if self.recording.refs[slot].numel or _REF not in node.meta:
             node.meta[_REF] = self.recording.refs[slot]
-        storage = self.recording.storage_of[slot]
-        if any(
-            one.meta.get(_PINNED) and self.recording.storage_of[other] == storage for other, one in self.value.items()
-        ):
+        if self.recording.storage_of[slot] in self.pinned:
             _pin(node)
         self.value[slot] = node
 
-    def _filled(self, arg: Any) -> Any:
+    def filled(self, arg: Any) -> Any:
+        """Put nodes in the place of slots."""
         if type(arg) is Slot:
             return self.value[arg.index]
         if type(arg) in (list, tuple):
-            return type(arg)(self._filled(item) for item in arg)
+            return type(arg)(self.filled(item) for item in arg)
         return arg
 
 
 def lift(recording: Recording) -> fx.GraphModule:
-    """The recording as a GraphModule from its input tensors to the tuple of its output tensors.
+    """Make a GraphModule of a recording, from its input tensors to the tuple of its output tensors.
 
     Given tensors (parameters, buffers, constants) are attributes ``given_<slot>`` of the module: the very tensors, so
     that the graph reads live weights.
@@ -280,26 +285,21 @@ def lift(recording: Recording) -> fx.GraphModule:
         CaptureError: a result that cannot be told by its place.
     """
     graph, module = fx.Graph(), torch.nn.Module()
-    lifting = _Lift(recording, module, graph, {}, _exact(recording))
-    for position, slot in enumerate(recording.inputs):
-        node = graph.placeholder(f"input_{position}")
-        node.meta[_REF] = recording.refs[slot]
-        lifting.value[slot] = node
+    last_read: dict[int, int] = {}
+    for position, step in enumerate(recording.steps):
+        last_read.update(dict.fromkeys(step.reads, position))
+    last_read.update(dict.fromkeys(recording.outputs, len(recording.steps)))
     written = {recording.storage_of[slot] for step in recording.steps for slot in _written_slots(step)}
+    given = {recording.storage_of[slot] for slot in recording.given}
+    lifting = _Lifting(recording, graph, _exact(recording), last_read, written & given)
+    for position, slot in enumerate(recording.inputs):
+        lifting.take(slot, graph.placeholder(f"input_{position}"))
     for slot, tensor in recording.given.items():
-        name = f"given_{slot}"
-        module.register_buffer(name, tensor)
-        node = graph.get_attr(name)
-        node.meta[_REF] = recording.refs[slot]
-        node.meta[_PINNED] = recording.storage_of[slot] in written
-        lifting.value[slot] = node
-    used_later: dict[int, int] = {}
+        module.register_buffer(f"given_{slot}", tensor)
+        lifting.take(slot, graph.get_attr(f"given_{slot}"))
     for position, step in enumerate(recording.steps):
-        used_later.update(dict.fromkeys(step.reads, position))
-    used_later.update(dict.fromkeys(recording.outputs, len(recording.steps)))
-    for position, step in enumerate(recording.steps):
-        lifting.step(step, used_later, position)
-    graph.output(tuple(lifting._filled(Slot(slot)) for slot in recording.outputs))
+        lifting.step(step, position)
+    graph.output(tuple(lifting.filled(Slot(slot)) for slot in recording.outputs))
     for node in graph.nodes:
         if pinned(node) and node.target is torch.ops.aten.reshape.default:  # a copy would not be written
             node.target = torch.ops.aten.view.default
@@ -309,9 +309,9 @@ def lift(recording: Recording) -> fx.GraphModule:
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A GraphModule whose tensors are freed with the last reference to it.
+    """Make a GraphModule whose tensors are freed with the last reference to it.
 
-    A graph that knew its module in turn, as ``torch.fx`` has it, would keep weights until Python's collector comes by.
+    A graph that knew its module in turn, as in ``torch.fx``, would keep weights until Python's collector runs.
     """
     module = fx.GraphModule(root, graph)
     graph.owning_module = None
@@ -319,7 +319,7 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _exact(recording: Recording) -> frozenset[int]:
-    """Slots whose strides count even where they address nothing: results, and what fused optimizers compare."""
+    """Find slots whose strides count even where they address nothing: results, and what fused optimizers compare."""
     calls = recording.program.calls
     updates = (step for step in recording.steps if step.call is not None and calls[step.call].phase == "optimizer")
     return frozenset(recording.outputs).union(*(step.reads for step in updates))
@@ -333,7 +333,7 @@ def _pin(node: fx.Node) -> None:
 
 
 def drop_unused(module: fx.GraphModule) -> None:
-    """Remove nodes whose result nobody reads, but for those that write in place, draw random numbers or check."""
+    """Remove nodes whose result nobody reads, unless they write in place, draw random numbers or check."""
     for node in reversed(module.graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users and not _matters(node):
             module.graph.erase_node(node)
@@ -350,7 +350,7 @@ def _matters(node: fx.Node) -> bool:
 
 
 def _written_slots(step: Step) -> tuple[int, ...]:
-    """Slots that a step writes; of what has no schema, all that it is given."""
+    """Find the slots that a step writes; without a schema, all that it is given."""
     if getattr(step.func, "_schema", None) is None:
         return step.reads
     return tuple(slots_in(written_arguments(step.func, step.args, dict(step.kwargs))))
@@ -358,7 +358,7 @@ def _written_slots(step: Step) -> tuple[int, ...]:
 
 @cache
 def _without_write(func: Any) -> Any:
-    """``relu`` for ``relu_``: the same operator with a new result; None if there is none with the same arguments."""
+    """Find ``relu`` for ``relu_``: the same operator with a new result; None if none has the same arguments."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     if not name.endswith("_") or name.startswith("_") or name.removesuffix("_") in _TRUTHS:

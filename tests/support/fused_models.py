@@ -9,11 +9,31 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
+from nimble_core import Nimble, Options
+from nimble_core.api.engine import Engine
 from nimble_core.compiler import pipeline
+from nimble_core.compiler.inductor import compile_graph
+from nimble_core.ir.program import Program
 
-__all__ = ["MODELS", "Attention", "Residual", "Tower", "compiler_broken", "made", "mistaken"]
+__all__ = [
+    "DEVICES",
+    "MODELS",
+    "Attention",
+    "Residual",
+    "Tower",
+    "compiler_broken",
+    "engine",
+    "fused",
+    "made",
+    "mistaken",
+    "programs",
+    "quick",
+]
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore")])]
+"""Values of a parameter ``device``; on a GPU compilers warn of their own affairs."""
 
 
 class Residual(nn.Module):
@@ -79,8 +99,8 @@ MODELS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[], torch.Tens
 """Name → a model with random weights and statistics, in evaluation mode, and what draws an input."""
 
 
-def made(name: str) -> tuple[Callable[..., Any], Callable[[], torch.Tensor]]:
-    """The model called ``name``, the same each time, with statistics that matter."""
+def made(name: str, device: str = "cpu") -> tuple[Any, Callable[[], torch.Tensor]]:
+    """Make the model called ``name``, the same each time, with statistics that matter, and what draws an input."""
     torch.manual_seed(3)
     model, draw = MODELS[name]()
     if isinstance(model, nn.Module):
@@ -91,12 +111,35 @@ def made(name: str) -> tuple[Callable[..., Any], Callable[[], torch.Tensor]]:
                     norm.running_var.uniform_(0.5, 2)
                     norm.weight.uniform_(0.5, 1.5)
                     norm.bias.uniform_(-0.5, 0.5)
-        model.eval()
-    return model, draw
+        model.eval().to(device)
+    return model, lambda: draw().to(device)
+
+
+def quick(fuse: Any, **more: Any) -> Options:
+    """Options of kernels of one kind, with as little tuning as there can be."""
+    return Options(**{"fuse": fuse, "tune": "off", "policy": "nimble", **more})
+
+
+def engine(net: Nimble) -> Engine:
+    """Return the only engine."""
+    (found,) = net.engines
+    return found
+
+
+def fused(net: Nimble) -> str:
+    """Return the kind of kernels that run."""
+    return engine(net).recorded.recording.program.fuse
+
+
+def programs(net: Nimble) -> tuple[Program, Program]:
+    """Return what is replayed, and the eager calls it stands for."""
+    recorded = engine(net).recorded
+    assert recorded.eager is not None
+    return recorded.recording.program, recorded.eager.recording.program
 
 
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rewrite that takes every ReLU for another function."""
+    """Let a rewrite take every ReLU for another function."""
     real = pipeline.affine_norms
 
     def wrong(module: Any) -> int:
@@ -116,6 +159,9 @@ def compiler_broken() -> Iterator[None]:
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("PassManager::run failed\nand more about it")
+
+    # A failure while Inductor sets itself up would stay: let that be done.
+    compile_graph(fx.symbolic_trace(lambda x: (x.sin() + 1,)), [torch.ones(3)])
 
     with torch._inductor.config.patch(force_disable_caches=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(heuristics.CachingAutotuner, "precompile", fail)

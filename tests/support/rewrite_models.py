@@ -24,6 +24,7 @@ from nimble_core.tracing.recording import issuing
 from nimble_core.tracing.signature import Signature
 
 __all__ = [
+    "HOST",
     "Drawn",
     "Effects",
     "claimed",
@@ -41,6 +42,8 @@ __all__ = [
     "targets",
     "unchanged_by",
 ]
+
+HOST = torch.device("cpu")
 
 Code = list[tuple[str, int, int, int]]
 

@@ -1,9 +1,8 @@
-"""Channels last: the layout in which GPUs run convolutions fastest.
+"""Channels last: the memory layout in which GPUs run convolutions fastest.
 
-Inputs of the graph are converted once, weights ahead of time; operators in between keep the layout that they find.
-The tensors that the model returns get the strides that eager gives them. In a training step weights are converted in
-each run, for forward and backward together, and their gradients are converted back, since optimizers take a gradient's
-layout to be its parameter's.
+Inputs of the graph are converted once. Weights are converted ahead of time for inference; in a training step they are
+converted in each run, for forward and backward together, and their gradients are converted back, because optimizers
+expect a gradient in the layout of its parameter. Operators in between keep the layout they are given.
 """
 
 from __future__ import annotations
@@ -14,88 +13,42 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.compiler.to_fx import add_call, arguments_of, graph_module, is_view, pinned, reference_of
+from nimble_core.compiler.to_fx import add_call, arguments_of, graph_module, pinned, recorded_ancestor, reference_of
 from nimble_core.tracing.kernel_launches import Relaunch
 from nimble_core.tracing.strides import dense, laid_out, restrided, row_by_row
 
-__all__ = [
-    "keep_strides",
-    "results_laid_out",
-    "speaks_of_strides",
-    "to_channels_last",
-    "train_channels_last",
-    "writes_through_views",
-]
+__all__ = ["keep_strides", "layout_matters", "results_laid_out", "takes_windows", "to_channels_last"]
 
 _aten = torch.ops.aten
 _CONVOLUTION, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
-_STRIDED = {
+_WINDOWS = {
     _aten.as_strided.default,
     _aten._reshape_alias.default,
     _aten.set_.source_Tensor,
     _aten.view_as_real.default,
 }
+"""Operators whose result depends on the strides of what they read."""
 _COPIES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.view.dtype}
-"""Views that are none in another layout."""
+"""Views that become copies in another layout."""
 
 
 def to_channels_last(module: fx.GraphModule) -> int:
-    """Let every two-dimensional convolution read and write channels last; how many now do.
+    """Let two-dimensional convolutions, and their backwards, read and write channels last.
 
-    Graphs that speak of strides themselves or write through views stay as they are (in another layout a view may be a
-    copy), and so does one that has no such convolution.
+    Graphs whose results depend on the layout stay as they are.
+
+    Args:
+        module: changed in place. The tensors it returns may get other strides, see ``keep_strides``.
+
+    Returns:
+        How many forward convolutions run channels last.
     """
     graph = module.graph
-    convolutions = [node for node in graph.nodes if node.target is _CONVOLUTION and _of_images(node)]
-    if not convolutions or writes_through_views(module) or speaks_of_strides(module):
+    forwards = [node for node in graph.nodes if node.target is _CONVOLUTION and _is_image(node.args[1])]
+    backwards = [node for node in graph.nodes if node.target is _BACKWARD and _is_image(arguments_of(node)["weight"])]
+    if not forwards or layout_matters(module):
         return 0
-    converted: dict[fx.Node, fx.Node] = {}
-    for node in convolutions:
-        given = arguments_of(node)
-        source, weight = given["input"], given["weight"]
-        for one in (source, weight):
-            if (one is weight or not _comes_channels_last(one)) and (one not in converted or pinned(one)):
-                with graph.inserting_before(node):
-                    converted[one] = graph.call_function(
-                        _aten.clone.default, (one,), {"memory_format": torch.channels_last}
-                    )
-                converted[one].meta["ref"] = reference_of(one)
-        node.args = (converted.get(source, source), converted[weight], *node.args[2:])
-    keep_strides(module)
-    return len(convolutions)
-
-
-def train_channels_last(module: fx.GraphModule, *, free: int = 0) -> int:
-    """Let two-dimensional convolutions of a training step and their backwards run channels last; how many forwards do.
-
-    Steps that take images by their strides, or write them through views, stay as they are. Results keep theirs, as
-    ``keep_strides`` says.
-    """
-    graph = module.graph
-    forwards = [node for node in graph.nodes if node.target is _CONVOLUTION and _of_images(node)]
-    backwards = [node for node in graph.nodes if node.target is _BACKWARD and _has_images(arguments_of(node)["weight"])]
-    if not forwards or any(_fixes_images(node) for node in graph.nodes):
-        return 0
-    place = {node: position for position, node in enumerate(graph.nodes)}
-    written = _first_writes(graph)
-    wanted: dict[fx.Node, list[fx.Node]] = {}
-    for node in (*forwards, *backwards):
-        given = arguments_of(node)
-        if _has_no_layout(given["input"]):
-            continue
-        sources = [given["weight"], *([given["input"]] if not _comes_channels_last(given["input"]) else [])]
-        for source in sources:
-            if not _is_channels_last(source):
-                wanted.setdefault(source, []).append(node)
-    for source, users in wanted.items():
-        recorded = reference_of(source)
-        if recorded is None or written.get(recorded.storage, len(place)) < max(place[user] for user in users):
-            continue  # its value changes in between
-        with graph.inserting_before(min(users, key=place.__getitem__)):
-            converted = graph.call_function(_aten.clone.default, (source,), {"memory_format": torch.channels_last})
-        converted.meta["ref"] = reference_of(source)
-        for user in users:
-            user.replace_input_with(source, converted)
+    _convert_sources(graph, [*forwards, *backwards])
     for node in backwards:
         for gradient in [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]:
             recorded = reference_of(gradient)
@@ -105,46 +58,77 @@ def train_channels_last(module: fx.GraphModule, *, free: int = 0) -> int:
                 kept = add_call(graph, laid_out, (gradient, recorded.strides), (gradient,))
             kept.meta["pinned"] = pinned(gradient)
             gradient.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-    keep_strides(module, exactly=True, free=free)
     return len(forwards)
 
 
+def _convert_sources(graph: fx.Graph, convolutions: list[fx.Node]) -> None:
+    """Convert weights and inputs of convolutions, once each, where they are not channels last already."""
+    place = {node: position for position, node in enumerate(graph.nodes)}
+    written = _first_writes(graph)
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node in convolutions:
+        given = arguments_of(node)
+        if _is_single_pixel(given["input"]):
+            continue
+        sources = [given["weight"], *([] if _is_computed(given["input"]) else [given["input"]])]
+        for source in sources:
+            if not _is_channels_last(source):
+                users.setdefault(source, []).append(node)
+    for source, readers in users.items():
+        recorded = reference_of(source)
+        if recorded is None or written.get(recorded.storage, len(place)) < max(place[reader] for reader in readers):
+            continue  # its value changes in between
+        with graph.inserting_before(min(readers, key=place.__getitem__)):
+            converted = graph.call_function(_aten.clone.default, (source,), {"memory_format": torch.channels_last})
+        converted.meta["ref"] = recorded
+        for reader in readers:
+            reader.replace_input_with(source, converted)
+
+
 def _first_writes(graph: fx.Graph) -> dict[int, int]:
-    """By storage, the position of the first operator that may write it, through whatever view."""
+    """Map each storage to the position of the first operator that may write it, through any view."""
     found: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
-        for one in node.all_input_nodes if _mutates(node) else ():
-            recorded = reference_of(one)
-            if recorded is not None:
-                found.setdefault(recorded.storage, position)
+        schema = getattr(node.target, "_schema", None)
+        if isinstance(node.target, Relaunch) if schema is None else schema.is_mutable:
+            for one in node.all_input_nodes:
+                recorded = reference_of(one)
+                if recorded is not None:
+                    found.setdefault(recorded.storage, position)
     return found
 
 
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return isinstance(node.target, Relaunch) if schema is None else bool(schema.is_mutable)
+def takes_windows(module: fx.GraphModule) -> bool:
+    """Whether some operator takes a window by strides, so that it shows something else in another layout."""
+    return any(node.target in _WINDOWS for node in module.graph.nodes)
 
 
-def _has_images(node: object) -> bool:
-    recorded = reference_of(node) if isinstance(node, fx.Node) else None
+def layout_matters(module: fx.GraphModule) -> bool:
+    """Whether the graph computes something else if its images have another layout.
+
+    It does if it takes windows by strides, or writes images through a view that would be a copy in another layout.
+    Single pixels without gaps are viewed alike in any layout: what is pooled, flattened and then written (dropout).
+    """
+    if takes_windows(module):
+        return True
+    for node in module.graph.nodes:
+        if node.target in _COPIES and pinned(node):
+            images = [one for one in (node, *node.all_input_nodes) if _is_image(one)]
+            if not all(_is_single_pixel(one) and _is_row_by_row(one) for one in images):
+                return True
+    return False
+
+
+def _is_image(node: Any) -> bool:
+    """Whether a tensor has four dimensions."""
+    recorded = reference_of(recorded_ancestor(node))
     return recorded is not None and len(recorded.sizes) == 4
 
 
-def _has_no_layout(node: fx.Node) -> bool:
-    """Whether images are single pixels: libraries and compilers then disagree about what they are told by strides."""
+def _is_single_pixel(node: fx.Node) -> bool:
+    """Whether images are single pixels: libraries and compilers disagree on the layout that their strides mean."""
     recorded = reference_of(node)
     return recorded is not None and recorded.sizes[2:] == (1, 1)
-
-
-def _fixes_images(node: fx.Node) -> bool:
-    """Whether an operator depends on the strides of images, or writes them through a view that others may not allow.
-
-    Single pixels without gaps are viewed alike in any layout: what is pooled, flattened and then written (dropout).
-    """
-    images = [one for one in (node, *node.all_input_nodes) if _has_images(one)]
-    if node.target in _COPIES and pinned(node):
-        return not all(_has_no_layout(one) and _is_row_by_row(one) for one in images)
-    return node.target in _STRIDED and bool(images)
 
 
 def _is_row_by_row(node: fx.Node) -> bool:
@@ -153,16 +137,22 @@ def _is_row_by_row(node: fx.Node) -> bool:
 
 
 def _is_channels_last(node: fx.Node) -> bool:
-    """Whether a tensor's memory already is in that order."""
     recorded = reference_of(node)
-    if recorded is None or len(recorded.sizes) != 4:
+    # A single channel is in both layouts at once, and torch then takes it for contiguous.
+    if recorded is None or len(recorded.sizes) != 4 or recorded.strides[1] != 1:
         return False
     return dense(recorded.sizes, recorded.strides, (1, 3, 2, 0))
 
 
-def speaks_of_strides(module: fx.GraphModule) -> bool:
-    """Whether some operator takes a window by its strides: what it shows depends on the layout of what it looks at."""
-    return any(node.target in _STRIDED for node in module.graph.nodes)
+def _is_computed(node: fx.Node) -> bool:
+    """Whether an image is computed, and so is channels last already, rather than given or a view of what is given."""
+    while node.op == "call_function" and node.args:
+        source = node.args[0]
+        mine, theirs = reference_of(node), reference_of(source) if isinstance(source, fx.Node) else None
+        if mine is None or theirs is None or mine.storage != theirs.storage:
+            break
+        node = source  # type: ignore[assignment]
+    return node.op == "call_function"
 
 
 def keep_strides(module: fx.GraphModule, *, exactly: bool = False, free: int = 0) -> None:
@@ -170,15 +160,13 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False, free: int = 0
 
     Args:
         module: changed in place.
-        exactly: also where they do not matter, as optimizers ask of gradients, and for results that whoever reads them
-            may write.
-        free: results, the first so many, that may have any strides.
+        exactly: also where they do not matter, as optimizers ask of gradients, and for results that are written.
+        free: how many results, from the first on, may have any strides.
     """
     outputs, function = module.graph.output_node(), laid_out if exactly else restrided
-    wanted = set(_results(module)[free:])
-    for result in outputs.all_input_nodes:
-        recorded = reference_of(result)
-        if recorded is None or result.op != "call_function" or result.target is function or result not in wanted:
+    for result in dict.fromkeys(_results(module)[free:]):
+        recorded = reference_of(result) if isinstance(result, fx.Node) else None
+        if recorded is None or result.op != "call_function" or result.target is function:
             continue
         if pinned(result) and not exactly:
             continue
@@ -189,11 +177,14 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False, free: int = 0
 
 
 def results_laid_out(module: fx.GraphModule, *, free: int = 0) -> fx.GraphModule:
-    """What gives results of ``module`` eager's types, and but for the first ``free`` eager's strides, where a compiler
-    returned others.
+    """Make a graph that gives a compiler's results of ``module`` eager's types and strides, where they differ.
 
     Compilers pad the rows of products, and may hand out the padded memory for what the graph says is contiguous. They
     keep statistics of norms in float32 where torch's kernels for the host round them to half precision.
+
+    Args:
+        module: what was compiled.
+        free: how many results, from the first on, may have any strides.
     """
     graph = fx.Graph()
     kept: list[fx.Node] = []
@@ -210,46 +201,11 @@ def results_laid_out(module: fx.GraphModule, *, free: int = 0) -> fx.GraphModule
 
 
 def typed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``tensor`` as the type of this name; itself if it is."""
+    """Convert ``tensor`` to the type of this name; a tensor of that type is returned as it is."""
     return tensor.to(getattr(torch, dtype))
 
 
 def _results(module: fx.GraphModule) -> tuple[Any, ...]:
-    """What the graph returns: a tuple, as ``to_fx`` and ``partition`` make it."""
+    """Return what the graph returns: a tuple, as ``to_fx`` and ``partition`` make it."""
     (results,) = module.graph.output_node().args
     return tuple(results)  # type: ignore[arg-type]  # fx allows one alone
-
-
-def writes_through_views(module: fx.GraphModule) -> bool:
-    """Whether memory is written that views look at: in another layout they might be copies."""
-    views = (node for node in module.graph.nodes if node.op == "call_function" and is_view(node.target))
-    return any(pinned(node) and node.target is not operator.getitem for node in views)
-
-
-def _of_images(node: fx.Node) -> bool:
-    weight = node.args[1]
-    recorded = reference_of(weight) if isinstance(weight, fx.Node) else None
-    sizes = recorded.sizes if recorded else ()
-    if not sizes and isinstance(weight, fx.Node):
-        made = reference_of(node)
-        sizes = made.sizes if made else ()
-    return len(sizes) == 4 and not pinned(node)
-
-
-def _comes_channels_last(node: fx.Node) -> bool:
-    """Whether what makes this tensor already gives it channels last: anything between convolutions does.
-
-    A view of what is given is as it was given.
-    """
-    while (source := _viewed(node)) is not None:
-        node = source
-    return node.op == "call_function"
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """What this is a view of, or was written in place to; None if it is neither."""
-    source = node.args[0] if node.op == "call_function" and node.args else None
-    if not isinstance(source, fx.Node):
-        return None
-    mine, theirs = reference_of(node), reference_of(source)
-    return source if mine is not None and theirs is not None and mine.storage == theirs.storage else None

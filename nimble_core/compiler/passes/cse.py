@@ -1,4 +1,4 @@
-"""A small certain gain: equal computations once."""
+"""Equal computations, done once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _RESHAPE = torch.ops.aten.reshape.default  # a view, where that is possible
 
 
 def share_equal(module: fx.GraphModule) -> int:
-    """Let operators with equal arguments compute once; how many nodes that saved.
+    """Let operators with equal arguments compute once, and return how many nodes that saved.
 
-    What draws random numbers, only makes memory, or touches memory that is written in place stays as often as it is. So
-    do two results that are both returned: whoever writes one of them does not expect to write the other.
+    What draws random numbers, only makes memory, or touches memory that is written in place is never shared. Nor are
+    two results that are both returned: whoever writes one of them does not expect to write the other.
     """
     seen: dict[Any, fx.Node] = {}
     returned = _returned(module.graph)
@@ -42,7 +42,7 @@ def share_equal(module: fx.GraphModule) -> int:
 
 
 def _returned(graph: fx.Graph) -> set[fx.Node]:
-    """Calls whose memory the model returns, as it is or in views."""
+    """Find the calls whose memory the model returns, as it is or in views."""
     found: set[fx.Node] = set()
     pending = list(graph.output_node().all_input_nodes)
     while pending:

@@ -1,7 +1,8 @@
-"""What was decided by measurement while rewriting, so that the same rewrite can be made again without measuring."""
+"""Choices made by measurement, kept so that another process can repeat them without measuring."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,27 +15,48 @@ from nimble_core.runtime.device import Timed
 __all__ = ["Decisions", "Timer"]
 
 Timer = Callable[[Sequence[Timed]], Sequence[float | None]]
-"""Time of each call, or of each few side by side, on an otherwise idle device, ns; None for one that fails."""
+"""Times each call, or several side by side, on an idle device, in ns; None for one that fails or cannot be timed."""
 
 
 @dataclass(slots=True)
 class Decisions:
-    """Choices by eager call: those that are given, else those that measurements make.
+    """Which kernels replace which eager calls: repeated if choices are given, measured otherwise.
 
     Args:
-        timer: measures; None: nothing is measured, and what would need it stays as it is.
-        given: choices made before for the same program; None: there are none.
-        made: what was decided, in order.
-        times: what was measured, ns, by what and how: nothing is measured twice.
+        timer: measures calls; None: nothing is measured.
+        given: choices made earlier for the same program; None: there are none.
+        made: the choices taken, in order.
+        times: what was measured, ns, by key.
     """
 
     timer: Timer | None = None
     given: frozenset[KernelChoice] | None = None
     made: list[KernelChoice] = field(default_factory=list)
-    times: dict[Hashable, dict[str, float]] = field(default_factory=dict)
+    times: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
+
+    def times_ns(self, key: Hashable, calls: Callable[[], Sequence[Timed]]) -> tuple[float, ...] | None:
+        """Time alternatives, once for each key.
+
+        Args:
+            key: all that their times depend on.
+            calls: makes them, with their example tensors.
+
+        Returns:
+            ns of each, infinite for one that fails; None if nothing is measured.
+        """
+        if self.timer is None:
+            return None
+        if key not in self.times:
+            self.times[key] = tuple(math.inf if ns is None else ns for ns in self.timer(calls()))
+        return self.times[key]
+
+    def second_is_faster(self, key: Hashable, calls: Callable[[], Sequence[Timed]]) -> bool:
+        """Whether the second of two calls takes less time; False if nothing is measured, or if one of them fails."""
+        times = self.times_ns(key, calls)
+        return times is not None and times[1] < times[0] < math.inf
 
     def take(self, node: fx.Node, kernel: str, *, wanted: bool) -> bool:
-        """Whether ``node`` gets ``kernel``: as it was given, else as it is wanted. Noted if it does."""
+        """Decide whether ``node`` gets ``kernel``, and note it if so. Given choices override ``wanted``."""
         choice = KernelChoice(min(calls_of(node), default=0), kernel)
         taken = wanted if self.given is None else choice in self.given
         if taken:

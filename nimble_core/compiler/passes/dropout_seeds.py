@@ -1,10 +1,10 @@
-"""Seeds of attention's dropout, found where its backward looks for them.
+"""Seeds of attention's dropout, brought to where its backward looks for them.
 
-Memory-efficient attention keeps them for its backward on the device if it is captured and on the host if it is not, and
-its backward looks where a forward that runs as it does would have kept them. Cut from its forward, it is given what the
-captured forward left on the device, and to be compiled and compared it has to run outside of a capture as well, where
-reading them ends the process. Operators of our own bring them to the host then; in a capture they are ATen's. Other
-kernels of attention keep seeds on the device at all times.
+Memory-efficient attention keeps seeds for its backward on the device if it is captured, and on the host if it is not;
+its backward looks where a forward that runs as it does would have kept them. A backward that is cut from its forward is
+given what the captured forward left on the device. To be compiled and compared it has to run outside of a capture as
+well, where reading these seeds ends the process. Operators of our own bring them to the host there; in a capture they
+are ATen's. Other kernels of attention keep seeds on the device at all times.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 def bring_seeds(module: fx.GraphModule) -> int:
-    """Let backwards of attention with dropout find seeds that were made ahead of the graph; how many there were.
-
-    Args:
-        module: changed in place.
-    """
+    """Let backwards of attention with dropout find seeds that were made ahead of the graph, and return how many do."""
     count = 0
     for node in module.graph.nodes:
         if node.target in _BACKWARDS and _drops_as_given(node):
@@ -49,14 +45,14 @@ def bring_seeds(module: fx.GraphModule) -> int:
 
 
 def _drops_as_given(node: fx.Node) -> bool:
-    """Whether a call drops what a call outside of the graph dropped."""
+    """Whether a call drops what a forward outside of the graph dropped."""
     given = arguments_of(node)
     return given["dropout_p"] != 0.0 and given["philox_seed"].op in ("get_attr", "placeholder")
 
 
 @cache
 def _bringing(func: OpOverload) -> OpOverload:
-    """``func`` under a name of our own, which looks for seeds on the device at all times."""
+    """Define ``func`` under a name of our own, where it finds seeds on the device at all times."""
     schema = func._schema
     _, _, signature = str(schema).partition("::")
     name = signature.partition("(")[0]
@@ -73,7 +69,7 @@ def _bringing(func: OpOverload) -> OpOverload:
 
 
 def _define(name: str, signature: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """An operator whose arguments keep the layout that they were recorded in, as kernels of libraries ask for it."""
+    """Define an operator whose arguments keep the layout they were recorded in, as libraries' kernels need it."""
     _library.define(signature, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
     _library.impl(name, run, "CUDA")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)

@@ -1,4 +1,4 @@
-"""Batch normalisation in evaluation mode, as a scale and a shift of the convolution before it; then into its weights.
+"""Batch normalisation in evaluation mode, as a scale and a shift of the convolution before it, and then in its weights.
 
 With fixed statistics, normalisation scales and shifts each channel. A compiler does that while it stores what follows,
 in float32, with the weights as they are. A library wants it inside the convolution: scaled weights and a bias do the
@@ -28,18 +28,11 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-_NORMS = {
-    _aten.cudnn_batch_norm.default: ("input", "training", "epsilon"),
-    _aten.native_batch_norm.default: ("input", "training", "eps"),
-    _aten._native_batch_norm_legit.default: ("input", "training", "eps"),
-    _aten._native_batch_norm_legit_no_training.default: ("input", "", "eps"),
-    _aten._batch_norm_no_update.default: ("input", "", "eps"),
-}
-"""Operator → names of its input, of its training flag and of its epsilon."""
+_NORMS = {_aten.cudnn_batch_norm.default, _aten.native_batch_norm.default}
 
 
 def norm_scale(gamma: torch.Tensor | None, variance: torch.Tensor, eps: float) -> torch.Tensor:
-    """What a normalisation multiplies each channel by, ``[C]`` in float64."""
+    """Return what a normalisation multiplies each channel by, ``[C]`` in float64."""
     scale = (variance.double() + eps).rsqrt()
     return scale if gamma is None else scale * gamma.double()
 
@@ -47,84 +40,77 @@ def norm_scale(gamma: torch.Tensor | None, variance: torch.Tensor, eps: float) -
 def norm_shift(
     bias: torch.Tensor | None, beta: torch.Tensor | None, mean: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """What it then adds, ``[C]`` in float64; ``bias`` is the convolution's own."""
+    """Return what it then adds, ``[C]`` in float64; ``bias`` is the convolution's own."""
     shift = ((bias.double() if bias is not None else 0.0) - mean.double()) * scale
     return shift if beta is None else shift + beta.double()
 
 
 def narrowed(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``vector`` in the type in which tensors like ``like`` are scaled: float32 at least."""
+    """Convert ``vector`` to the type in which tensors like ``like`` are scaled: float32 at least."""
     return vector.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def scaled_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Weights of a convolution that also scales each output channel; strides and type as given."""
+    """Scale each output channel of a convolution's weight; strides and type stay as given."""
     shape = [1] * weight.dim()
     shape[1 if transposed else 0] = -1
     return torch.empty_like(weight).copy_(weight.double() * scale.double().view(shape))
 
 
 def shift_as(shift: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A shift as a convolution's bias, in the type of its weight."""
+    """Convert a shift to a convolution's bias, of the type of its weight."""
     return shift.to(weight.dtype)
 
 
 def affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """``x * scale + shift`` by channel, computed in the type of scale and shift, in the type of ``x``."""
+    """Compute ``x * scale + shift`` by channel, in the type of scale and shift; the result is of the type of ``x``."""
     shape = [1, -1] + [1] * (x.dim() - 2)
     return (x.to(scale.dtype) * scale.view(shape) + shift.view(shape)).to(x.dtype)
 
 
 def affine_norms(module: fx.GraphModule) -> int:
-    """Make every batch normalisation that alone reads a convolution's result a scale and a shift; how many.
+    """Make every batch normalisation that alone reads a convolution's result a scale and a shift, and return how many.
 
     Weights and statistics have to be given tensors that nobody writes. The convolution's bias becomes part of it.
     """
-    count = 0
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in _NORMS and not pinned(node) and _separated(module.graph, node):
-            count += 1
+    norms = [node for node in module.graph.nodes if node.target in _NORMS and not pinned(node)]
+    count = sum(_separate(module.graph, norm) for norm in norms)
     drop_unused(module)
     return count
 
 
-def _separated(graph: fx.Graph, norm: fx.Node) -> bool:
-    source, training, epsilon = _NORMS[norm.target]  # type: ignore[index]
+def _separate(graph: fx.Graph, norm: fx.Node) -> bool:
+    """Put a scale and a shift in the place of a norm; False if it has to stay."""
     given = arguments_of(norm)
-    convolution = given[source]
-    if training and given[training]:
-        return False
-    if not isinstance(convolution, fx.Node) or convolution.target is not _aten.convolution.default:
+    convolution = given["input"]
+    if given["training"] or convolution.target is not _aten.convolution.default:
         return False
     if len(convolution.users) > 1 or not movable(convolution):
         return False
-    results = [user for user in norm.users if user.target is operator.getitem]
-    if len(results) != len(norm.users) or any(user.args[1] != 0 and user.users for user in results):
+    read = [user for user in norm.users if user.users]
+    if [user.args[1] for user in read if user.target is operator.getitem] != [0]:
         return False
     parts = arguments_of(convolution)
-    constants = [parts["weight"], parts["bias"], given["weight"], given["bias"]]
-    constants += [given["running_mean"], given["running_var"]]
-    if any(one is not None and (one.op != "get_attr" or pinned(one)) for one in constants):
+    if parts["transposed"] and parts["groups"] > 1:
         return False
-    if given["running_mean"] is None or given["running_var"] is None or (parts["transposed"] and parts["groups"] > 1):
+    weight, mean, variance = required = [parts["weight"], given["running_mean"], given["running_var"]]
+    bias, gamma, beta = optional = [parts["bias"], given["weight"], given["bias"]]
+    constants = [*required, *(one for one in optional if one is not None)]
+    if any(one is None or one.op != "get_attr" or pinned(one) for one in constants):
         return False
-    weight, bias, gamma, beta, mean, variance = constants
     with graph.inserting_before(norm):
-        scale = graph.call_function(norm_scale, (gamma, variance, given[epsilon]))
+        scale = graph.call_function(norm_scale, (gamma, variance, given.get("eps", given.get("epsilon"))))
         shift = graph.call_function(norm_shift, (bias, beta, mean, scale))
         plain_args = (*convolution.args[:2], None, *convolution.args[3:])
         plain = add_call(graph, convolution.target, plain_args, (convolution,))
         vectors = [graph.call_function(narrowed, (one, weight)) for one in (scale, shift)]
-        result = next((user for user in results if user.args[1] == 0), norm)
-        done = add_call(graph, affine, (plain, *vectors), (norm, result))
-    for user in results:
-        if user.args[1] == 0:
-            user.replace_all_uses_with(done)
+        done = add_call(graph, affine, (plain, *vectors), (norm, read[0]))
+    read[0].replace_all_uses_with(done)
     return True
 
 
 def fold_affine(module: fx.GraphModule) -> int:
-    """Move every scale and shift that alone reads a convolution's result into its weights; how many."""
+    """Move every scale and shift that alone reads a convolution's result into its weights, and return how many."""
     count = 0
     for node in list(module.graph.nodes):
         convolution = node.args[0] if node.target is affine else None
@@ -143,7 +129,7 @@ def fold_affine(module: fx.GraphModule) -> int:
 
 
 def folded_into(graph: fx.Graph, weight: Any, node: fx.Node, transposed: bool = False) -> tuple[fx.Node, fx.Node]:
-    """Nodes of the weight and the bias that do what ``node``, a scale and shift, does after a convolution."""
+    """Add a weight and a bias that do what ``node``, a scale and shift, does after a convolution."""
     scale, shift = node.args[1:3]
     scaled = graph.call_function(scaled_weight, (weight, scale, transposed))
     return scaled, graph.call_function(shift_as, (shift, weight))

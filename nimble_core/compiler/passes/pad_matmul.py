@@ -1,17 +1,15 @@
-"""Products of odd sizes, in rows and columns that libraries' fast routines can load.
+"""Large products of odd sizes, padded to sizes that libraries' fast routines can load.
 
-A vocabulary of 30,522 words is no multiple of what a matrix unit takes at a time, and products with it, three for each
+A vocabulary of 30,522 words is no multiple of what a matrix unit takes at a time. Products with it, three for each
 training step, run two to three times as long as with six words more. Those words are zeros here: operands are padded,
-and of the result the rest is not looked at. A gradient that compiled kernels make anyway is made with its padding; one
-that is copied anyway is copied into a buffer with padding. Where a weight would have to be copied to be padded, and the
-words are the terms of long sums, the last few of them are a product of their own, added to that of the others.
+and the rest of the result is ignored. A gradient that compiled kernels make anyway is made with its padding; one that
+is copied anyway is copied into a buffer with padding.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -19,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimble_core.compiler.passes.channels_last import keep_strides, speaks_of_strides
-from nimble_core.compiler.passes.decisions import Decisions, Timer
+from nimble_core.compiler.passes.channels_last import takes_windows
+from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.to_fx import drop_unused, is_view, pinned, reference_of, use_calls
 from nimble_core.torch_compat.dispatch import OpOverload
 from nimble_core.tracing.strides import copy_rows, corner, laid_out, restrided, row_by_row
@@ -32,7 +30,7 @@ _ALIGNED_BYTES = 16
 _LEAST_SIZE, _LEAST_WORK = 128, 1 << 30
 """Below so many rows, and so many multiplications, a product takes no time worth padding for."""
 _WORTH = 1.05
-_TERMS_TO_ROWS = 2
+"""How many times as fast padded products have to be."""
 _LIBRARY_CALLS = frozenset(
     {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
 )
@@ -62,9 +60,8 @@ class _Operand:
     @property
     def sizes(self) -> tuple[int, int]:
         """Rows and columns of ``base``."""
-        recorded = reference_of(self.base)
-        assert recorded is not None
-        return recorded.sizes[0], recorded.sizes[1]
+        rows, columns = _sizes(self.base)
+        return rows, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +79,33 @@ class _Product:
         return rows, terms, self.right.sizes[0 if self.right.turned else 1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """How products with one odd size are padded.
+
+    Args:
+        products: those that have it.
+        size: the odd size.
+        more: zeros behind it.
+        widened: of matrices that show all of an input which is asked for with padding, that input.
+        copied: matrices that are padded by a copy, as often as they are.
+    """
+
+    products: Sequence[_Product]
+    size: int
+    more: int
+    widened: Mapping[fx.Node, fx.Node]
+    copied: Sequence[fx.Node]
+
+    def padded(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Sizes with the padding."""
+        return tuple(length + self.more * (length == self.size) for length in sizes)
+
+    def amounts(self, sizes: Sequence[int]) -> list[int]:
+        """Zeros before and after, the last dimension first."""
+        return [amount for length in reversed(sizes) for amount in (0, self.more * (length == self.size))]
+
+
 def pad_products(
     module: fx.GraphModule,
     device: torch.device,
@@ -89,48 +113,38 @@ def pad_products(
     *,
     compiled: bool,
     constant: bool,
-    free: int = 0,
     copied_in: int = 0,
 ) -> int:
-    """Pad the odd size of large products where that is faster; how many are.
+    """Pad the odd size of large products where that is faster.
 
     Args:
-        module: changed in place.
+        module: changed in place. The tensors it returns may get other strides, see ``keep_strides``.
         device: where it runs.
-        decisions: where nothing is measured, nothing is padded.
-        compiled: whether a compiler makes kernels of the rest, and so pads what it computes for nothing.
-        constant: whether weights are, so that they are padded once.
-        free: results, the first so many, that may have any strides.
-        copied_in: inputs, the first so many, that the graph may ask for with padding: they are copied anyway.
+        decisions: if nothing is measured, nothing is padded.
+        compiled: whether a compiler makes kernels of the rest, and so pads what it computes at no cost.
+        constant: whether weights are constant, and so are padded once.
+        copied_in: how many inputs, from the first on, are copied before each run, and may be asked for with padding.
+
+    Returns:
+        How many products are padded.
     """
-    if speaks_of_strides(module):
+    if takes_windows(module):
         return 0
-    groups: dict[tuple[int, str], list[fx.Node]] = {}
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"][:copied_in]
+    groups: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
     for node in module.graph.nodes:
         product = _product(node)
-        recorded = reference_of(node)
-        if product is not None and recorded is not None and (size := _odd_size(product)):
-            groups.setdefault((size, recorded.dtype), []).append(node)
+        if product is not None and (size := _odd_size(product)):
+            groups.setdefault((size, _dtype(node)), []).append(node)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"][:copied_in]
     count = 0
     for (size, _), nodes in groups.items():
-        products = [one for node in nodes if (one := _product(node)) is not None]
-        more = -size % _multiple(products[0].node)
-        apart = {one.node for one in products if _terms_come_apart(one, size, compiled, constant)}
-        bases = _bases(products, size, apart)
-        widened = {one: source for one in bases if (source := _source(one)) in inputs and _may_widen(one, source, size)}
-        copied = [one for one in bases if one not in widened and not _padded_for_nothing(one, compiled, constant)]
-        wanted = False
-        if decisions.timer is not None:
-            with suppress(RuntimeError):  # out of memory, most likely: examples are as large as what is padded
-                wanted = _pays(products, apart, copied, {*widened.values()}, size, more, device, decisions.timer)
-        if decisions.take(products[0].node, f"padded to {size + more}", wanted=wanted):
-            parts = {one: _widen(module.graph, one, size, more) for one in dict.fromkeys(widened.values())}
-            matrices = {parts.get(base, base): source for base, source in widened.items()}
-            _pad(module.graph, nodes, size, more, matrices, apart)
-            count += len(nodes)
-    if count:
-        keep_strides(module, exactly=not constant, free=free)
+        # Padding of earlier groups may have changed what these read.
+        products = [product for node in nodes if (product := _product(node)) is not None]
+        padding = _plan(products, size, inputs, compiled=compiled, constant=constant)
+        wanted = _pays(padding, device, decisions)
+        if decisions.take(products[0].node, f"padded to {size + padding.more}", wanted=wanted):
+            _pad(module.graph, padding)
+            count += len(products)
     drop_unused(module)
     return count
 
@@ -146,26 +160,36 @@ def _operand(node: Any) -> _Operand | None:
     turned = False
     while node.target is _aten.t.default:
         node, turned = node.args[0], not turned
-    recorded = reference_of(node)
-    if recorded is None or len(recorded.sizes) != 2 or (pinned(node) and node.op != "get_attr"):
+    if len(_sizes(node)) != 2 or (pinned(node) and node.op != "get_attr"):
         return None
     return _Operand(node, turned)
 
 
-def _multiple(node: fx.Node) -> int:
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    recorded = reference_of(node)
+    return recorded.sizes if recorded is not None else ()
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
     recorded = reference_of(node)
     assert recorded is not None
-    return max(1, _ALIGNED_BYTES * recorded.numel // max(recorded.nbytes, 1))
+    found: torch.dtype = getattr(torch, recorded.dtype)
+    return found
+
+
+def _multiple(node: fx.Node) -> int:
+    """Return how many elements are loaded at a time."""
+    return _ALIGNED_BYTES // _dtype(node).itemsize
 
 
 def _odd_size(product: _Product) -> int:
-    """The largest size of a large product that is no multiple of what is loaded at a time; 0 if there is none."""
+    """Find the largest size of a large product that is no multiple of what is loaded at a time; 0 if none is."""
     rows, terms, columns = product.sizes
     if rows * terms * columns < _LEAST_WORK:
         return 0
     multiple = _multiple(product.node)
     found = max((size for size in (rows, terms, columns) if size >= _LEAST_SIZE and size % multiple), default=0)
-    # A part of the columns is not row after row in memory, as who writes it in place may ask, and foreign operators.
+    # Some of the columns are not row after row in memory, as in-place writes and foreign operators may need it.
     rigid = pinned(product.node) or not all(map(_takes_any_strides, product.node.users))
     return 0 if rigid and found == columns else found
 
@@ -173,9 +197,9 @@ def _odd_size(product: _Product) -> int:
 def _takes_any_strides(reader: fx.Node) -> bool:
     """Whether an operator, and who reads its views, computes the same of a tensor that is not row after row in memory.
 
-    Not all of torch's do: of some, autograd's formulas give kernels what is contiguous already, and these do not look.
+    Not all of torch's do: autograd's formulas give some kernels what is contiguous already, and these do not look.
     """
-    if reader.op == "output" or reader.target in (restrided, laid_out, _in_parts):
+    if reader.op == "output" or reader.target in (restrided, laid_out):
         return True
     if not isinstance(reader.target, OpOverload) or pinned(reader):
         return False
@@ -186,49 +210,34 @@ def _takes_any_strides(reader: fx.Node) -> bool:
     return not _ELEMENTWISE.isdisjoint(reader.target.tags) or reader.target.overloadpacket in _STRIDED
 
 
-def _sizes(node: fx.Node) -> tuple[int, ...]:
-    recorded = reference_of(node)
-    assert recorded is not None
-    return recorded.sizes
+def _plan(
+    products: Sequence[_Product], size: int, inputs: Sequence[fx.Node], *, compiled: bool, constant: bool
+) -> _Padding:
+    """Decide how each matrix with the odd size gets its padding."""
 
+    def is_free(base: fx.Node) -> bool:
+        source = _source(base)
+        if source.op == "get_attr":
+            return constant
+        return compiled and source.op == "call_function" and source.target not in _LIBRARY_CALLS
 
-def _terms_come_apart(product: _Product, size: int, compiled: bool, constant: bool) -> bool:
-    """Whether to add the last terms of the sums by a product of their own: the right matrix stays as it is then.
-
-    Its rows are the terms, so that all but the last few of them are a part of it that lies as it does. To pad it is to
-    read and write all of it, to add is to read and write the result.
-    """
-    rows, terms, columns = product.sizes
-    right, left = product.right, product.left
-    if terms != size or size in (rows, columns) or right.turned or left.turned:
-        return False
-    return not _padded_for_nothing(right.base, compiled, constant) and terms > _TERMS_TO_ROWS * rows
-
-
-def _bases(products: Sequence[_Product], size: int, apart: Collection[fx.Node]) -> list[fx.Node]:
-    """Matrices that are to be padded: once each, and the model's own for each product that reads them."""
-    operands = (
-        one for product in products for one in (product.left, *([] if product.node in apart else [product.right]))
-    )
+    operands = [operand for one in products for operand in (one.left, one.right)]
     bases = [one.base for one in operands if size in one.sizes]
-    return [one for at, one in enumerate(bases) if one.op == "get_attr" or one not in bases[:at]]
-
-
-def _padded_for_nothing(base: fx.Node, compiled: bool, constant: bool) -> bool:
-    source = _source(base)
-    if source.op == "get_attr":
-        return constant
-    return compiled and source.op == "call_function" and source.target not in _LIBRARY_CALLS
+    # A weight is padded for each product that reads it: an optimizer may write it in between.
+    once = [one for at, one in enumerate(bases) if one.op == "get_attr" or one not in bases[:at]]
+    widened = {one: source for one in once if (source := _source(one)) in inputs and _may_widen(one, source, size)}
+    copied = [one for one in once if one not in widened and not is_free(one)]
+    return _Padding(products, size, -size % _multiple(products[0].node), widened, copied)
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view looks at; the node itself if it is none."""
+    """Return what a view looks at; the node itself if it is none."""
     views = _views(node)
     return views[-1].all_input_nodes[0] if views else node
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """The node and what it is a view of, as far as these are views."""
+    """Return the node and what it is a view of, as far as these are views."""
     found = []
     while node.op == "call_function" and (is_view(node.target) or node.target is _aten.reshape.default):
         found.append(node)
@@ -237,177 +246,139 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def _may_widen(base: fx.Node, source: fx.Node, size: int) -> bool:
-    """Whether a matrix is all of an input, row after row, whose other readers take any strides."""
+    """Whether a matrix is all of an input, row after row, whose readers take any strides and do not return it."""
     matrix, given = reference_of(base), reference_of(source)
     if matrix is None or given is None or pinned(source) or given.sizes[-1:] != (size,) or size in matrix.sizes[:1]:
         return False
     whole = matrix.numel == given.numel and matrix.sizes[1] == size
-    dense = all(row_by_row(one.sizes, one.strides) for one in (matrix, given))
-    if not whole or not dense or not all(one.target in _ONLY_SIZES for one in _views(base)):
+    if not whole or not all(row_by_row(one.sizes, one.strides) for one in (matrix, given)):
         return False
-    returned = any(one.op == "output" for one in _readers(source))
-    return not returned and all(map(_takes_any_strides, source.users))
+    if not all(one.target in _ONLY_SIZES for one in _views(base)):
+        return False
+    return all(one.op != "output" and _takes_any_strides(one) for one in source.users)
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads it, views and who reads these among them."""
-    found = list(node.users)
-    for one in found:
-        if is_view(one.target) or one.target is _aten.reshape.default:
-            found += [reader for reader in one.users if reader not in found]
-    return found
-
-
-def _pays(
-    products: Sequence[_Product],
-    apart: Collection[fx.Node],
-    copied: Sequence[fx.Node],
-    widened: Collection[fx.Node],
-    size: int,
-    more: int,
-    device: torch.device,
-    timer: Timer,
-) -> bool:
-    recorded = reference_of(products[0].node)
-    assert recorded is not None
-    dtype = getattr(torch, recorded.dtype)
-
-    @cache
-    def made(*sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, dtype=dtype, device=device).uniform_(-0.1, 0.1)
-
-    def example(sizes: tuple[int, int], turned: bool, more: int) -> torch.Tensor:
-        one = made(*(length + more * (length == size) for length in sizes))
-        return one.t() if turned else one
-
-    def narrowed(left: torch.Tensor, right: torch.Tensor, columns: int) -> torch.Tensor:
-        return torch.mm(left, right)[:, :columns].contiguous()
-
-    before: list[tuple[int, Callable[[], object]]] = []
-    after: list[tuple[int, Callable[[], object]]] = []
-    alike = Counter(
-        ((one.left.sizes, one.left.turned), (one.right.sizes, one.right.turned), one.node in apart) for one in products
-    )
-    for (left, right, by_parts), count in alike.items():
-        columns = right[0][0 if right[1] else 1]
-        before.append((count, partial(torch.mm, example(*left, 0), example(*right, 0))))
-        if by_parts:
-            after.append((count, partial(_in_parts, example(*left, more), example(*right, 0), size)))
-        else:
-            after.append((count, partial(narrowed, example(*left, more), example(*right, more), columns)))
-    for sizes, count in Counter(map(_sizes, copied)).items():
-        after.append((count, partial(_aten.constant_pad_nd.default, made(*sizes), _amounts(sizes, size, more))))
-    for sizes, count in Counter(map(_sizes, widened)).items():
-        given, wide = made(*sizes), made(*sizes[:-1], size + more)
-        before.append((count, partial(copy_rows, torch.empty_like(given), given)))
-        after.append((count, partial(copy_rows, corner(wide, sizes), given)))
-    times = timer([call for _, call in (*before, *after)])
+def _pays(padding: _Padding, device: torch.device, decisions: Decisions) -> bool:
+    """Whether products and the copies for their padding take clearly less time than the products as they are."""
+    if decisions.timer is None:
+        return False
+    try:
+        before, after = _alternatives(padding, device)
+        times = decisions.timer([call for _, call in (*before, *after)])
+    except RuntimeError:  # out of memory, most likely: examples are as large as what is padded
+        return False
     if None in times:
         return False
     taken = [count * (ns or 0.0) for (count, _), ns in zip((*before, *after), times, strict=True)]
     return sum(taken[: len(before)]) > _WORTH * sum(taken[len(before) :])
 
 
-def _amounts(sizes: Sequence[int], size: int, more: int) -> list[int]:
-    """Zeros before and after, the last dimension first."""
-    return [amount for length in reversed(sizes) for amount in (0, more * (length == size))]
+_Counted = list[tuple[int, Callable[[], object]]]
+"""Calls, each with how often it is made."""
 
 
-def _widen(graph: fx.Graph, source: fx.Node, size: int, more: int) -> fx.Node:
-    """Let an input have so many columns more, zeros; who reads it reads the part that this returns."""
-    given = reference_of(source)
-    assert given is not None
-    with graph.inserting_before(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))):
-        part = graph.call_function(_aten.slice.Tensor, (source, len(given.sizes) - 1, 0, size))
-    part.meta["ref"] = given
-    source.replace_all_uses_with(part, delete_user_cb=lambda user: user is not part)
-    sizes = (*given.sizes[:-1], size + more)
-    source.meta["ref"] = replace(given, sizes=sizes, strides=torch.empty(sizes, device="meta").stride())
-    return part
+def _alternatives(padding: _Padding, device: torch.device) -> tuple[_Counted, _Counted]:
+    """Make examples of all that runs without the padding, and of all that runs with it."""
+
+    @cache
+    def made(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=_dtype(padding.products[0].node), device=device).uniform_(-0.1, 0.1)
+
+    def example(sizes: Sequence[int], turned: bool) -> torch.Tensor:
+        return made(*sizes).t() if turned else made(*sizes)
+
+    def narrowed(left: torch.Tensor, right: torch.Tensor, columns: int) -> torch.Tensor:
+        return torch.mm(left, right)[:, :columns].contiguous()
+
+    before: _Counted = []
+    after: _Counted = []
+    alike = Counter((one.left.sizes, one.left.turned, one.right.sizes, one.right.turned) for one in padding.products)
+    for (left, left_turned, right, right_turned), count in alike.items():
+        rows, columns = example(left, left_turned), example(right, right_turned)
+        wide_rows, wide_columns = (
+            example(padding.padded(left), left_turned),
+            example(padding.padded(right), right_turned),
+        )
+        before.append((count, partial(torch.mm, rows, columns)))
+        after.append((count, partial(narrowed, wide_rows, wide_columns, columns.shape[1])))
+    for sizes, count in Counter(map(_sizes, padding.copied)).items():
+        after.append((count, partial(_aten.constant_pad_nd.default, made(*sizes), padding.amounts(sizes))))
+    for sizes, count in Counter(map(_sizes, set(padding.widened.values()))).items():
+        given, wide = made(*sizes), made(*sizes[:-1], padding.size + padding.more)
+        before.append((count, partial(copy_rows, torch.empty_like(given), given)))
+        after.append((count, partial(copy_rows, corner(wide, sizes), given)))
+    return before, after
 
 
-def _in_parts(left: torch.Tensor, right: torch.Tensor, terms: int) -> torch.Tensor:
-    """``left[:, :terms] @ right``, where the rows of ``left`` are padded, and ``terms`` is odd."""
-    even = terms - terms % (_ALIGNED_BYTES // left.element_size())
-    # The small sum is the one that is rounded to the result's type before it is added.
-    last = _aten.mm.default(_aten.slice.Tensor(left, 1, even, terms), _aten.slice.Tensor(right, 0, even, terms))
-    others = _aten.slice.Tensor(left, 1, 0, even), _aten.slice.Tensor(right, 0, 0, even)
-    found: torch.Tensor = _aten.addmm.default(last, *others)
-    return found
-
-
-def _pad(
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    size: int,
-    more: int,
-    widened: Mapping[fx.Node, fx.Node],
-    apart: Collection[fx.Node],
-) -> None:
-    """Pad products.
-
-    Args:
-        graph: changed in place.
-        nodes: the products.
-        size: what to pad.
-        more: by how much.
-        widened: of matrices that are a part of an input, that input, which is padded.
-        apart: those whose last terms come by a product of their own.
-    """
+def _pad(graph: fx.Graph, padding: _Padding) -> None:
+    """Put padded products in the place of all products, and parts of their results in the place of theirs."""
+    parts = {source: _widen(graph, source, padding) for source in dict.fromkeys(padding.widened.values())}
+    # Matrices that were an input show the part of it that is no padding now.
+    widened = {parts.get(base, base): source for base, source in padding.widened.items()}
     padded: dict[fx.Node, fx.Node] = {}
 
-    def of(operand: _Operand, node: fx.Node) -> fx.Node:
-        found = operand.base
-        if size in operand.sizes:
-            if operand.base not in padded:
-                if operand.base in widened:
-                    found = part = _rows(graph, widened[operand.base], size + more, node)
-                else:
-                    found, part = _padded(graph, operand, node, size, more)
-                if operand.base.op != "get_attr":  # an optimizer may write it: read when the product reads it
-                    padded[operand.base] = padded[part] = found
-            else:
-                found = padded[operand.base]
-        return graph.call_function(_aten.t.default, (found,)) if operand.turned else found
+    def operand(one: _Operand, node: fx.Node) -> fx.Node:
+        if padding.size not in one.sizes:
+            found = one.base
+        elif one.base in padded:
+            found = padded[one.base]
+        elif one.base in widened:
+            found = padded[one.base] = _rows(graph, widened[one.base], padding.size + padding.more, node)
+        else:
+            found, part = _padded(graph, one, node, padding)
+            if one.base.op != "get_attr":
+                padded[one.base] = padded[part] = found
+        return graph.call_function(_aten.t.default, (found,)) if one.turned else found
 
-    for node in nodes:
+    for node in (one.node for one in padding.products):
         product = _product(node)
         assert product is not None
         with graph.inserting_before(node):
-            if node in apart:
-                result = graph.call_function(_in_parts, (of(product.left, node), product.right.base, size))
-            else:
-                result = graph.call_function(_aten.mm.default, (of(product.left, node), of(product.right, node)))
+            matrices = operand(product.left, node), operand(product.right, node)
+            result = graph.call_function(_aten.mm.default, matrices)
             use_calls(result, node)
             result.meta["pinned"] = pinned(node)
             for dim, length in ((0, product.sizes[0]), (1, product.sizes[2])):
-                if length == size:
-                    result = graph.call_function(_aten.slice.Tensor, (result, dim, 0, size))
+                if length == padding.size:
+                    result = graph.call_function(_aten.slice.Tensor, (result, dim, 0, padding.size))
         result.meta |= {"ref": node.meta["ref"], "pinned": pinned(node)}
         node.replace_all_uses_with(result)
         graph.erase_node(node)
 
 
+def _widen(graph: fx.Graph, source: fx.Node, padding: _Padding) -> fx.Node:
+    """Ask for an input with padding in its rows, and return the part that its readers read now."""
+    given = reference_of(source)
+    assert given is not None
+    with graph.inserting_before(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))):
+        part = graph.call_function(_aten.slice.Tensor, (source, len(given.sizes) - 1, 0, padding.size))
+    part.meta["ref"] = given
+    source.replace_all_uses_with(part, delete_user_cb=lambda user: user is not part)
+    sizes = (*given.sizes[:-1], padding.size + padding.more)
+    source.meta["ref"] = replace(given, sizes=sizes, strides=torch.empty(sizes, device="meta").stride())
+    return part
+
+
 def _rows(graph: fx.Graph, source: fx.Node, columns: int, product: fx.Node) -> fx.Node:
-    """All of an input as a matrix."""
+    """Show all of an input as a matrix."""
     with graph.inserting_before(product):
         return graph.call_function(_aten.reshape.default, (source, [-1, columns]))
 
 
-def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, size: int, more: int) -> tuple[fx.Node, fx.Node]:
-    """The matrix with zeros around it, and what others read now: of a computed matrix, a part of that."""
+def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, padding: _Padding) -> tuple[fx.Node, fx.Node]:
+    """Pad a matrix, and return it and what others read now: of a computed matrix, a part of the padded one."""
     base, sizes = operand.base, operand.sizes
     computed = base.op == "call_function" and not any(user.op == "output" for user in base.users)
     with graph.inserting_after(base) if computed else graph.inserting_before(product):
-        made = graph.call_function(_aten.constant_pad_nd.default, (base, _amounts(sizes, size, more)))
+        made = graph.call_function(_aten.constant_pad_nd.default, (base, padding.amounts(sizes)))
     use_calls(made, _source(base) if computed else product)
     part = base
     if computed:
         part = made
         for dim, length in enumerate(sizes):
-            if length == size:
+            if length == padding.size:
                 with graph.inserting_after(part):
-                    part = graph.call_function(_aten.slice.Tensor, (part, dim, 0, size))
+                    part = graph.call_function(_aten.slice.Tensor, (part, dim, 0, padding.size))
         part.meta["ref"] = base.meta["ref"]
         base.replace_all_uses_with(part, delete_user_cb=lambda user: user is not made and _takes_any_strides(user))
     return made, part

@@ -1,4 +1,4 @@
-"""A graph cut in two: what comes first can be compiled, and the rest runs as it was recorded."""
+"""A graph cut in two, so that one part can be compiled while the other runs as it was recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["cut_before"]
 
 
 def cut_before(module: fx.GraphModule, first: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graph up to ``first``, and from there on. O(nodes).
+    """Cut a graph before ``first``. O(nodes).
 
     Args:
         module: from inputs to a tuple of outputs; left as it is.

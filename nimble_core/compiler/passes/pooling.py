@@ -1,4 +1,4 @@
-"""Pooling in the layout in which it is fast: torch's own pools of channels-last tensors can take many times as long.
+"""Pooling in the layout in which it is fast: torch's own pools can take many times as long channels last.
 
 Changing the layout there and back costs two copies; whether that pays is measured for each distinct pool.
 """
@@ -6,15 +6,18 @@ Changing the layout there and back costs two copies; whether that pays is measur
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from nimble_core.compiler.passes.channels_last import writes_through_views
+from nimble_core.compiler.passes.channels_last import layout_matters
 from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.to_fx import drop_unused, pinned, reference_of, use_calls
+from nimble_core.ir.program import TensorRef
+from nimble_core.runtime.device import Timed
 
 __all__ = ["choose_pools"]
 
@@ -23,13 +26,20 @@ _POOLS = {_aten.max_pool2d_with_indices.default, _aten.avg_pool2d.default}
 
 
 def choose_pools(module: fx.GraphModule, device: torch.device, decisions: Decisions) -> int:
-    """Let pools of channels-last tensors run contiguous where that is faster; how many do then.
+    """Let pools of channels-last tensors run contiguous where that is faster.
 
-    Their results are channels last, whatever they read; where memory is written through views, all pools stay.
+    Their results are channels last, whatever they read.
+
+    Args:
+        module: changed in place; if its results depend on the layout, all pools stay.
+        device: where it runs.
+        decisions: if nothing is measured, all pools stay.
+
+    Returns:
+        How many pools run contiguous.
     """
-    if writes_through_views(module):
+    if layout_matters(module):
         return 0
-    chosen: dict[Any, bool] = {}
     count = 0
     for node in list(module.graph.nodes):
         if node.target not in _POOLS or pinned(node):
@@ -39,17 +49,8 @@ def choose_pools(module: fx.GraphModule, device: torch.device, decisions: Decisi
         if source is None or len(source.sizes) != 4 or any(user.args[1] for user in results):
             continue
         key = (node.target, source.sizes, source.dtype, str(node.args[1:]), str(node.kwargs))
-        timer = decisions.timer
-        if key not in chosen and timer is None:
-            chosen[key] = False
-        elif key not in chosen and timer is not None:
-            x = torch.empty(source.sizes, dtype=getattr(torch, source.dtype), device=device).uniform_(-1, 1)
-            x = x.to(memory_format=torch.channels_last)
-            ways = [partial(node.target, x, *node.args[1:], **node.kwargs)]
-            ways.append(partial(_contiguous, node.target, x, *node.args[1:], **node.kwargs))
-            as_is, turned = timer(ways)
-            chosen[key] = as_is is not None and turned is not None and turned < as_is
-        if decisions.take(node, "contiguous pool", wanted=chosen[key]):
+        wanted = decisions.second_is_faster(key, partial(_ways, node, source, device))
+        if decisions.take(node, "contiguous pool", wanted=wanted):
             with module.graph.inserting_before(node):
                 made = module.graph.call_function(_contiguous, (node.target, *node.args), dict(node.kwargs))
             use_calls(made, node)
@@ -61,7 +62,15 @@ def choose_pools(module: fx.GraphModule, device: torch.device, decisions: Decisi
     return count
 
 
-def _contiguous(pool: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``pool`` on a contiguous copy, its result in channels last."""
+def _ways(pool: fx.Node, source: TensorRef, device: torch.device) -> list[Timed]:
+    """Make calls of a pool on a channels-last example, as it is and contiguous."""
+    x = torch.empty(source.sizes, dtype=getattr(torch, source.dtype), device=device).uniform_(-1, 1)
+    x = x.to(memory_format=torch.channels_last)
+    run: Any = pool.target
+    return [partial(run, x, *pool.args[1:], **pool.kwargs), partial(_contiguous, run, x, *pool.args[1:], **pool.kwargs)]
+
+
+def _contiguous(pool: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run ``pool`` on a contiguous copy, and return its first result in channels last."""
     made = pool(x.contiguous(), *args, **kwargs)
     return (made if isinstance(made, torch.Tensor) else made[0]).contiguous(memory_format=torch.channels_last)

@@ -1,8 +1,8 @@
-"""Random numbers of a compiled graph, drawn ahead of it by the calls that eager draws them with.
+"""Random numbers of a compiled graph, drawn ahead of it by eager's own calls.
 
-A compiler draws other numbers than eager does, and what it makes of dropout could not be held against eager. What
-random operators draw depends on shapes alone, most often: so they run first, in eager's order, and masks reach the
-compiled kernels as inputs. Nothing waits for them, and kernels on both sides of a dropout can become one.
+A compiler draws other numbers than eager does, so its dropout could not be compared with eager's. What random operators
+draw mostly depends on shapes alone: so they run first, in eager's order, and masks reach the compiled kernels as
+inputs. Nothing waits for them, and kernels on both sides of a dropout can become one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LIKE = {_DROPOUT, _aten.rand_like.default, _aten.randn_like.default}
 def draws_apart(module: fx.GraphModule, where: torch.device) -> tuple[fx.GraphModule | None, fx.GraphModule]:
     """Cut a graph into the calls that draw its random numbers, and all the rest.
 
-    Numbers come in a fixed order, so either all of these calls are moved or none is. Dropout becomes a product with
+    Numbers are drawn in a fixed order, so either all of these calls move or none does. Dropout becomes a product with
     its mask, scaled as ATen scales it.
 
     Args:
         module: changed in place, into the same computation with its draws first.
-        where: its tensors are.
+        where: the device of its tensors.
 
     Returns:
         ``draws``, from the inputs to a tuple of what the rest reads, inputs among it; and the rest, from these to the
@@ -71,7 +71,7 @@ def _can_be_ahead(node: fx.Node) -> bool:
 
 
 def _drawn(graph: fx.Graph, node: fx.Node, where: torch.device) -> fx.Node:
-    """The call again, where ``graph`` inserts; of dropout, its mask."""
+    """Add the call once more, where ``graph`` inserts, and return what it draws: of dropout, its mask."""
     model = node.all_input_nodes[0] if node.all_input_nodes else None
     copies: dict[fx.Node, fx.Node] = {}
     if model is not None:
@@ -88,7 +88,7 @@ def _drawn(graph: fx.Graph, node: fx.Node, where: torch.device) -> fx.Node:
 
 
 def _apply(graph: fx.Graph, node: fx.Node, mask: fx.Node) -> None:
-    """Dropout's results from its mask."""
+    """Compute dropout's results from its mask."""
     given = arguments_of(node)
     for user in list(node.users):
         result = mask

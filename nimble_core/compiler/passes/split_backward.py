@@ -1,34 +1,24 @@
 """Gradients that one call computes independently, as calls of their own: the rest of the backward waits for one only.
 
-Autograd asks one operator for all gradients of a layer. A call runs on one stream, so the layer before waits for the
-gradients of weights too, which nobody reads until the optimizer does. Split is what separate kernels compute anyway:
+Autograd asks one operator for all gradients of a layer. A call runs on one stream, so the layer before would wait for
+the gradients of weights too, which nobody reads until the optimizer does. Split is what separate kernels compute:
 
-- ``convolution_backward``: input and weight have routines of their own. The bias is a sum of the output's gradient,
-  which is what ATen computes where a library offers nothing for it, cuDNN among them. oneDNN sums while it computes
-  the weight's gradient, in another order; asked for the bias alone, it computes both.
+- ``convolution_backward``: input and weight have routines of their own; the bias is a sum of the output's gradient.
 - ``native_layer_norm_backward``, ``_fused_rms_norm_backward``: rows for the input, columns for weight and bias.
 
-Left whole is what shares its work, or is not one call to begin with:
-
-- batch norm, ``native_group_norm_backward``: the sums behind the weight's gradient are what the input's is made of.
-- attentions: one pass over the probabilities gives query, key and value; their masks only leave out what is stored.
-- recurrent layers of libraries: the pass for weights reads what the pass for data leaves behind.
-- PReLU, weight norm, grid sampling, cells of LSTM and GRU: one kernel stores all of it, masks or not.
-- embeddings have a single gradient; ``linear``, ``mm`` and ``bmm`` reach the recorder as a product for each gradient
-  and a sum (``linear_backward`` exists for nested tensors and devices that are neither CPU nor CUDA).
+Operators that share work between their gradients stay whole: batch and group norm, attentions, recurrent layers, PReLU.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from nimble_core.compiler.to_fx import add_call, arguments_of, pinned, reference_of
-from nimble_core.torch_compat.dispatch import OpOverload
 
 __all__ = ["split_backward"]
 
@@ -42,8 +32,8 @@ _APART: dict[Any, tuple[tuple[int, ...], ...]] = {
 """Results of an operator, by place, in groups that need nothing of each other; what others wait for comes first."""
 
 
-def split_backward(module: fx.GraphModule, choose: Callable[[fx.Node], bool] | None = None) -> int:
-    """Compute gradients that need nothing of each other in separate calls; how many calls were split.
+def split_backward(module: fx.GraphModule) -> int:
+    """Compute gradients that need nothing of each other in separate calls.
 
     Each new call stands where the old one stood, for the same eager calls, and makes the same values in the same
     layout, to the bit but for the bias of a convolution. So it may read and make memory that is written in place
@@ -51,12 +41,14 @@ def split_backward(module: fx.GraphModule, choose: Callable[[fx.Node], bool] | N
 
     Args:
         module: changed in place.
-        choose: asked once for each call that could be split, in graph order; None: all of them.
+
+    Returns:
+        How many calls were split.
     """
     count = 0
     for node in list(module.graph.nodes):
         parts = _parts(node)
-        if len(parts) > 1 and (choose is None or choose(node)):
+        if len(parts) > 1:
             _split(module.graph, node, parts)
             count += 1
     return count
@@ -75,14 +67,10 @@ def _parts(node: fx.Node) -> list[list[fx.Node]]:
 
 def _split(graph: fx.Graph, node: fx.Node, parts: Sequence[Sequence[fx.Node]]) -> None:
     given = arguments_of(node)
-    assert isinstance(node.target, OpOverload)
     with graph.inserting_before(node):
         for items in parts:
-            total = _bias_as_sum(graph, node, items)
-            if total is not None:
-                for item in items:
-                    item.replace_all_uses_with(total)
-                    graph.erase_node(item)
+            if node.target is _CONVOLUTION and items[0].args[1] == _BIAS:
+                _sum_for_bias(graph, given["grad_output"], items)
                 continue
             read = {item.args[1] for item in items}
             given["output_mask"] = [place in read for place in range(len(given["output_mask"]))]
@@ -93,14 +81,12 @@ def _split(graph: fx.Graph, node: fx.Node, parts: Sequence[Sequence[fx.Node]]) -
     graph.erase_node(node)
 
 
-def _bias_as_sum(graph: fx.Graph, node: fx.Node, items: Sequence[fx.Node]) -> fx.Node | None:
-    """The gradient of a convolution's bias; None if it is another one, or its shape or type is not known."""
-    if node.target is not _CONVOLUTION or items[0].args[1] != _BIAS:
-        return None
-    source = arguments_of(node)["grad_output"]
-    before, after = reference_of(source), reference_of(items[0])
-    if before is None or after is None or before.dtype != after.dtype:
-        return None
-    total = add_call(graph, _aten.sum.dim_IntList, (source, [0, *range(2, len(before.sizes))]), items)
+def _sum_for_bias(graph: fx.Graph, gradient: fx.Node, items: Sequence[fx.Node]) -> None:
+    """Compute the gradient of a convolution's bias as the sum that it is."""
+    recorded = reference_of(gradient)
+    assert recorded is not None
+    total = add_call(graph, _aten.sum.dim_IntList, (gradient, [0, *range(2, len(recorded.sizes))]), items)
     total.meta["pinned"] = any(pinned(item) for item in items)
-    return total
+    for item in items:
+        item.replace_all_uses_with(total)
+        graph.erase_node(item)

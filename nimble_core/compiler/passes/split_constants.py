@@ -1,18 +1,19 @@
-"""What depends on weights alone is computed once, ahead of time, and can be computed again when weights change.
+"""What depends on weights alone, computed once, ahead of time, and again when weights change.
 
 The graph is cut in two: one from the model's own tensors to constants, run now and on every refresh, and the rest,
-which reads the constants. Folded weights, joined weights, weights in another layout, masks and positions: all of it is
-the same to this cut.
+which reads the constants. Folded weights, joined weights, weights in another layout, masks and positions are all alike
+to this cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
-from nimble_core.compiler.passes.conv_algorithms import padded_channels
+from nimble_core.compiler.passes.conv_forms import padded_channels
 from nimble_core.compiler.passes.fold_batchnorm import narrowed, norm_scale, norm_shift, scaled_weight, shift_as
-from nimble_core.compiler.passes.merge_siblings import joined
 from nimble_core.compiler.to_fx import add_call, drop_unused, graph_module, is_view, made_of, only_computes, pinned
 from nimble_core.tracing.folded_weights import Folded
 from nimble_core.tracing.operator_traits import overlaps_itself
@@ -20,11 +21,11 @@ from nimble_core.tracing.strides import restrided
 
 __all__ = ["WEIGHT_FUNCTIONS", "split_constants"]
 
-WEIGHT_FUNCTIONS = {norm_scale, norm_shift, narrowed, scaled_weight, shift_as, joined, padded_channels}
-"""Functions of our own that compute weights from weights."""
+WEIGHT_FUNCTIONS = {norm_scale, norm_shift, narrowed, scaled_weight, shift_as, padded_channels}
+"""Our own functions that compute weights from weights."""
 
 _GROWTH_NBYTES = 64 << 20
-"""Constants that are larger than this and larger than what they are made of stay calls."""
+"""Constants that are larger by this than what they are made of stay calls."""
 
 
 def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | None:
@@ -44,52 +45,61 @@ def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | N
                 constant.add(node)
         elif node.op == "call_function" and _pure(node) and all(one in constant for one in node.all_input_nodes):
             constant.add(node)
-    computed = {node for node in constant if node.op == "call_function" and _computes(node)}
-    roots = [node for node in module.graph.nodes if node in computed and _wanted_outside(node, constant)]
+    roots = [node for node in module.graph.nodes if node in constant and _is_wanted(node, constant)]
     if not roots:
         return None
     _hand_out_copies(module, constant)
+    values = _values(module, roots)
+    kept = [(node, value) for node, value in zip(roots, values, strict=True) if not _grows(module, node, value)]
+    if not kept:
+        return None
+    compute, sources = _cut(module, [node for node, _ in kept])
+    for place, (node, value) in enumerate(kept):
+        module.register_buffer(f"folded_{place}", value)
+        with module.graph.inserting_before(node):
+            folded = module.graph.get_attr(f"folded_{place}")
+        folded.meta.update(node.meta)
+        node.replace_all_uses_with(folded)
+    drop_unused(module)
+    module.graph.lint()
+    module.recompile()
+
+    def recompute() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(compute())
+
+    constants = tuple(value for _, value in kept)
+    return Folded(recompute, constants, tuple((names.get(one, one), getattr(module, one)) for one in sources))
+
+
+def _cut(module: fx.GraphModule, roots: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[str]]:
+    """Copy what computes ``roots`` into a graph of its own, and name the attributes that it reads."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in made_of(roots, module.graph):
         copies[node] = graph.node_copy(node, lambda one: copies[one])
     graph.output([copies[node] for node in roots])
-    compute = graph_module(module, graph)
+    sources = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+    return graph_module(module, graph), list(sources)
+
+
+def _values(module: fx.GraphModule, roots: Sequence[fx.Node]) -> list[torch.Tensor]:
+    """Compute ``roots`` now, each in memory of its own."""
+    compute, _ = _cut(module, roots)
     with torch.no_grad():
-        values = [value.contiguous() if overlaps_itself(value) else value.clone() for value in compute()]
-    kept: list[torch.Tensor] = []
-    used: list[int] = []
-    for place, (node, value) in enumerate(zip(roots, values, strict=True)):
-        if value.nbytes > _GROWTH_NBYTES:
-            parts = [one for one in made_of([copies[node]], graph) if one.op == "get_attr"]
-            if value.nbytes > _GROWTH_NBYTES + sum(getattr(module, str(one.target)).nbytes for one in parts):
-                continue
-        name = f"folded_{len(kept)}"
-        module.register_buffer(name, value)
-        with module.graph.inserting_before(node):
-            constant_node = module.graph.get_attr(name)
-        constant_node.meta.update(node.meta)
-        node.replace_all_uses_with(constant_node)
-        kept.append(value)
-        used.append(place)
-    wanted = [copies[roots[place]] for place in used]
-    sources = dict.fromkeys(str(one.target) for one in made_of(wanted, graph) if one.op == "get_attr")
-    drop_unused(module)
-    module.graph.lint()
-    module.recompile()
-    if not kept:
-        return None
+        return [value.contiguous() if overlaps_itself(value) else value.clone() for value in compute()]
 
-    def recompute() -> list[torch.Tensor]:
-        with torch.no_grad():
-            values = compute()
-        return [values[place] for place in used]
 
-    return Folded(recompute, tuple(kept), tuple((names.get(one, one), getattr(module, one)) for one in sources))
+def _grows(module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether a constant is much larger than what it is made of."""
+    if value.nbytes <= _GROWTH_NBYTES:
+        return False
+    sources = [one for one in made_of([node], module.graph) if one.op == "get_attr"]
+    return bool(value.nbytes > _GROWTH_NBYTES + sum(getattr(module, str(one.target)).nbytes for one in sources))
 
 
 def _hand_out_copies(module: fx.GraphModule, constant: set[fx.Node]) -> None:
-    """Let the graph return copies of constants: whoever gets them may write them."""
+    """Let the graph return copies of constants, because whoever gets them may write them."""
     outputs = module.graph.output_node()
     for result in outputs.all_input_nodes:
         made = result.args[0] if result.target is restrided else result
@@ -112,5 +122,6 @@ def _computes(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
-def _wanted_outside(node: fx.Node, constant: set[fx.Node]) -> bool:
-    return any(user not in constant for user in node.users)
+def _is_wanted(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Whether a node computes a constant that others than constants read."""
+    return node.op == "call_function" and _computes(node) and any(user not in constant for user in node.users)

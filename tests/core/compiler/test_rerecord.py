@@ -1,24 +1,14 @@
-"""Any sequence of rewrites computes what eager computes, and every eager call is still accounted for."""
+"""A rewritten graph, run again under the recorder: its calls can be issued, and stand for eager calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import fx, nn
 
-from nimble_core.compiler.passes.channels_last import to_channels_last
-from nimble_core.compiler.passes.conv_algorithms import choose_forms
-from nimble_core.compiler.passes.cse import share_equal
 from nimble_core.compiler.passes.decisions import Decisions
-from nimble_core.compiler.passes.fold_batchnorm import affine_norms, fold_affine
-from nimble_core.compiler.passes.gemv import row_products_as_sums
-from nimble_core.compiler.passes.merge_siblings import merge_siblings
-from nimble_core.compiler.passes.pooling import choose_pools
 from nimble_core.compiler.passes.split_constants import split_constants
 from nimble_core.compiler.rerecord import provenance_of, tracked
 from nimble_core.compiler.to_fx import calls_of, lift
@@ -28,6 +18,7 @@ from nimble_core.runtime.host.device import HostDevice
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Issuer, Recording, issuing
 from nimble_core.tracing.rewritten import Rewritten
+from tests.core.compiler.passes.test_every_pass import SEQUENCES, rewrite_all
 from tests.support.rewrite_models import (
     Drawn,
     claimed,
@@ -38,65 +29,7 @@ from tests.support.rewrite_models import (
     lifted,
     recorded,
     same,
-)  # fmt: skip
-
-HOST = torch.device("cpu")
-REWRITES = [
-    "affine", "affine", "affine", "fold", "share", "layout", "siblings", "convolutions", "rows", "pools", "forms",
-    "compiled forms",
-]  # fmt: skip
-
-
-def rewrite(module: fx.GraphModule, names: Sequence[str], decisions: Decisions) -> None:
-    """Several rewrites in any order."""
-    layout = False
-    for name in names:
-        if name == "affine":
-            affine_norms(module)
-        elif name == "fold":
-            fold_affine(module)
-        elif name == "share":
-            share_equal(module)
-        elif name == "layout":
-            layout = layout or to_channels_last(module) > 0
-        elif name in ("siblings", "convolutions"):
-            merge_siblings(module, HOST, decisions, channels_last=layout, compiled=name == "convolutions")
-        elif name == "rows":
-            row_products_as_sums(module)
-        elif name == "pools":
-            choose_pools(module, HOST, decisions)
-        else:
-            choose_forms(module, HOST, decisions, channels_last=layout, compiled=name != "forms")
-        module.graph.lint()
-    module.recompile()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)])
-def test_any_sequence_of_rewrites(dtype: torch.dtype, tolerance: float) -> None:
-    @settings(max_examples=35)
-    @given(
-        drawn_models(dtype=dtype),
-        st.lists(st.sampled_from(REWRITES), max_size=6),
-        st.lists(st.floats(1.0, 2.0), min_size=1, max_size=5),
-    )
-    def check(made: tuple[Drawn, tuple[torch.Tensor, ...]], names: list[str], times: list[float]) -> None:
-        model, inputs = made
-        one = recorded(model, *inputs)
-        wanted = eager_effects(one)
-        module = lift(one.recording)
-        before = claimed(module)
-        rewrite(module, names, Decisions(fake_timer(times)))
-        assert claimed(module) == before
-        assert same(effects(module, one), wanted, tolerance)
-        split_constants(module, {})
-        module.recompile()
-        for _ in range(2):
-            assert same(effects(module, one), wanted, tolerance)
-
-    check()
-
-
-# -- run again under the recorder ------------------------------------------------------------------------------------
+)
 
 
 def run_again(one: Any, module: fx.GraphModule) -> Recording:
@@ -106,7 +39,7 @@ def run_again(one: Any, module: fx.GraphModule) -> Recording:
 
 
 @settings(max_examples=20)
-@given(drawn_models(), st.lists(st.sampled_from(REWRITES), max_size=5))
+@given(drawn_models(), SEQUENCES)
 def test_a_rewritten_program_can_be_issued_and_knows_its_calls(
     made: tuple[Drawn, tuple[torch.Tensor, ...]], names: list[str]
 ) -> None:
@@ -114,7 +47,7 @@ def test_a_rewritten_program_can_be_issued_and_knows_its_calls(
     one = recorded(model, *inputs)
     wanted = eager_effects(one)
     module = lift(one.recording)
-    rewrite(module, names, Decisions(fake_timer([1.0, 1.5])))
+    rewrite_all(module, names, Decisions(fake_timer([1.0, 1.5])))
     again = run_again(one, module)
     assert again.program.fuse == "library"
     assert not again.unseen
@@ -142,7 +75,7 @@ def test_each_call_says_what_it_stands_for() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     one = recorded(model, torch.randn(1, 3, 5, 5))
     module = lift(one.recording)
-    rewrite(module, ["affine", "forms"], Decisions())
+    rewrite_all(module, ["norms apart", "forms"], Decisions())
     split_constants(module, {})
     calls = run_again(one, module).program.calls  # oneDNN's, and the ReLU in place
     assert len(calls) == 2

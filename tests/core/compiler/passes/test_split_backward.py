@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import networkx
@@ -17,7 +17,6 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nimble_core.compiler.passes.cse import share_equal
-from nimble_core.compiler.passes.decisions import Decisions
 from nimble_core.compiler.passes.split_backward import split_backward
 from nimble_core.compiler.rerecord import tracked
 from nimble_core.compiler.to_fx import CALL_PREFIX, calls_of, drop_unused, lift, movable, pinned, reference_of
@@ -26,14 +25,9 @@ from nimble_core.ir.program import TensorRef
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.tracing.rewritten import Rewritten
 from tests.support.rewrite_models import (
-    Drawn,
     claimed,
-    drawn_models,
-    eager_effects,
-    effects,
     lifted,
     recorded,
-    same,
     strides_that_matter,
     targets,
     unchanged_by,
@@ -310,16 +304,6 @@ def test_what_is_left_whole(model: nn.Module, shape: Sequence[int], operators: l
     assert together == [f"aten.{name}.default" for name in operators]
 
 
-@settings(max_examples=20)
-@given(drawn_models())
-def test_models_without_a_backward_stay(made: tuple[Drawn, tuple[torch.Tensor, ...]]) -> None:
-    model, inputs = made
-    _, module = lifted(model, *inputs)
-    before = str(module.graph)
-    assert split_backward(module) == 0
-    assert str(module.graph) == before
-
-
 def test_the_layer_before_waits_for_the_inputs_gradient_alone() -> None:
     one, module = lifted(Backward(small()), torch.randn(2, 3, 8, 8).double())
     split_backward(module)
@@ -340,44 +324,6 @@ def test_the_layer_before_waits_for_the_inputs_gradient_alone() -> None:
         assert calls[0].origins == one.recording.program.calls[calls[0].eager[0]].origins
 
 
-# -- which ------------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.booleans(), min_size=5, max_size=5))
-@settings(max_examples=12)
-def test_only_what_is_chosen(wanted: list[bool]) -> None:
-    one = recorded(Backward(small()), torch.randn(2, 3, 8, 8).double())
-    asked: list[tuple[int, ...]] = []
-
-    def choose(node: fx.Node) -> bool:
-        asked.append(calls_of(node))
-        return wanted[len(asked) - 1]
-
-    def rewrite(module: fx.GraphModule) -> None:
-        able = [calls_of(node) for node in nodes_of(module, CONVOLUTION, LAYER_NORM)]
-        assert split_backward(module, choose) == sum(wanted)
-        assert asked == able
-        assert split_backward(module) == len(able) - sum(wanted)
-
-    unchanged_by(rewrite, one, 1e-12)
-
-
-def test_choices_can_be_given_again() -> None:
-    one = recorded(Backward(small()), torch.randn(2, 3, 8, 8).double())
-
-    def run(decisions: Decisions, wanted: Callable[[fx.Node], bool]) -> list[str]:
-        module = lift(one.recording)
-        split_backward(module, lambda node: decisions.take(node, "split backward", wanted=wanted(node)))
-        return targets(module)
-
-    first = Decisions()
-    made = run(first, lambda node: node.target is CONVOLUTION)
-    assert len(first.made) == 4
-    again = Decisions(None, frozenset(first.made))
-    assert run(again, lambda node: False) == made
-    assert again.made == first.made
-
-
 # -- graphs that others made ------------------------------------------------------------------------------------------
 
 
@@ -391,24 +337,6 @@ def convolution(*, mask: tuple[bool, bool, bool] = (True, True, True)) -> tuple[
         return [one for one in found if one is not None]
 
     return traced(gradients, *tensors), tensors
-
-
-def test_a_bias_of_unknown_shape_or_type_is_left_to_the_convolution() -> None:
-    def nothing(node: fx.Node) -> None:
-        del node.meta["ref"]
-
-    def other_type(node: fx.Node) -> None:
-        node.meta["ref"] = replace(node.meta["ref"], dtype="float32", itemsize=4)
-
-    for spoil in (nothing, other_type):
-        module, tensors = convolution()
-        wanted = module(*tensors)
-        spoil(next(iter(module.graph.nodes)))
-        assert split_backward(module) == 1
-        is_sound(module)
-        module.recompile()
-        assert [node.args[-1].index(True) for node in nodes_of(module, CONVOLUTION)] == [0, 1, 2]
-        assert all(torch.equal(a, b) for a, b in zip(module(*tensors), wanted, strict=True))
 
 
 def test_a_result_taken_twice_is_computed_once() -> None:
@@ -487,16 +415,3 @@ def test_on_cuda(kind: str, dtype: torch.dtype) -> None:
         made = module(*tensors)
     for mine, theirs in zip(made, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, check_stride=True)
-
-
-def test_the_check_would_notice_a_wrong_gradient() -> None:
-    one = recorded(Backward(small()), torch.randn(2, 3, 8, 8).double())
-    module = lift(one.recording)
-    split_backward(module)
-    nodes_of(module, aten.sum.dim_IntList)[-1].args = (nodes_of(module, aten.sum.dim_IntList)[-1].args[0], [0, 1, 3])
-    module.recompile()
-    try:
-        found = same(effects(module, one), eager_effects(one), 1e-3)
-    except RuntimeError:
-        found = False
-    assert not found

@@ -21,6 +21,7 @@ from nimble_core.compiler.passes.split_constants import split_constants
 from nimble_core.compiler.to_fx import lift
 from nimble_core.tracing.folded_weights import Folded
 from tests.support.rewrite_models import (
+    HOST,
     Drawn,
     drawn_models,
     eager_effects,
@@ -38,7 +39,7 @@ def usual(module: fx.GraphModule) -> None:
     affine_norms(module)
     share_equal(module)
     to_channels_last(module)
-    merge_siblings(module, torch.device("cpu"), Decisions(), channels_last=True, compiled=False)
+    merge_siblings(module, HOST, Decisions(), convolutions=True)
     fold_affine(module)
 
 

@@ -1,0 +1,250 @@
+"""Kernels that cannot be made, or are not right, are left out with the reason; reports say so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nimble_core import Nimble, Options
+from nimble_core.autotune import autotune
+from nimble_core.compiler import pipeline
+from nimble_core.runtime.fake import FakeDevice
+from nimble_core.tracing.recorded import Stopwatch, check_inputs, record_static
+from nimble_core.utils.errors import CaptureError, DeviceError
+from nimble_viz import load
+from nimble_viz.collect.compare import compare
+from nimble_viz.collect.progress import Progress
+from nimble_viz.render.text import plain_text
+from tests.support.fused_models import DEVICES, compiler_broken, engine, fused, made, mistaken, quick
+from tests.support.models import make
+
+FUSED = ["library", "inductor"]
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+
+
+def left_out(net: Nimble, fuse: str) -> str:
+    """Return the note of kernels that were left out, where eager's own run."""
+    assert next(one for one in engine(net).candidates if one.chosen).fuse == fused(net) != fuse
+    (note,) = [note for note in engine(net).notes if note.startswith(f"{fuse}: ")]
+    return note
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("not today\nnor tomorrow")
+
+
+# -- what cannot be made -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tune", ["off", "fast"])
+@pytest.mark.parametrize("policy", ["auto", "nimble", "single"])
+def test_an_operator_that_a_compiler_does_not_know(policy: str, tune: Any) -> None:
+    model, args, kwargs = make("custom_operators")  # has no fake kernel
+    net = Nimble(model, Options(fuse="inductor", policy=policy, tune=tune)).prepare(*args, **kwargs)
+    assert "Inductor could not compile the model" in left_out(net, "inductor")
+    assert "no fake impl" in left_out(net, "inductor")
+    (candidate,) = [one for one in engine(net).candidates if one.fuse == "inductor"]
+    assert candidate.name == "inductor"
+    assert candidate.note in left_out(net, "inductor")
+    if policy != "auto":
+        assert engine(net).schedule.policy == policy
+    torch.testing.assert_close(net(*args, **kwargs), model(*args, **kwargs))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("place", "fuse"),
+    [
+        ("torch._inductor.compile", "inductor"),
+        ("nimble_core.compiler.pipeline.share_equal", "library"),
+        ("nimble_core.compiler.pipeline.split_constants", "inductor"),
+        ("nimble_core.compiler.rerecord._Tracked.run_node", "library"),
+    ],
+)
+def test_whatever_fails_while_kernels_are_made_leaves_them_out(
+    place: str, fuse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, draw = made("tower")
+    x = draw()
+    monkeypatch.setattr(place, fail)
+    net = Nimble(model, quick(fuse)).prepare(x)
+    assert "ZeroDivisionError: not today" in left_out(net, fuse)
+    assert "tomorrow" not in left_out(net, fuse)
+    torch.testing.assert_close(net(x), model(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("fuse", "scale"), [("inductor", 2.345), ("auto", 3.456)])
+def test_a_kernel_that_does_not_compile_is_left_out(
+    fuse: str, scale: float, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (fuse, device) == ("auto", "cpu"):
+        pytest.skip("on a CPU nothing is compiled unless it is asked for")
+    monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x * scale + 1).sigmoid() * x).softmax(-1)
+
+    with compiler_broken():
+        net = Nimble(model, Options(fuse=fuse, budget_s=200.0)).prepare(torch.randn(6, 7, device=device))
+    assert "PassManager::run failed" in left_out(net, "inductor")
+    (left,) = [one for one in engine(net).candidates if one.fuse == "inductor"]
+    assert left.note in left_out(net, "inductor")
+    for _ in range(3):
+        x = torch.randn(6, 7, device=device)
+        torch.testing.assert_close(net(x), model(x))
+
+
+def test_an_interruption_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "share_equal", stop)
+    model, draw = made("tower")
+    with pytest.raises(KeyboardInterrupt):
+        Nimble(model, quick("library")).prepare(draw())
+
+
+def test_a_launch_that_was_not_seen_is_an_error() -> None:
+    class Blind(FakeDevice):
+        def record(self, *args: Any, **kwargs: Any) -> Any:
+            recording = super().record(*args, **kwargs)
+            return recording if len(args) < 5 else replace(recording, unseen=2, unseen_where="after call 3")
+
+    model, draw = made("tower")
+    x, device = draw(), Blind()
+    recorded = record_static(device, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
+    with pytest.raises(CaptureError, match="2 launches of the library kernels belong to no call") as caught:
+        pipeline.fuse(device, recorded, "library", step=Stopwatch())
+    assert "after call 3" in str(caught.value)
+
+
+# -- what is not right -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fuse", FUSED)
+@pytest.mark.parametrize("tune", ["off", "fast"])
+def test_kernels_that_compute_something_else_are_left_out(
+    fuse: str, tune: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistaken(monkeypatch)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    model, draw = made("residual", device)
+    net = Nimble(model, quick(fuse, tune=tune)).prepare(draw())
+    assert "outputs differ from float64's" in left_out(net, fuse)
+    wrong = [one for one in engine(net).candidates if one.fuse == fuse]
+    assert wrong
+    assert all(one.check and one.check.differs and one.name.startswith(f"{fuse}, ") for one in wrong)
+    assert engine(net).schedule.policy == "nimble"
+    x = draw()
+    torch.testing.assert_close(net(x), model(x))
+
+
+def test_kernels_of_which_nothing_can_be_shown_are_left_out() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(x) + (x * 1e-9).tanh()
+
+    net = Nimble(model, quick("library")).prepare(torch.randn(8))
+    assert "void" in left_out(net, "library")
+
+
+@pytest.mark.parametrize("tune", ["off", "fast"])
+@pytest.mark.parametrize("at", ["capture", "replay"])
+def test_kernels_that_cannot_be_captured_or_replayed_are_left_out(
+    at: str, tune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = autotune.capture
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise DeviceError("it fails")
+
+    def failing(device: Any, recorded: Any, schedule: Any, **more: Any) -> Any:
+        made = real(device, recorded, schedule, **more)
+        if recorded.recording.program.fuse != "none":
+            if at == "capture":
+                raise CaptureError("it fails")
+            monkeypatch.setattr(made, "run", run)
+        return made
+
+    monkeypatch.setattr(autotune, "capture", failing)
+    model, draw = made("residual")
+    net = Nimble(model, quick("library", tune=tune)).prepare(draw())
+    assert fused(net) == "none"
+    assert any(": left out: it fails" in note for note in engine(net).notes)
+    monkeypatch.setattr(autotune, "capture", fail)
+    with pytest.raises(ZeroDivisionError):
+        Nimble(model, quick("none")).prepare(draw())
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fuse", FUSED)
+def test_a_report_of_fused_kernels(fuse: Any, tmp_path: Path) -> None:
+    model, draw = made("tower")
+    options = Options(fuse=fuse, policy="nimble", budget_s=0.2)
+    report = compare(model, draw(), options=options, progress=Progress())
+    assert report.program.fuse == fuse
+    assert report.chosen in {f"{fuse}, single", f"{fuse}, nimble"}, "whichever was faster"
+    assert report.eager is not None
+    assert {index for call in report.program.calls for index in call.eager} == set(range(len(report.eager.calls)))
+    names = {"single", f"{fuse}, single", f"{fuse}, nimble"}
+    assert {one.name for one in report.candidates} == names
+    assert {taken.name for taken in report.measurements} == names | {"eager"}
+    for one in report.candidates:
+        assert one.fuse == ("none" if one.name == "single" else fuse)
+        assert (one.fuse_s > 0) == (one.fuse != "none")
+        assert one.capture_s > 0
+        assert one.check is not None
+        assert one.check.passed
+        assert one.check.reference == ("eager" if one.fuse == "none" else "float64")
+        assert not one.note
+    assert [one.name for one in report.candidates if one.chosen] == [report.chosen]
+    assert {plan.policy for plan in report.schedules} == names - {"single"}
+    assert all(len(plan.stream) == len(report.program.calls) for plan in report.schedules)
+    assert {line.run for line in report.timelines} == {"eager", *names} - {"single"}
+    assert len(report.costs.ns) == len(report.program.calls)
+    kept = load(report.save(tmp_path / "fused.nimble"))
+    assert kept == report
+    assert fuse in plain_text(kept)
+    again = Nimble(model).prepare(draw(), plan=kept.plan)
+    assert fused(again) == fuse
+    x = draw()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x))
+
+
+def test_a_report_where_the_kernels_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", fail)
+    model, draw = made("attention")
+    report = compare(model, draw(), options=Options(fuse="inductor", budget_s=0.1), progress=Progress())
+    assert (report.program.fuse, report.eager) == ("none", None)
+    (left,) = [one for one in report.candidates if one.fuse == "inductor"]
+    assert (left.name, left.measurement, left.chosen) == ("inductor", None, False)
+    assert "ZeroDivisionError: not today" in left.note
+    assert any(warning == f"inductor: {left.note}" for warning in report.warnings)
+    assert report.chosen in {plan.policy for plan in report.schedules}
+    assert len(report.schedules) == 2, "eager's own kernels are planned as without the option"
+    assert plain_text(report)
+
+
+def test_a_report_where_the_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    mistaken(monkeypatch)
+    model, draw = made("residual")
+    report = compare(model, draw(), options=Options(fuse="library", budget_s=0.1), progress=Progress())
+    assert (report.program.fuse, report.eager) == ("none", None)
+    assert [one.fuse for one in report.candidates if one.chosen] == ["none"]
+    assert all(check.passed for check in report.checks)
+    assert len({check.name for check in report.checks}) == len(report.checks)
+    assert any("library: left out: outputs differ" in warning for warning in report.warnings)
