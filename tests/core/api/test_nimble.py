@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
-from nimble_core.api.nimble import Nimble, _fold_notes, _repeatable
+from nimble_core.api.nimble import Nimble
+from nimble_core.api.prepare_engine import _fold_notes, _repeatable
 from nimble_core.api.train_step import TrainStep
 from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.guards.module_guard import Watch
