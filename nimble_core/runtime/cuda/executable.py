@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from nimble_core.scheduling.verify_capture import RawGraph, emitted_counts
 from nimble_core.torch_compat.autograd import set_grad_enabled
 from nimble_core.torch_compat.cuda import current_stream
 from nimble_core.torch_compat.dispatch import foreach_copy_, foreach_zero_
+from nimble_core.tracing.recording import Recording, rewinding
 from nimble_core.tracing.strides import copy_rows, corner, rests
 from nimble_core.utils.errors import DeviceError, first_line
 from nimble_core.utils.locks import capturing, launching
@@ -35,15 +36,13 @@ class CudaExecutable:
         device: which GPU.
         graph: as captured, and instantiated.
         schedule: that it was captured with.
+        recording: of the calls in it.
         buffers: what its calls read the inputs from.
         shapes: of the inputs: where a buffer is larger, the input lies in its corner, and the rest is zeros.
         outputs: where its results lie.
         raw: what the graph consists of.
-        written_inputs: positions of inputs that its calls write.
-        rewind: puts counters among them back, if there are any.
         pool_nbytes: that the capture took of torch's allocator.
         arena: the memory of its calls, if they have some of their own.
-        kept: what it reads by address.
     """
 
     def __init__(
@@ -51,18 +50,16 @@ class CudaExecutable:
         device: torch.device,
         graph: torch.cuda.CUDAGraph,
         schedule: Schedule,
+        recording: Recording,
         buffers: list[torch.Tensor],
         shapes: Sequence[torch.Size],
         outputs: list[torch.Tensor],
         raw: RawGraph,
-        written_inputs: tuple[int, ...],
-        rewind: Callable[[], None] | None,
         pool_nbytes: int,
-        arena: CudaArena | None,
-        kept: tuple[torch.Tensor, ...],
+        arena: CudaArena | None = None,
     ) -> None:
         self.device = device
-        self._kept = kept
+        self._kept = tuple(recording.given.values())  # what it reads by address
         self.schedule = schedule
         self.raw = raw
         self.memory = arena.memory if arena and arena.nbytes else None
@@ -75,7 +72,7 @@ class CudaExecutable:
         self._rests = [one for buffer, shape in zip(buffers, shapes, strict=True) for one in rests(buffer, shape)]
         self.buffers = [corner(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
         self.outputs = outputs
-        self._written, self._rewind = written_inputs, rewind
+        self._written, self._rewind = recording.written_inputs, rewinding(recording, buffers)
         self._arena = arena
         self._lock = threading.Lock()
         self._linking = threading.RLock()

@@ -30,7 +30,8 @@ from nimble_core.ir.timeline import SelfCheck
 from nimble_core.profiling import cupti, kineto, replay_hook
 from nimble_core.profiling.cupti import Activity, attached_tool, collect, unavailable
 from nimble_core.profiling.kernel_matching import TIMED
-from nimble_core.runtime.cuda.device import CudaDevice, CudaExecutable, _observation
+from nimble_core.runtime.cuda.device import CudaDevice, CudaExecutable
+from nimble_core.runtime.cuda.observing import observed
 from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.utils.errors import DeviceError, NimbleWarning
 from nimble_core.utils.locks import capturing, launching
@@ -105,7 +106,7 @@ def test_an_observation_says_why_it_has_no_times() -> None:
     )
     why = "somebody else has it: replayed kernels have no times"
     gpu = Multiprocessors(132, 2048, 65536, 233472)
-    seen = _observation(executable, [], {}, 3, 1000.0, gpu, why)  # type: ignore[arg-type]  # what it reads of one
+    seen = observed(executable, [], {}, 3, 1000.0, gpu, why)  # type: ignore[arg-type]  # what it reads of one
     assert (seen.timeline.note, seen.timeline.reliable, seen.timeline.spans) == (why, False, ())
     assert (seen.costs.source, seen.costs.seen, seen.costs.expected) == (f"unknown: {why}", 0, 2)
 
@@ -164,7 +165,7 @@ def test_the_first_node_of_a_graph_is_told_from_work_outside_graphs(monkeypatch:
         raw=RawGraph((1000, 1001, 1002), ("memcpy", "kernel", "kernel"), ((0, 1), (1, 2)), (0, 1, 2)),
     )
     gpu = Multiprocessors(132, 2048, 65536, 233472)
-    seen = _observation(executable, cupti._seen, {0: 0, 1: 1, 3: 2}, 2, 1000.0, gpu, "")  # type: ignore[arg-type]
+    seen = observed(executable, cupti._seen, {0: 0, 1: 1, 3: 2}, 2, 1000.0, gpu, "")  # type: ignore[arg-type]
     assert seen.timeline.check == SelfCheck(3, 3, "graph node id")
     assert (seen.timeline.reliable, seen.timeline.nodes) == (True, (0, 1, 3))
     assert [(kernel.call, kernel.name, kernel.node) for kernel in seen.costs.kernels] == [
@@ -180,7 +181,7 @@ def test_a_graph_of_one_node_is_told_by_its_id() -> None:
     )
     gpu = Multiprocessors(132, 2048, 65536, 233472)
     ran = [Activity("kernel", "neg", 0, 5, 7, 0, (8, 1, 1), (64, 1, 1))]
-    seen = _observation(executable, ran, {0: 0}, 1, 1000.0, gpu, "")  # type: ignore[arg-type]
+    seen = observed(executable, ran, {0: 0}, 1, 1000.0, gpu, "")  # type: ignore[arg-type]
     assert seen.timeline.check == SelfCheck(1, 1, "graph node id")
     assert seen.timeline.nodes == (0,)
 
