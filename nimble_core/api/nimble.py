@@ -75,14 +75,14 @@ class Nimble(WrappedModule):
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """What was prepared, latest first."""
+        """The prepared engines, latest first."""
         return self._engines  # type: ignore[no-any-return]
 
     def prepare(self, *args: Any, training: bool = False, plan: Plan | None = None, **kwargs: Any) -> Nimble:
         """Record, schedule and capture the model for inputs like these; returns self.
 
-        Preparing again for the same signature replaces its engine; other signatures stay prepared, as do those that
-        were prepared under another ``torch.autocast``.
+        Preparing again for the same signature replaces its engine; engines for other signatures, or under another
+        ``torch.autocast``, stay.
 
         Args:
             args: example positional inputs.
@@ -105,7 +105,7 @@ class Nimble(WrappedModule):
     def make_engine(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool = False, plan: Plan | None = None
     ) -> Engine:
-        """The engine that ``prepare`` would add; the caller's to close, or to have adopted. Raises as ``prepare``."""
+        """Make the engine that ``prepare`` would add, for the caller to close or adopt. Raises as ``prepare``."""
         require_flag(training, f"training={training!r}")
         refuse_options(self._model, kwargs)
         if plan is not None and not isinstance(plan, Plan):
@@ -169,7 +169,7 @@ class Nimble(WrappedModule):
             return engine.build(outputs)
 
     def _transformed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a transform is to run the model itself. Raises InputError where that was not asked for."""
+        """Return whether a transform is to run the model itself. Raises InputError where that was not asked for."""
         linked = torch.is_grad_enabled() and any(engine.backward is not None for engine in self._engines)
         transform = transform_of(flatten((tuple(args), dict(kwargs)))[0], linked=linked)
         if transform and self._options.on_new_shape != "eager":
@@ -182,8 +182,9 @@ class Nimble(WrappedModule):
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Engine, list[torch.Tensor]] | tuple[None, Sequence[torch.Tensor]]:
-        """The engine that a call with these inputs replays, and its input tensors; None if none was prepared for them
-        in this mode.
+        """Return the engine that a call with these inputs replays, and its input tensors.
+
+        None if none was prepared for them in this mode.
         """
         mode = getattr(self._model, "training", False)
         for engine in self._engines:
@@ -201,7 +202,7 @@ class Nimble(WrappedModule):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """A forward that a backward may follow."""
+        """Run a forward that a backward may follow."""
         run = partial(engine.run, static=backward.fixed)
         unlike = backward.unlike(tensors, engine.signature.paths) if torch.is_grad_enabled() else ""
         if unlike and self._options.on_new_shape != "eager":

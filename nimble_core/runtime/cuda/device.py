@@ -72,15 +72,15 @@ class CudaDevice:
         """Operators whose calls were seen to allocate in another way than planned."""
 
     def stream_cap(self, asked: int | None) -> int | None:
-        """As asked: streams are our own, and captured edges are what counts."""
+        """Return ``asked``: streams are our own, and captured edges are what counts."""
         return asked
 
     def clock_ns(self) -> float:
-        """Host clock, nanoseconds."""
+        """Read the host clock, ns."""
         return time.perf_counter_ns()
 
     def interruptions(self) -> int:
-        """How often another program took a core from this process since it started."""
+        """Count how often another program took a core from this process since it started."""
         return interruptions()
 
     def synchronize(self) -> None:
@@ -89,7 +89,7 @@ class CudaDevice:
             torch.cuda.synchronize(self.device)
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run as it is: loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
+        """Run as it is: this loads kernels, creates library handles, lets cuDNN choose if it is asked to."""
         with capturing, errors_explained():
             rehearse(model, args, kwargs)
             self.synchronize()
@@ -115,7 +115,7 @@ class CudaDevice:
             return record(model, signature, args=args, kwargs=kwargs, counter=counter, rewritten=rewritten)
 
     def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
-        """Everything that calls allocate, but for calls that were seen to allocate in another way."""
+        """Lay out all that calls allocate, but for operators that were seen to allocate in another way."""
         program = recording.program
         if not places_memory() or len(recording.asks) < len(program.calls):
             return None
@@ -168,7 +168,7 @@ class CudaDevice:
 
     @retry_with_room
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> CudaExecutable:
-        """Plain one-stream capture of the module, every launch included, seen or not."""
+        """Capture the module on one stream, every launch included, seen or not."""
         with errors_explained():
             buffers = [_like(tensor, tensor.shape) for tensor in signature.tensors]
         args, kwargs = builder(signature.structure)(buffers)
@@ -189,7 +189,7 @@ class CudaDevice:
         return replays_marked(executable, recording.program, schedule)
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
-        """Times of every replayed node, by call; none and a note why where nothing can be seen.
+        """Time every replayed node, by call; no times and a note why where nothing can be seen.
 
         Through CUPTI by graph node id; without ``cupti-python`` through ``torch.profiler``, by name and order.
         """
@@ -198,7 +198,7 @@ class CudaDevice:
         return observe_replays(executable, replays, self.synchronize)
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
-        """Device time of one of several runs in a graph that is replayed, the fastest of a few replays."""
+        """Time each call as one of several in a replayed graph: the fastest of a few replays."""
         with torch.no_grad(), self.libraries_tuned(), random_state_kept(self.device, draws=(TORCH,)):
             return [self._time_ns(*call) if isinstance(call, tuple) else self._time_ns(call) for call in calls]
 
@@ -234,7 +234,7 @@ class CudaDevice:
 
     @contextmanager
     def libraries_tuned(self) -> Iterator[None]:
-        """cuDNN times its routines, unless it is told to be deterministic."""
+        """Have cuDNN time its routines inside, unless it is told to be deterministic."""
         cudnn = torch.backends.cudnn
         before, limit = cudnn.benchmark, cudnn.benchmark_limit
         cudnn.benchmark = before or not cudnn.deterministic
@@ -245,7 +245,7 @@ class CudaDevice:
             cudnn.benchmark, cudnn.benchmark_limit = before, limit
 
     def memory_peak(self, run: Callable[[], object]) -> int:
-        """Peak of torch's allocator during ``run`` above what was allocated before."""
+        """Measure the peak of torch's allocator during ``run`` above what was allocated before."""
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -257,7 +257,7 @@ class CudaDevice:
 
 
 def _leaves(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Parameters whose gradients a run of ``model`` makes: of what runs another model's backward as well."""
+    """Return the parameters whose gradients a run of ``model`` makes, where it runs a backward as well."""
     return dict(model.named_parameters()) if isinstance(model, Around) else {}
 
 

@@ -24,7 +24,7 @@ from nimble_core.utils.locks import capturing, launching
 __all__ = ["CudaExecutable", "free_ended"]
 
 _ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, CudaArena | None, object, object]] = []
-"""Of executables that were closed: device, graph, arena, and what they used."""
+"""Device, graph, arena, and what they used, of executables that were closed."""
 _PATIENCE_S = 1.0
 """How long an engine that is closed waits for a capture of another thread to end."""
 
@@ -121,7 +121,7 @@ class CudaExecutable:
 
     @contextmanager
     def none_ahead(self) -> Iterator[None]:
-        """Inside, a replay launches no kernel before what it waits for has ended; one thread at a time."""
+        """Have replays inside launch no kernel before what it waits for has ended; one thread at a time."""
         with self._linking:
             ahead = self.raw.ahead
             if not self._link(()):
@@ -132,7 +132,7 @@ class CudaExecutable:
                 self._link(ahead)
 
     def _link(self, ahead: Sequence[tuple[int, int]]) -> bool:
-        """Launch the heads of these edges ahead, and no others; False if there is no graph any more."""
+        """Launch the heads of these edges ahead, and no others; return False if there is no graph any more."""
         with capturing, self._lock:
             graph = self.graph
             if graph is None:
@@ -158,7 +158,7 @@ class CudaExecutable:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two runs: what is issued inside on the current stream follows the one and precedes the other."""
+        """Stay between two runs: work issued inside on the current stream follows the one and precedes the other."""
         with self._lock:
             if self.graph is None:
                 raise _closed()
@@ -195,7 +195,7 @@ class CudaExecutable:
 
 
 def free_ended() -> None:
-    """Free what was closed meanwhile; who calls this holds ``capturing``, and captures nothing."""
+    """Free what was closed meanwhile; the caller holds ``capturing``, and captures nothing."""
     while _ENDED:
         ended = _ENDED.pop()
         _free(*ended[:3])

@@ -63,23 +63,23 @@ class HostDevice:
         self.name = cpu_name()
 
     def stream_cap(self, asked: int | None) -> int | None:
-        """At most one worker per core: more would only wait for each other."""
+        """Cap workers at one per core: more would only wait for each other."""
         cores = usable_cores()
         return cores if asked is None else min(asked, cores)
 
     def clock_ns(self) -> float:
-        """Time in nanoseconds, monotonic."""
+        """Read a monotonic clock, ns."""
         return float(time.perf_counter_ns())
 
     def interruptions(self) -> int:
-        """How often another program took a core from this process since it started."""
+        """Count how often another program took a core from this process since it started."""
         return interruptions()
 
     def synchronize(self) -> None:
         """Do nothing: a host replay has finished when it returns."""
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run the model; leaves no trace in its state."""
+        """Run the model; leave no trace in its state."""
         rehearse(model, args, kwargs)
 
     def record(
@@ -92,11 +92,11 @@ class HostDevice:
         *,
         traced: bool = True,
     ) -> Recording:
-        """One live run, recorded. Raises CaptureError."""
+        """Record one live run. Raises CaptureError."""
         return record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
 
     def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout:
-        """What calls can fill; results that an operator must allocate itself, outputs among them, are its own."""
+        """Lay out what calls can fill; other results, outputs among them, are allocated by their operators."""
         return lay_out_buffers(recording)
 
     def capture(
@@ -107,7 +107,7 @@ class HostDevice:
         layout: Layout | None = None,
         memory: MemoryPlan | None = None,
     ) -> HostExecutable:
-        """Compile ``schedule``; runs each call once on copies of what it writes. Plans the memory if it is not given.
+        """Compile ``schedule``: run each call once on copies of what it writes. Plan the memory if it is not given.
 
         Raises:
             CaptureError: a call that cannot be issued again.
@@ -139,7 +139,7 @@ class HostDevice:
             ) from error
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> WholeExecutable:
-        """The model itself, called without autograd: what is left where calls cannot be issued one by one."""
+        """Wrap the model itself, called without autograd, where calls cannot be issued one by one."""
         executable = WholeExecutable(model, recording, signature)
         return replays_marked(executable, recording.program, executable.schedule)
 
@@ -166,15 +166,15 @@ class HostDevice:
         return _observation(executable, recording, plain, seen)
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
-        """The fastest of a few runs of each; None for those side by side, which take turns on this thread."""
+        """Time a few runs of each and take the fastest; None for calls side by side, which would take turns here."""
         return [None if isinstance(call, tuple) else _fastest_ns(call) for call in calls]
 
     def libraries_tuned(self) -> AbstractContextManager[None]:
-        """Nothing to tune: oneDNN chooses by shape."""
+        """Do nothing: oneDNN chooses by shape."""
         return nullcontext()
 
     def memory_peak(self, run: Callable[[], object]) -> int:
-        """Peak of this process's resident memory during ``run`` above what it was before.
+        """Measure the peak of this process's resident memory during ``run`` above what it was before.
 
         0 where the system keeps no count that can be reset (Linux does).
         """
@@ -184,7 +184,7 @@ class HostDevice:
 
 
 def _resident_peak(*, reset: bool) -> int:
-    """Bytes; after a reset, what is resident now. 0 if unknown."""
+    """Read the peak, bytes; after a reset, what is resident now. 0 if unknown."""
     try:
         if reset:
             with open("/proc/self/clear_refs", "w") as control:

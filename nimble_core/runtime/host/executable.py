@@ -93,7 +93,7 @@ class HostExecutable:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nobody runs it inside."""
+        """Keep it from running inside."""
         with self._lock:
             self._open()
             yield
@@ -207,7 +207,7 @@ class WholeExecutable:
         self.run(self._inputs, static=True)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Nothing to wait for: it has no buffers and folds nothing."""
+        """Do nothing: it has no buffers and folds nothing."""
         return nullcontext()
 
     def close(self) -> None:

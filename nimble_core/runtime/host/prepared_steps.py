@@ -150,7 +150,7 @@ class PreparedSteps:
                     self.fixed.setdefault(slot, tensor)
 
     def _cells(self) -> dict[int, int]:
-        """Number the slots that are made on one stream and needed, perhaps through views, on another."""
+        """Find the slots that one stream makes and another needs, perhaps through views; give each a number."""
         stream_of = self.schedule.stream
         sources: dict[int, frozenset[int]] = {}
         """Tensors made by calls or allocations that each slot is a view of."""
