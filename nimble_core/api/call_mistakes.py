@@ -25,7 +25,7 @@ def refuse_options(model: Callable[..., Any], kwargs: Mapping[str, Any]) -> None
 
 
 def input_hint(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What to pass in place of an input that models seldom take; empty if there is none."""
+    """Say what to pass in place of an input that models seldom take; empty if there is none."""
     for one in (*args, *kwargs.values()):
         if type(one).__module__ == "numpy":
             return "pass a tensor: torch.from_numpy(x)"

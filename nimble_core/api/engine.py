@@ -37,7 +37,7 @@ class Engine:
     Args:
         signature: inputs it takes.
         executable: what it replays.
-        build: makes the model's output from output tensors.
+        build: makes the model's output of output tensors.
         mode: whether the module was in training mode when it was prepared.
         watch: notices that the model was changed in a way that a replay cannot follow, and folded weights.
         check_first: whether it is asked before a run. Otherwise it is asked while the device is busy with the run,
@@ -89,7 +89,7 @@ class Engine:
         )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
-        """Input tensors of a call that it stands for; None of one with other inputs, or under another autocast."""
+        """Return the input tensors of a call; None if it has other inputs, or is under another autocast."""
         tensors = self.signature.bind(args, kwargs)
         return None if tensors is None or (self.autocast is not None and not self.autocast.holds()) else tensors
 
@@ -116,9 +116,9 @@ class Engine:
         return outputs
 
     def say_unlinked(self, tensors: Sequence[torch.Tensor], parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Warn, once, of inputs that require gradients, before a run under autograd of what was prepared without.
+        """Warn once, before a run under autograd, that outputs carry no gradient to inputs that require one.
 
-        In training mode of ``parameters``, with their names, too: in evaluation mode few ask for gradients of them.
+        In training mode the same goes for ``parameters``: in evaluation mode few ask for gradients of them.
         """
         if self.unlinked.is_set():
             return

@@ -122,24 +122,24 @@ def _kinds() -> dict[int, str]:
 
 
 def attached_tool() -> str:
-    """The tool that watches this process from outside, and what gives it away; empty if none does."""
+    """Name the tool that watches this process from outside, and what gives it away; empty if none does."""
     return next((f"{tool} ({name} is set)" for name, tool in _TOOL_OF.items() if os.environ.get(name)), "")
 
 
 def unavailable() -> str:
-    """Why nothing can be collected now; empty if something can."""
+    """Say why nothing can be collected now; empty if something can."""
     return taken() or ("" if _cupti() else "cupti-python is not installed")
 
 
 def taken() -> str:
-    """Why CUPTI is somebody else's now; empty if it is not."""
+    """Say why another tool has CUPTI now; empty if none has."""
     tool = attached_tool()
     by = f"{tool} is attached" if tool else "torch.profiler is running" if profiler_runs() else ""
     return f"{by}, and CUPTI serves one tool at a time" if by else ""
 
 
 def profiler_runs() -> bool:
-    """Whether torch.profiler runs, in any thread."""
+    """Return whether torch.profiler runs, in any thread."""
     from nimble_core.torch_compat.autograd import profiler_enabled
     from nimble_core.torch_compat.members import PROFILER_RUNS
 
@@ -147,14 +147,14 @@ def profiler_runs() -> bool:
 
 
 def available() -> bool:
-    """Whether something can be collected now."""
+    """Return whether something can be collected now."""
     return not unavailable()
 
 
 def collect(
     run: Callable[[], object], synchronize: Callable[[], object], nodes: Sequence[int] = ()
 ) -> tuple[list[Activity], dict[int, int]]:
-    """Run ``run``; what the GPU did meanwhile, sorted by start, and positions in ``nodes`` by ``Activity.node``.
+    """Run ``run``; return what the GPU did, sorted by start, and positions in ``nodes`` by ``Activity.node``.
 
     Where CUPTI is not ours to use (``unavailable``), it is not touched, nothing is run, and both are empty.
 
@@ -197,7 +197,7 @@ def collect(
 
 
 def _end(cupti: Any, found: bool, replays: Replays | None) -> bool:
-    """Collect no more, and take CUPTI out if it was not found in; whether it is out. Where this fails, it stays."""
+    """Stop collecting, and take CUPTI out unless it was there before; return whether it is out."""
     import torch
 
     from nimble_core.torch_compat.cuda import has_context
@@ -222,7 +222,7 @@ def _end(cupti: Any, found: bool, replays: Replays | None) -> bool:
 def take_out() -> None:
     """Take CUPTI out of the process, where ``cupti-python`` can and no tool is attached.
 
-    Who asks holds ``launching`` since before the last thing that used CUPTI began to end.
+    The caller holds ``launching`` since before whatever last used CUPTI began to end.
     """
     cupti = None if attached_tool() else _cupti()
     if cupti is not None:
@@ -230,7 +230,7 @@ def take_out() -> None:
 
 
 def present() -> bool:
-    """Whether CUPTI is in this process: graphs are launched more slowly than in others."""
+    """Return whether CUPTI is in this process, where it slows launches down."""
     return bool(taken()) or launches_are_slow()
 
 
@@ -248,14 +248,14 @@ def _say_that_it_stays() -> None:
 
 
 def _clocks(cupti: Any) -> tuple[int, int]:
-    """CUPTI's clock and the host's, read together."""
+    """Read CUPTI's clock and the host's together."""
     before = time.perf_counter_ns()
     tick = int(cupti.get_timestamp())
     return tick, (before + time.perf_counter_ns()) // 2
 
 
 def _ns_per_tick(cupti: Any, began: tuple[int, int]) -> float:
-    """Nanoseconds per unit of CUPTI's clock since ``began``.
+    """Return nanoseconds per unit of CUPTI's clock since ``began``.
 
     Once torch's profiler has run, CUPTI counts in its clock, the processor's cycles, for the rest of the process:
     kernels seem 2.1 times longer on a 2.1 GHz host. So the unit is measured, over 20 ms at least.

@@ -20,9 +20,9 @@ _LAUNCHES = 5
 
 
 def launches_are_slow() -> bool:
-    """Whether CUPTI is in; no where CUDA is not in use yet, and yes where it cannot be told.
+    """Return whether CUPTI is in; False where CUDA is not in use yet, True where it cannot be told.
 
-    Takes a millisecond where it is not, in which a profiler would see a thousand kernels, and six where it is.
+    Takes a millisecond without CUPTI, in which a profiler would see a thousand kernels, and six with it.
     """
     import torch
 
@@ -49,7 +49,7 @@ def _launched_ns(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> int:
 
 @cache
 def _probe() -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, torch.Tensor]:
-    """A graph of small kernels, a stream for it, and what it writes."""
+    """Capture a graph of small kernels; return it, a stream for it, and what it writes."""
     import torch
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

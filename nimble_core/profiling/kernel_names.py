@@ -12,7 +12,7 @@ __all__ = ["demangle", "short_kernel_name"]
 
 @cache
 def _runtime() -> tuple[Any, Any] | None:
-    """``(__cxa_demangle, free)`` of the C++ and C runtimes; None where they are not there."""
+    """Return ``(__cxa_demangle, free)`` of the C++ and C runtimes; None where they are missing."""
     try:
         demangler, free = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, ctypes.CDLL(None).free
     except (OSError, AttributeError):
@@ -27,7 +27,7 @@ def _runtime() -> tuple[Any, Any] | None:
 
 @cache
 def demangle(name: str) -> str:
-    """C++ name of a mangled symbol; ``name`` itself if it is not one or the C++ runtime is not there."""
+    """Return the C++ name of a mangled symbol; ``name`` itself if it is none or the C++ runtime is missing."""
     runtime = _runtime() if name.startswith("_Z") else None
     if runtime is None:
         return name
@@ -44,7 +44,7 @@ def demangle(name: str) -> str:
 
 @cache
 def short_kernel_name(name: str) -> str:
-    """The function's own name, without return type, namespaces, template and call arguments.
+    """Return the function's own name, without return type, namespaces, template and call arguments.
 
     >>> short_kernel_name("void at::native::vectorized_kernel<4, at::Op>(int, at::Op)")
     'vectorized_kernel'

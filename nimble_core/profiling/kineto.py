@@ -77,7 +77,7 @@ def collect(run: Callable[[], object], synchronize: Callable[[], object]) -> lis
 
 
 def graph_activities(events: Any) -> list[Activity]:
-    """The device events among Kineto's that a launched graph caused: they share the number of its launch."""
+    """Return the device events that a launched graph caused: they share the number of its launch."""
     listed = list(events)
     launches = {event.correlation_id() for event in listed if _launches_graph(event)}
     found = [

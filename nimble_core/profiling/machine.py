@@ -1,7 +1,6 @@
 """The environment stamp: asks the machine what it is. Best effort: what cannot be learnt stays empty.
 
-GPU facts come from NVML through ``nvidia-ml-py`` where it is installed, else from ``nvidia-smi``. Importing this
-module imports neither; nothing here raises.
+GPU facts come from NVML, through ``nvidia-ml-py``. Importing this module does not import it.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import shutil
-import subprocess
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -29,13 +26,12 @@ __all__ = [
     "gpu_facts",
     "interruptions",
     "others_running",
+    "read_nvml",
     "throttle_reasons",
 ]
 
 T = TypeVar("T")
 D = TypeVar("D")
-
-_SMI_TIMEOUT_S = 5.0
 
 # Bits of nvmlClocksEventReasons that mean "slower than asked"; idling and clocks that the user fixed are left out.
 _THROTTLE_BITS = (
@@ -73,7 +69,7 @@ class GpuFacts:
 
 
 def environment(device: str) -> Environment:
-    """The stamp for results measured on ``device`` (``"cuda"`` or ``"cpu"``), taken before measuring.
+    """Make the stamp for results measured on ``device`` (``"cuda"`` or ``"cpu"``), taken before measuring.
 
     Never raises. Without a GPU it takes a few milliseconds once torch is imported.
     """
@@ -103,7 +99,7 @@ def environment(device: str) -> Environment:
 
 
 def finish(before: Environment, running: Sequence[int] = ()) -> Environment:
-    """``before`` with what was seen while measuring: others that ran, the GPU's clock after it, throttling added.
+    """Add what was seen while measuring to ``before``: others that ran, the GPU's clock after it, throttling.
 
     Args:
         before: the stamp taken before.
@@ -147,7 +143,7 @@ def others_running() -> int | None:
 
 
 def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Model name of the host's CPU; its architecture where the system does not tell."""
+    """Return the model name of the host's CPU; its architecture where the system does not tell."""
     with suppress(OSError):
         for line in Path(cpuinfo).read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -157,7 +153,7 @@ def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """NVML's clock event bits as words, those that slow the GPU down alone.
+    """Name those of NVML's clock event bits that slow the GPU down.
 
     >>> throttle_reasons(0x1 | 0x4 | 0x40)
     ('software power cap', 'hardware thermal slowdown')
@@ -166,14 +162,12 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 
 def gpu_facts(uuid: str = "") -> GpuFacts:
-    """Driver, SM clock, throttling and processes of the GPU ``uuid`` (``"GPU-…"``), the first one if empty."""
-    facts = _attempt(lambda: _from_nvml(uuid), None)
-    if facts is None:
-        facts = _attempt(lambda: _from_smi(uuid, _nvidia_smi), None)
-    return facts or GpuFacts()
+    """Return driver, SM clock, throttling and processes of the GPU ``uuid`` (``"GPU-…"``), the first one if empty."""
+    return _attempt(lambda: read_nvml(uuid), GpuFacts())
 
 
-def _from_nvml(uuid: str) -> GpuFacts:
+def read_nvml(uuid: str) -> GpuFacts:
+    """Ask NVML. Raises whatever it raises where ``nvidia-ml-py`` or a driver is missing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nvml: Any = importlib.import_module("pynvml")
@@ -196,35 +190,8 @@ def _from_nvml(uuid: str) -> GpuFacts:
         nvml.nvmlShutdown()
 
 
-def _from_smi(uuid: str, ask: Callable[[Sequence[str]], str]) -> GpuFacts:
-    """From ``nvidia-smi``; ``ask`` runs it with arguments and returns what it printed, empty if it failed."""
-    which = ["-i", uuid] if uuid else ["-i", "0"]
-    form = "--format=csv,noheader,nounits"
-    # Drivers before 535 call the field clocks_throttle_reasons.
-    for field in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
-        fields = ask([f"--query-gpu=driver_version,clocks.sm,{field}", form, *which]).strip().split(", ")
-        if len(fields) == 3:
-            pids = ask(["--query-compute-apps=pid", form, *which]).split()
-            driver, clock, reasons = fields
-            return GpuFacts(
-                driver=driver,
-                sm_clock_mhz=int(clock) if clock.isdigit() else None,
-                throttling=throttle_reasons(int(reasons, 16)) if reasons.startswith("0x") else (),
-                processes=tuple(int(pid) for pid in pids if pid.isdigit()),
-            )
-    return GpuFacts()
-
-
-def _nvidia_smi(arguments: Sequence[str]) -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-    return done.stdout if done.returncode == 0 else ""
-
-
 def _others(processes: Iterable[int] | None, *, holds_context: bool) -> int | None:
-    """Processes other than this one.
+    """Count the processes other than this one.
 
     In a container the driver's process ids are not ours, and the list may be empty though we are on the GPU: then it
     says nothing. Where ids do not match, one of them is taken to be this process.
@@ -238,7 +205,7 @@ def _others(processes: Iterable[int] | None, *, holds_context: bool) -> int | No
 
 
 def _uuid(torch: Any) -> str:
-    """UUID of torch's current GPU: device numbers of torch and of the driver differ under CUDA_VISIBLE_DEVICES."""
+    """Return the UUID of torch's current GPU: under CUDA_VISIBLE_DEVICES the driver numbers devices otherwise."""
     return _attempt(lambda: f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}", "")
 
 
@@ -267,7 +234,7 @@ def _settings(torch: Any, device: str) -> tuple[tuple[str, str], ...]:
 
 
 def _attempt(ask: Callable[[], T], otherwise: D) -> T | D:
-    """What ``ask`` returns, or ``otherwise`` if it cannot say: a stamp must not stop a measurement."""
+    """Return what ``ask`` returns, or ``otherwise`` if it raises: a stamp must not stop a measurement."""
     try:
         return ask()
     except Exception:

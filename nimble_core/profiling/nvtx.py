@@ -62,7 +62,7 @@ class Range:
 
 @cache
 def listener() -> Any | None:
-    """The domain of a tool that listens in this process; None if none does, nvtx is missing, or it was turned off."""
+    """Return the domain of a tool that listens; None if none does, nvtx is missing, or it was turned off."""
     if os.environ.get("NIMBLE_NVTX") == "0":
         return None
     try:
@@ -76,7 +76,7 @@ def listener() -> Any | None:
 
 
 def colour(stream: int | None) -> int:
-    """ARGB of a stream; None: of what is on none.
+    """Return the ARGB of a stream; of None, that of what is on no stream.
 
     >>> colour(0) == colour(8), hex(colour(1)), hex(colour(None))
     (True, '0xffe69f00', '0xff566167')
@@ -85,17 +85,17 @@ def colour(stream: int | None) -> int:
 
 
 def call_name(call: Call) -> str:
-    """``"addmm encoder.layer.0"``: the operator and the module it runs in."""
+    """Return operator and module of a call: ``"addmm encoder.layer.0"``."""
     return f"{call.label} {call.module}".rstrip()
 
 
 def call_bytes(call: Call) -> int:
-    """Bytes that a call reads and writes."""
+    """Return the bytes that a call reads and writes."""
     return sum(access.ref.nbytes for access in call.accesses)
 
 
 def make_range(domain: Any, name: str, category: str, *, call: int, nbytes: int, stream: int | None = None) -> Range:
-    """A range of ``domain``.
+    """Make a range of ``domain``.
 
     Its payload is a structure of two 64-bit integers, ``call`` and ``nbytes``; without numpy, which nvtx needs for
     structures, it is ``call`` alone.
@@ -119,18 +119,18 @@ def make_range(domain: Any, name: str, category: str, *, call: int, nbytes: int,
 
 
 def call_range(domain: Any, call: Call, stream: int) -> Range:
-    """The range of one call on a stream."""
+    """Make the range of one call on a stream."""
     return make_range(domain, call_name(call), call.phase, call=call.index, nbytes=call_bytes(call), stream=stream)
 
 
 def capture_range(program: Program, schedule: Schedule) -> AbstractContextManager[None]:
-    """A range around the capture of ``schedule``."""
+    """Make a range around the capture of ``schedule``."""
     domain = listener()
     return _whole_range(domain, "capture", program, schedule) if domain else _NOTHING
 
 
 def call_ranges(program: Program, schedule: Schedule) -> Callable[[int | None], AbstractContextManager[None]]:
-    """The range of each call while ``schedule`` is captured, in the colour of its stream; nothing for None."""
+    """Return what makes each call's range while ``schedule`` is captured; nothing for None."""
     domain = listener()
     if domain is None:
         return lambda call: _NOTHING
@@ -142,7 +142,7 @@ def call_ranges(program: Program, schedule: Schedule) -> Callable[[int | None], 
 
 
 def replays_marked(executable: E, program: Program, schedule: Schedule) -> E:
-    """``executable`` whose every run and replay is a range, if a tool listens; else as it was, method for method."""
+    """Make every run and replay of ``executable`` a range, if a tool listens; else leave it as it is."""
     domain = listener()
     if domain is not None:
         around = _whole_range(domain, "replay", program, schedule)
@@ -160,7 +160,7 @@ def _inside(around: Range, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_name(kind: str, program: Program, schedule: Schedule) -> str:
-    """What the range around a whole capture or replay is called: ``"replay nimble (forward, loss, backward)"``."""
+    """Name the range around a whole capture or replay: ``"replay nimble (forward, loss, backward)"``."""
     plan = schedule.policy
     if program.fuse != "none" and not plan.startswith(f"{program.fuse}, "):
         plan = f"{program.fuse}, {plan}"

@@ -1,4 +1,4 @@
-"""Replays of torch's CUDA graphs, whoever asks for them: counted, and held back while CUPTI comes and goes."""
+"""Counts replays of torch's CUDA graphs, whoever asks for them, and holds them back while CUPTI comes and goes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _undo = ExitStack()
 class Replays:
     """Counts replays from now until ``end``, each of which holds ``launching``: ours, torch.compile's, the user's.
 
-    What launches graphs without torch is neither counted nor held back.
+    Launches of graphs without torch are neither counted nor held back.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Replays:
             _counting.append(self)
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         with launching:
             if self in _counting:
                 _counting.remove(self)

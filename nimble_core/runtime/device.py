@@ -1,4 +1,4 @@
-"""What a device must do: record, capture, replay, observe. Each is called what it is."""
+"""The protocols of a device and of what it captures."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ class Executable(Protocol):
         """Run once more on the inputs it holds, outputs left in place: what the schedule costs by itself."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Nobody runs it inside; where the device is asynchronous, what is issued inside on the current stream follows
-        the last run and precedes the next.
+        """Keep it from running inside.
+
+        Where the device is asynchronous, work issued inside on the current stream follows the last run and precedes the
+        next.
         """
 
     def close(self) -> None:
@@ -76,24 +78,24 @@ class Device(Records, Protocol):
     """What simulations for this device assume."""
 
     def stream_cap(self, asked: int | None) -> int | None:
-        """How many streams a schedule may use here: ``asked`` (None for no cap), or fewer."""
+        """Cap the streams that a schedule may use here: ``asked`` (None for no cap), or fewer."""
 
     def clock_ns(self) -> float:
-        """Time in nanoseconds, monotonic."""
+        """Read a monotonic clock, ns."""
 
     def interruptions(self) -> int:
-        """How often another program took a core from this process since it started."""
+        """Count how often another program took a core from this process since it started."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished."""
 
     def warm_up(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run the model once as it is, so that libraries are loaded and tuned; leaves no trace in its state."""
+        """Run the model once as it is, so that libraries are loaded and tuned; leave no trace in its state."""
 
     def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
-        """What of the calls' memory can be planned; None if the device looks after its memory itself.
+        """Lay out what of the calls' memory can be planned; None if the device looks after its memory itself.
 
-        Not to ``stagger`` workspaces takes less memory and more time, on devices that do.
+        Without ``stagger`` workspaces take less memory and more time, on devices that stagger them.
         """
 
     def capture(
@@ -120,20 +122,20 @@ class Device(Records, Protocol):
         """
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> Executable:
-        """One-stream capture of the model itself, for programs with launches that were not seen."""
+        """Capture the model itself on one stream, for programs with launches that were not seen."""
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
         """Watch ``replays`` replays: a timeline of the median one, and the cost of every call."""
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
-        """What each of ``calls`` takes on the device when nothing else runs, ns; None for one that fails.
+        """Time each of ``calls`` on the device when nothing else runs, ns; None for one that fails.
 
         Those of a tuple begin together, and the time is that until the last of them has ended; None, too, where a
         device cannot time that.
         """
 
     def libraries_tuned(self) -> AbstractContextManager[None]:
-        """Inside, libraries take the fastest of their routines, as found by trial the first time a shape is seen."""
+        """Have libraries time their routines inside, the first time they see a shape, and take the fastest."""
 
     def memory_peak(self, run: Callable[[], object]) -> int:
         """Call ``run`` once; device memory at its peak above what was held before, bytes; 0 if unknown."""

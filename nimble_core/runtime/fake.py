@@ -64,15 +64,15 @@ class FakeDevice:
         self._eager_ns = 0.0
 
     def stream_cap(self, asked: int | None) -> int | None:
-        """As many streams as asked for."""
+        """Return ``asked``."""
         return asked
 
     def clock_ns(self) -> float:
-        """Simulated time; only ``advance``, replays and ``eager`` runs move it."""
+        """Read the simulated time; only ``advance``, replays and ``eager`` runs move it."""
         return self._now_ns
 
     def interruptions(self) -> int:
-        """None: nothing but ``advance`` takes time."""
+        """Return 0: nothing but ``advance`` takes time."""
         return 0
 
     def advance(self, ns: float) -> None:
@@ -83,13 +83,13 @@ class FakeDevice:
         """Do nothing: whatever was issued has finished."""
 
     def costs(self, program: Program) -> Costs:
-        """What each call of ``program`` costs here; exact."""
+        """Return what each call of ``program`` costs here; exact."""
         cost = self._cost_ns
         ns = tuple(float(cost(call)) if callable(cost) else float(cost) for call in program.calls)
         return Costs(ns=ns, source="fake device", spread_ns=(0.0,) * len(ns), expected=len(ns), seen=len(ns))
 
     def eager(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """``model`` as a function whose runs take time here: what they take is known once it was recorded."""
+        """Make ``model`` a function whose runs take time here; how much is known once it was recorded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = model(*args, **kwargs)
@@ -112,14 +112,14 @@ class FakeDevice:
         *,
         traced: bool = True,
     ) -> Recording:
-        """One live run, recorded, in no time. Raises CaptureError."""
+        """Record one live run, in no time. Raises CaptureError."""
         recording = record(model, signature, args=args, kwargs=kwargs, rewritten=rewritten)
         calls = len(recording.program.calls)
         self._eager_ns = self.costs(recording.program).total_ns + calls * self.overhead_ns_per_call
         return recording
 
     def lay_out(self, recording: Recording, schedule: Schedule, *, stagger: bool = True) -> Layout | None:
-        """All results of all calls; nothing is needed only while a call runs."""
+        """Lay out all results of all calls; none needs memory only while it runs."""
         return lay_out(recording.program, schedule)
 
     def capture(
@@ -130,7 +130,7 @@ class FakeDevice:
         layout: Layout | None = None,
         memory: MemoryPlan | None = None,
     ) -> FakeExecutable:
-        """``schedule`` and the time that a replay of it takes. Raises ScheduleError if it deadlocks."""
+        """Simulate the time that a replay of ``schedule`` takes. Raises ScheduleError if it deadlocks."""
         timeline = simulate(
             build_graph(recording.program),
             schedule,
@@ -149,7 +149,7 @@ class FakeDevice:
         return FakeExecutable(self, schedule, timeline, memory, issue, _held(recording, inputs))
 
     def capture_whole(self, model: Callable[..., Any], recording: Recording, signature: Signature) -> FakeExecutable:
-        """The model itself on one stream; a replay takes the sum of its calls' costs."""
+        """Wrap the model itself, on one stream; a replay takes the sum of its calls' costs."""
         build = builder(signature.structure)
         size = len(recording.program.calls)
         schedule = Schedule("whole", (0,) * size, tuple(range(size)), ())
@@ -163,7 +163,7 @@ class FakeDevice:
         return FakeExecutable(self, schedule, timeline, None, issue, _held(recording, signature.tensors))
 
     def observe(self, executable: Executable, recording: Recording, replays: int) -> Observation:
-        """The simulated timeline and the given costs: watching takes as long as the replays."""
+        """Return the simulated timeline and the given costs; watching takes as long as the replays."""
         if not isinstance(executable, FakeExecutable):
             raise DeviceError(f"a fake device cannot observe a {type(executable).__name__}", fix="pass its own")
         for _ in range(max(replays, 1)):
@@ -173,15 +173,15 @@ class FakeDevice:
         return Observation(timeline, replace(self.costs(recording.program), observed=max(replays, 1)))
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
-        """Every call takes as long; none is run."""
+        """Return the same time for every call; none is run."""
         return [1_000.0] * len(calls)
 
     def libraries_tuned(self) -> AbstractContextManager[None]:
-        """No libraries."""
+        """Do nothing: there are no libraries."""
         return nullcontext()
 
     def memory_peak(self, run: Callable[[], object]) -> int:
-        """Call ``run``; 0, unknown."""
+        """Call ``run``; return 0, unknown."""
         run()
         return 0
 

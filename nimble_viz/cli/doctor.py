@@ -360,18 +360,16 @@ def _graphs(on: _Machine) -> Answer:
 
 
 def _stamp(on: _Machine) -> Answer:
-    from nimble_core.profiling.machine import _from_nvml, gpu_facts
+    from nimble_core.profiling.machine import read_nvml
 
     torch = on.torch
     if not torch.cuda.is_available():
         return _works("processor, cores and load of the host")
     try:
-        _from_nvml("")
+        read_nvml("")
     except Exception as error:
-        why = f"NVML: {_first_line(error)}"
-        if gpu_facts().driver:
-            return "fallback", f"{why}: asked nvidia-smi, which is slower", "pip install nvidia-ml-py"
-        return "off", f"{why}: no clocks, throttling and driver in reports", "pip install nvidia-ml-py"
+        why = f"NVML: {_first_line(error)}: no clocks, throttling and driver in reports"
+        return "off", why, "pip install nvidia-ml-py"
     return _works("clocks, throttling and processes from NVML")
 
 

@@ -624,7 +624,7 @@ class _Comparison:
         assert self.replayed is not None
         processors = None
         if self.device.kind == "cuda":
-            from nimble_core.runtime.cuda.device import multiprocessors
+            from nimble_core.runtime.cuda.observing import multiprocessors
 
             processors = multiprocessors(self.signature.device)
         eager = None if self.replayed.recording.program.fuse == "none" else self.recorded.recording

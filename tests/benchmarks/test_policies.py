@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import policies
-from nimble_core.api import nimble as nimble_module
+from nimble_core.api import prepare_engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.runtime.device import Executable
 from nimble_core.runtime.fake import FakeDevice
@@ -32,7 +32,7 @@ def result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             executable.replay()
         return (device.clock_ns() - start) / 5
 
-    monkeypatch.setattr(nimble_module, "device_for", lambda _: device)
+    monkeypatch.setattr(prepare_engine, "device_for", lambda _: device)
     torch.manual_seed(0)
     model, x = Wide(branches=6).eval(), torch.randn(4, 16)
     net = Nimble(model).prepare(x)

@@ -1,4 +1,4 @@
-"""What a throwaway capture tells while a model is recorded under it: nodes, and what is allocated."""
+"""Nodes and allocations of a throwaway capture while a model is recorded under it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CaptureCounter:
         self._first: dict[str, int] = {}
 
     def begin(self, label: str) -> None:
-        """What is allocated and captured from now on is of the call with this label."""
+        """Attribute what is allocated and captured from now on to the call with this label."""
         if self._trace is not None:
             self._first[label] = self.nodes()
             # A workspace that a library kept from the call before would not show.
@@ -41,12 +41,12 @@ class CaptureCounter:
             set_memory_metadata(label)
 
     def end(self) -> None:
-        """What is allocated from now on is of no call."""
+        """Attribute what is allocated from now on to no call."""
         if self._trace is not None:
             set_memory_metadata("")
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
-        """What each call has asked the allocator for; nothing where that was not traced."""
+        """Return what each call has asked the allocator for; nothing where that was not traced."""
         if self._trace is None:
             return ()
         first = {self._first[window.label]: window.label for window in windows}
@@ -71,12 +71,12 @@ class CaptureCounter:
 
 @dataclass(frozen=True, slots=True)
 class AllocationTrace:
-    """The allocator's history of one stream. Labels are of the thread that allocates: others' are told apart."""
+    """The allocator's history of one stream. Labels belong to the thread that allocates, which tells others' apart."""
 
     stream: torch.cuda.Stream
 
     def events(self) -> list[Event]:
-        """What was allocated and freed since, in order."""
+        """Return what was allocated and freed since, in order."""
         own = self.stream.cuda_stream
         return [
             Event(one["addr"], one["size"] if one["action"] == "alloc" else 0, one["user_metadata"])
@@ -87,7 +87,7 @@ class AllocationTrace:
 
 @contextmanager
 def allocations_traced(stream: torch.cuda.Stream) -> Iterator[AllocationTrace | None]:
-    """Yields what tells the allocations inside; None where someone else traces them."""
+    """Trace the allocations inside; yield None where someone else traces them."""
     if history_enabled():
         yield None
         return

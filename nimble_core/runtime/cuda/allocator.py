@@ -63,7 +63,7 @@ class Placer:
 
     @contextmanager
     def placing(self, blocks: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Inside, this thread's allocations are served from ``blocks``: ``(address, bytes)``, in order of first use.
+        """Serve this thread's allocations inside from ``blocks``: ``(address, bytes)``, in order of first use.
 
         Yields ``(allocations, bytes asked for)`` that making the blocks took.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from nimble_core.scheduling.verify_capture import RawGraph, emitted_counts
 from nimble_core.torch_compat.autograd import set_grad_enabled
 from nimble_core.torch_compat.cuda import current_stream
 from nimble_core.torch_compat.dispatch import foreach_copy_, foreach_zero_
+from nimble_core.tracing.recording import Recording, rewinding
 from nimble_core.tracing.strides import copy_rows, corner, rests
 from nimble_core.utils.errors import DeviceError, first_line
 from nimble_core.utils.locks import capturing, launching
@@ -23,7 +24,7 @@ from nimble_core.utils.locks import capturing, launching
 __all__ = ["CudaExecutable", "free_ended"]
 
 _ENDED: list[tuple[torch.device, torch.cuda.CUDAGraph, CudaArena | None, object, object]] = []
-"""Of executables that were closed: device, graph, arena, and what they used."""
+"""Device, graph, arena, and what they used, of executables that were closed."""
 _PATIENCE_S = 1.0
 """How long an engine that is closed waits for a capture of another thread to end."""
 
@@ -35,15 +36,13 @@ class CudaExecutable:
         device: which GPU.
         graph: as captured, and instantiated.
         schedule: that it was captured with.
+        recording: of the calls in it.
         buffers: what its calls read the inputs from.
         shapes: of the inputs: where a buffer is larger, the input lies in its corner, and the rest is zeros.
         outputs: where its results lie.
         raw: what the graph consists of.
-        written_inputs: positions of inputs that its calls write.
-        rewind: puts counters among them back, if there are any.
         pool_nbytes: that the capture took of torch's allocator.
         arena: the memory of its calls, if they have some of their own.
-        kept: what it reads by address.
     """
 
     def __init__(
@@ -51,18 +50,16 @@ class CudaExecutable:
         device: torch.device,
         graph: torch.cuda.CUDAGraph,
         schedule: Schedule,
+        recording: Recording,
         buffers: list[torch.Tensor],
         shapes: Sequence[torch.Size],
         outputs: list[torch.Tensor],
         raw: RawGraph,
-        written_inputs: tuple[int, ...],
-        rewind: Callable[[], None] | None,
         pool_nbytes: int,
-        arena: CudaArena | None,
-        kept: tuple[torch.Tensor, ...],
+        arena: CudaArena | None = None,
     ) -> None:
         self.device = device
-        self._kept = kept
+        self._kept = tuple(recording.given.values())  # what it reads by address
         self.schedule = schedule
         self.raw = raw
         self.memory = arena.memory if arena and arena.nbytes else None
@@ -75,7 +72,7 @@ class CudaExecutable:
         self._rests = [one for buffer, shape in zip(buffers, shapes, strict=True) for one in rests(buffer, shape)]
         self.buffers = [corner(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
         self.outputs = outputs
-        self._written, self._rewind = written_inputs, rewind
+        self._written, self._rewind = recording.written_inputs, rewinding(recording, buffers)
         self._arena = arena
         self._lock = threading.Lock()
         self._linking = threading.RLock()
@@ -124,7 +121,7 @@ class CudaExecutable:
 
     @contextmanager
     def none_ahead(self) -> Iterator[None]:
-        """Inside, a replay launches no kernel before what it waits for has ended; one thread at a time."""
+        """Have replays inside launch no kernel before what it waits for has ended; one thread at a time."""
         with self._linking:
             ahead = self.raw.ahead
             if not self._link(()):
@@ -135,7 +132,7 @@ class CudaExecutable:
                 self._link(ahead)
 
     def _link(self, ahead: Sequence[tuple[int, int]]) -> bool:
-        """Launch the heads of these edges ahead, and no others; False if there is no graph any more."""
+        """Launch the heads of these edges ahead, and no others; return False if there is no graph any more."""
         with capturing, self._lock:
             graph = self.graph
             if graph is None:
@@ -161,7 +158,7 @@ class CudaExecutable:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two runs: what is issued inside on the current stream follows the one and precedes the other."""
+        """Stay between two runs: work issued inside on the current stream follows the one and precedes the other."""
         with self._lock:
             if self.graph is None:
                 raise _closed()
@@ -198,7 +195,7 @@ class CudaExecutable:
 
 
 def free_ended() -> None:
-    """Free what was closed meanwhile; who calls this holds ``capturing``, and captures nothing."""
+    """Free what was closed meanwhile; the caller holds ``capturing``, and captures nothing."""
     while _ENDED:
         ended = _ENDED.pop()
         _free(*ended[:3])

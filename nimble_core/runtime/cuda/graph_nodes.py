@@ -1,4 +1,4 @@
-"""CUDA graphs through the driver (``cuda-bindings``): nodes and edges, read during a capture and after it, changed."""
+"""Reads and edits nodes and edges of CUDA graphs through the driver (``cuda-bindings``)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nimble_core.utils.errors import DeviceError
 __all__ = ["CaptureProbe", "linked", "links_change", "read_graph", "read_launches", "zeroed_at_once"]
 
 _PROGRAMMATIC = (1, 0, 1)
-"""Of an edge: out of the port that its tail opens, into the usual one, programmatic."""
+"""An edge's port of its tail, port of its head, and type, where the head is launched ahead."""
 _WORTH = 2
-"""One node at the beginning replaces so many at least."""
+"""Fewest nodes that one node at the beginning replaces."""
 
 
 def _driver() -> Any:
@@ -55,14 +55,14 @@ class CaptureProbe:
         self._ask = _nodes_of()
 
     def nodes(self) -> int:
-        """Nodes captured so far. Asked twice for each call: by ctypes, a µs where the bindings take seven."""
+        """Count the nodes captured so far: by ctypes, a µs where the bindings take seven."""
         code = self._ask(self._graph, None, self._at)
         if code != 0:
             raise DeviceError(f"cuGraphGetNodes failed: error {code}")
         return self._count.value
 
     def zeroed(self, nodes: Collection[int]) -> dict[int, range]:
-        """Addresses that those of these nodes set to zero which do only that. Raises DeviceError."""
+        """Return the addresses that each of these nodes zeroes, if it does only that. Raises DeviceError."""
         if not nodes:
             return {}
         driver = self._driver
@@ -73,7 +73,7 @@ class CaptureProbe:
         return {node: reach for node, reach in fills.items() if reach}
 
     def last(self, stream: int) -> tuple[int, ...]:
-        """Nodes that the next node on ``stream`` would depend on (raw handles)."""
+        """Return the nodes that the next node on ``stream`` would depend on (raw handles)."""
         _, _, _, dependencies, *_ = _checked(self._driver.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")
         return tuple(int(node) for node in dependencies or ())
 
@@ -113,12 +113,12 @@ def read_graph(handle: int) -> RawGraph:
 
 
 def links_change(raw: RawGraph) -> bool:
-    """Whether kinds of edges of this graph can be changed: not beside nodes that allocate, nor before CUDA 12.3."""
+    """Return whether kinds of edges can be changed: not beside nodes that allocate, nor before CUDA 12.3."""
     return not {"mem_alloc", "mem_free"} & set(raw.kinds) and _edges_have_kinds(_driver())
 
 
 def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawGraph:
-    """The graph with just these edges' heads launched before their tails have ended, in its next instances.
+    """Launch just these edges' heads before their tails have ended, in the graph's next instances.
 
     Args:
         handle: of the graph that ``raw`` was read from, which is changed.
@@ -134,10 +134,10 @@ def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawG
 
 
 def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, Sequence[range]]]) -> RawGraph:
-    """The graph with nodes at its beginning that set to zero what calls begin by setting to zero, where they can.
+    """Replace nodes that zero workspaces, one for each call, by one at the graph's beginning, where that is safe.
 
-    A library may have a counter in its workspace, zero when its kernel begins: a node of its own before each of them,
-    which is waited for. What nobody touches before can be zero from the beginning.
+    A library may have a counter in its workspace that must be zero when its kernel begins: the kernel waits for a node
+    that zeroes it. What nothing touches before can be zeroed at the beginning.
 
     Args:
         handle: of the graph that ``raw`` was read from, which is changed.
@@ -182,7 +182,7 @@ def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, 
 
 
 def _add_fill(driver: Any, graph: Any, reaches: Sequence[range]) -> tuple[Any, Any]:
-    """A node that waits for nothing and sets to zero all from the first to the last; the driver's word before it."""
+    """Add a node that waits for nothing and zeroes all from the first to the last; return ``(code, node)``."""
     once = driver.CUDA_MEMSET_NODE_PARAMS()
     once.dst = driver.CUdeviceptr(min(reach.start for reach in reaches))
     once.elementSize, once.height, once.value, once.pitch = 1, 1, 0, 0
@@ -193,14 +193,14 @@ def _add_fill(driver: Any, graph: Any, reaches: Sequence[range]) -> tuple[Any, A
 
 
 def _without(driver: Any, raw: RawGraph, added: Sequence[Any]) -> RawGraph:
-    """The graph as it was, with these nodes gone again."""
+    """Remove these nodes; return the graph as it was."""
     for node in added:
         _checked(driver.cuGraphDestroyNode(node), "cuGraphDestroyNode")
     return raw
 
 
 def _zeroed(driver: Any, node: Any) -> range:
-    """Addresses that a node of this kind sets to zero; none if it is another value, or in rows."""
+    """Return the addresses that a memset node zeroes; none if it sets another value, or rows."""
     (found,) = _checked(driver.cuGraphMemsetNodeGetParams(node), "cuGraphMemsetNodeGetParams")
     start = int(found.dst)
     plain = int(found.value) == 0 and int(found.height) <= 1
@@ -212,7 +212,7 @@ def _node(driver: Any, handle: int) -> Any:
 
 
 def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, programmatic: bool) -> None:
-    """Make usual edges programmatic ones, or programmatic ones usual; where that is refused, they stay as they were."""
+    """Make usual edges programmatic, or the reverse; where the driver refuses, they stay as they were."""
     if not edges:
         return
     driver = _driver()
@@ -235,7 +235,7 @@ def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, progr
 
 
 def _of_edges(driver: Any, name: str) -> Any:
-    """The variant of a driver function that knows kinds of edges, if there is one: the only one in CUDA 13."""
+    """Return the variant of a driver function that knows kinds of edges, if there is one: the only one in CUDA 13."""
     variant = getattr(driver, f"{name}_v2", None) if _edges_have_kinds(driver) else None
     return variant or getattr(driver, name)
 
@@ -247,7 +247,7 @@ def _edges_have_kinds(driver: Any) -> bool:
 
 
 def read_launches(raw: RawGraph) -> tuple[Launch, ...]:
-    """What each node launches; the name is empty where the driver does not say. Raises DeviceError.
+    """Return what each node launches; the name is empty where the driver does not say. Raises DeviceError.
 
     The graph must not have been destroyed.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -26,8 +28,77 @@ _GUARD_BYTES = 512
 
 @cache
 def places_memory() -> bool:
-    """Whether this torch has what placing memory takes."""
+    """Return whether this torch has what placing memory takes."""
     return torch.cuda.get_allocator_backend() == "native" and all(one.find() is not None for one in PLACING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Addresses of all that is planned.
+
+    Args:
+        blocks: ``(address, bytes)`` for each allocation of each call, in the order in which it asks.
+        storages: address of each storage.
+        inputs: address of each input whose buffer is planned, by storage.
+        untouched: addresses that nothing touches between the beginning of a replay and a call, by call; of each chain
+            of staggered workspaces. Cells lie beside the first: one node may set all of that to zero.
+    """
+
+    blocks: Sequence[Sequence[tuple[int, int]]] = ()
+    storages: Mapping[int, int] = field(default_factory=dict)
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    untouched: Sequence[Mapping[int, Sequence[range]]] = ()
+
+
+def _regions(layout: Layout, memory: MemoryPlan) -> dict[str, int]:
+    """Return where each kind of block begins in the arena's own memory, and under ``"end"`` the size of that."""
+    nbytes = {
+        "front": layout.front_nbytes,
+        "arena": memory.nbytes,
+        "kept": layout.kept_nbytes,
+        "cell": layout.cells_nbytes,
+        "staggered": layout.staggered_nbytes,
+        "scratch": memory.scratch_nbytes,
+        "end": 0,
+    }
+    return dict(zip(nbytes, accumulate(nbytes.values(), initial=0), strict=False))
+
+
+def _place(layout: Layout, memory: MemoryPlan, start: int) -> _Placement:
+    """Give every block an address; ``start`` is that of the arena's own memory."""
+    regions = _regions(layout, memory)
+
+    def located(offset: int) -> int:
+        in_arena = start + regions["arena"] + offset - memory.start
+        return in_arena if offset >= memory.start else layout.lent_address + offset
+
+    chain_of = {call: number for number, calls in enumerate(layout.chains) for call in calls}
+    untouched: list[dict[int, list[range]]] = [{} for _ in layout.chains or [()]]
+    storages: dict[int, int] = {}
+    planned = []
+    for call, blocks in enumerate(layout.blocks):
+        running = {
+            "scratch": start + regions["scratch"] + (memory.scratch_offsets[call] if memory.scratch_offsets else 0),
+            "workspace": located(memory.workspace_offsets[call] if memory.workspace_offsets else 0),
+        }
+        placed = []
+        for block in blocks:
+            if block.home in running:
+                address = running[block.home]
+                running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
+            elif block.home == "arena" and block.storage is not None:
+                address = located(memory.offsets[block.storage])
+            else:
+                address = start + regions[block.home] + block.offset
+            if block.storage is not None:
+                storages[block.storage] = address
+            if block.untouched:
+                chain = chain_of[call] if block.home == "staggered" else 0
+                untouched[chain].setdefault(call, []).append(range(address, address + block.untouched))
+            placed.append((address, block.nbytes))
+        planned.append(placed)
+    inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
+    return _Placement(planned, storages, inputs, untouched)
 
 
 class CudaArena:
@@ -50,74 +121,39 @@ class CudaArena:
         memory: MemoryPlan | None,
     ) -> None:
         self.memory = memory
+        self.nbytes = 0
         self._device = device.index
         self._asked = {} if layout is None else dict(enumerate(layout.asked))
         self._as_asked = True
         self._allocated: tuple[int, int] | None = None  # up to the last placed call: to ask takes long
         self._surprises = 0
-        self.nbytes = 0
         self._releases: Sequence[Sequence[int]] = release_plan(program, schedule).before
-        self._planned: list[list[tuple[int, int]]] = []
-        self._address: dict[int, int] = {}
+        self._places = _Placement()
+        self._made: list[list[int]] = []
         self._placer: Placer | None = None
         self._block: torch.Tensor | None = None
-        self.inputs: dict[int, int] = {}
-        self.untouched: list[dict[int, list[range]]] = []
         if layout is None or memory is None:
             return
-        placed = {block.storage for blocks in layout.blocks for block in blocks if block.storage is not None}
-        self._releases = _last_uses(program, schedule, placed, self._releases)
-        shared = layout.front_nbytes
-        kept = shared + memory.nbytes
-        cells = kept + layout.kept_nbytes
-        apart = cells + layout.cells_nbytes
-        scratch = apart + layout.staggered_nbytes
-        self.nbytes = scratch + memory.scratch_nbytes
-        if not any(layout.blocks):
-            return
-        self._placer = Placer(device.index)
-        self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
-        start = self._block.data_ptr() + _GUARD_BYTES
-
-        def located(offset: int) -> int:
-            in_arena = start + shared + offset - memory.start
-            return in_arena if offset >= memory.start else layout.lent_address + offset
-
-        self.inputs = {one: located(memory.offsets[one]) for one in layout.inputs if memory.offsets[one] >= 0}
-        # Cells lie beside the first chain: one node may set all of that to zero.
-        self.untouched = [{} for _ in layout.chains or [()]]
-        chain_of = {call: number for number, calls in enumerate(layout.chains) for call in calls}
-        for call, blocks in enumerate(layout.blocks):
-            running = {
-                "scratch": start + scratch + (memory.scratch_offsets[call] if memory.scratch_offsets else 0),
-                "workspace": located(memory.workspace_offsets[call] if memory.workspace_offsets else 0),
-            }
-            planned = []
-            for block in blocks:
-                if block.home == "arena" and block.storage is not None:
-                    address = located(memory.offsets[block.storage])
-                elif block.home == "front":
-                    address = start + block.offset
-                elif block.home == "kept":
-                    address = start + kept + block.offset
-                elif block.home == "cell":
-                    address = start + cells + block.offset
-                elif block.home == "staggered":
-                    address = start + apart + block.offset
-                else:
-                    address = running[block.home]
-                    running[block.home] += -(-block.nbytes // memory.alignment) * memory.alignment
-                if block.storage is not None:
-                    self._address[block.storage] = address
-                if block.untouched:
-                    chain = chain_of[call] if block.home == "staggered" else 0
-                    self.untouched[chain].setdefault(call, []).append(range(address, address + block.untouched))
-                planned.append((address, block.nbytes))
-            self._planned.append(planned)
         self._made = [[block.storage for block in blocks if block.storage is not None] for blocks in layout.blocks]
+        self._releases = _last_uses(program, schedule, {one for made in self._made for one in made}, self._releases)
+        self.nbytes = _regions(layout, memory)["end"]
+        if any(layout.blocks):
+            self._placer = Placer(device.index)
+            self._block = torch.empty(self.nbytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
+            self._places = _place(layout, memory, self._block.data_ptr() + _GUARD_BYTES)
+
+    @property
+    def inputs(self) -> Mapping[int, int]:
+        """Address of each input whose buffer is planned, by storage."""
+        return self._places.inputs
+
+    @property
+    def untouched(self) -> Sequence[Mapping[int, Sequence[range]]]:
+        """Addresses that nothing touches between the beginning of a replay and a call; see ``zeroed_at_once``."""
+        return self._places.untouched
 
     def input(self, storage: int, example: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The buffer of an input at its place, which may be larger; what it holds is whatever is there."""
+        """Return the uninitialised buffer of an input at its place; it may be larger than the input."""
         dtype, device = example.dtype, example.device
         if example.shape == torch.Size(sizes):
             like = torch.empty_like(example, device="meta")
@@ -127,13 +163,13 @@ class CudaArena:
         return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, like.shape, like.stride())
 
     def dead_before(self, position: int) -> Sequence[int]:
-        """Storages to let go of before the call at this place of the issue order."""
+        """Return the storages to release before the call at this place of the issue order."""
         return self._releases[position]
 
     @contextmanager
     def placing(self, call: int) -> Iterator[None]:
-        """Inside, what ``call`` allocates goes where it was planned."""
-        if self._placer is None or not self._planned[call]:
+        """Direct what ``call`` allocates inside to where it was planned."""
+        if self._placer is None or not self._places.blocks[call]:
             yield
             self._allocated = None
             return
@@ -141,7 +177,7 @@ class CudaArena:
         clear_cublas_workspaces()
         try:
             before = self._allocated or _allocations(self._device)
-            with self._placer.placing(self._planned[call]) as made:
+            with self._placer.placing(self._places.blocks[call]) as made:
                 yield
                 after = self._allocated = _allocations(self._device)
             asked = (after[0] - before[0] - made[0], after[1] - before[1] - made[1])
@@ -150,7 +186,7 @@ class CudaArena:
             clear_cublas_workspaces()
 
     def placed(self, call: int, issuer: Issuer) -> bool:
-        """Whether all results of ``call`` are where they should be, and it asked for what was planned."""
+        """Return whether all results of ``call`` are where they were planned, and it asked for what was planned."""
         if self._placer is None:
             return True
         surprised = len(self._placer.surprises) > self._surprises
@@ -158,16 +194,16 @@ class CudaArena:
         # Also what is freed again counts: a workspace larger than in the recording may have run over its block.
         return (
             not surprised
-            and (self._as_asked or not self._planned[call])
+            and (self._as_asked or not self._places.blocks[call])
             and all(
                 (tensor := issuer.tensor_on(storage)) is None
-                or tensor.untyped_storage().data_ptr() == self._address[storage]
+                or tensor.untyped_storage().data_ptr() == self._places.storages[storage]
                 for storage in self._made[call]
             )
         )
 
     def settled(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs as views of the block itself, so that the allocator's pools can go."""
+        """Return the outputs as views of the block itself, so that the allocator's pools can go."""
         if self._block is None:
             return outputs
         block = self._block
@@ -190,7 +226,7 @@ class CudaArena:
         return None if self._block is None or not self.nbytes else self._block[_GUARD_BYTES:]
 
     def capture_ended(self) -> None:
-        """Let the pools go; nothing may be alive in them."""
+        """Release the pools; nothing may be alive in them."""
         if self._placer is not None:
             self._placer.release()
 
@@ -206,7 +242,7 @@ class CudaArena:
 def _last_uses(
     program: Program, schedule: Schedule, placed: set[int], releases: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Placed storages go right after their last use was issued: their bytes are the plan's; the others as before."""
+    """Release placed storages right after their last use is issued: their bytes are the plan's; others as before."""
     last: dict[int, int] = {}
     for position, call in enumerate(schedule.order):
         for access in program.calls[call].accesses:
@@ -222,6 +258,6 @@ def _last_uses(
 
 
 def _allocations(device: int) -> tuple[int, int]:
-    """``(allocations, bytes asked for)`` so far."""
+    """Return ``(allocations, bytes asked for)`` so far."""
     stats = memory_stats(device)
     return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]

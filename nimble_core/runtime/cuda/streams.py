@@ -16,7 +16,7 @@ _STREAMS: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
 def own_streams(device: torch.device, count: int, priority: int = 0) -> list[torch.cuda.Stream]:
-    """``count`` streams of our own, the same ones each time.
+    """Return ``count`` streams of our own, the same ones each time.
 
     ``torch.cuda.Stream()`` hands out 32 round robin: above that two of them are silently one.
 

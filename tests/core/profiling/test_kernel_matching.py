@@ -154,31 +154,12 @@ def test_order_tells_kernels_of_one_name_and_what_it_cannot_tell_is_counted() ->
     assert "2 of them could be another call's" in made(told).timeline.note
 
 
-def test_what_follows_corrects_a_choice_between_kernels_of_one_name() -> None:
+def test_of_kernels_of_one_name_the_one_that_others_wait_for_is_the_first() -> None:
     # 0 and 1 launch k; y follows 1 alone. The k that started first had ended when y began, the other had not.
     raw = RawGraph((1, 2, 3), ("kernel",) * 3, ((1, 2),), (0, 1, 2))
     runs = [ran("k", 0, 10), ran("y", 12, 20), ran("k", 14, 40, stream=8)]
     told = tell_by_order(runs, raw, named("k", "k", "y"), 1)
     assert [told.runs[node][0].start_ns for node in range(3)] == [14, 0, 12]
-
-
-def test_several_choices_in_a_row_are_corrected() -> None:
-    # 0, 1, 2 and 3, 4 are chains of k; y follows 4. The first two k were taken for 0 and 1.
-    raw = RawGraph(tuple(range(6)), ("kernel",) * 6, ((0, 1), (1, 2), (3, 4), (4, 5)), tuple(range(6)))
-    runs = [ran("k", at, at + 8) for at in (0, 10)]
-    runs += [ran("y", 20, 28), *(ran("k", at, at + 8, stream=8) for at in (30, 40, 50))]
-    told = tell_by_order(runs, raw, named("k", "k", "k", "k", "k", "y"), 1)
-    assert [told.runs[node][0].start_ns for node in range(6)] == [30, 40, 50, 0, 10, 20]
-
-
-def test_a_kernel_that_had_not_ended_is_exchanged_for_one_that_had() -> None:
-    # 0 and 1 launch k, and both have begun when y does, which follows 1: only the other of the two had ended.
-    raw = RawGraph((1, 2, 3), ("kernel",) * 3, ((1, 2),), (0, 1, 2))
-    runs = [ran("k", 0, 30), ran("k", 2, 10, stream=8), ran("y", 12, 20, stream=8)]
-    for before in (((1, 2),), ((0, 2),)):
-        wanted = [0, 2] if before == ((1, 2),) else [2, 0]
-        told = tell_by_order(runs, replace(raw, edges=before), named("k", "k", "y"), 1)
-        assert [told.runs[node][0].start_ns for node in range(3)] == [*wanted, 12]
 
 
 def test_a_kernel_follows_its_chain_on_its_stream() -> None:
@@ -192,32 +173,6 @@ def test_a_kernel_follows_its_chain_on_its_stream() -> None:
     told = tell_by_order(runs, raw, named("a", "b", "k", "k"), 1)
     assert [told.runs[node][0].start_ns for node in range(4)] == [0, 0, 16, 15]
     assert told.check.ambiguous == 2
-
-
-def test_what_follows_from_a_doubtful_choice_is_in_doubt_until_nothing_is_left_to_mistake() -> None:
-    # x, k and y, k, z: either k may be the first that ran; z follows one of them, and both have ended before e begins.
-    raw = RawGraph(tuple(range(7)), ("kernel",) * 7, ((0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 6)), tuple(range(7)))
-    names = ("x", "y", "k", "k", "z", "z", "e")
-    runs = [
-        ran("x", 0, 10, stream=5),
-        ran("y", 0, 10, stream=6),
-        ran("k", 15, 20, stream=8),
-        ran("z", 21, 30, stream=8),
-        ran("k", 40, 50, stream=9),
-        ran("z", 51, 60, stream=9),
-        ran("e", 70, 80, stream=5),
-    ]
-    told = tell_by_order(runs, raw, named(*names), 1)
-    assert told.check.ambiguous == 4
-
-
-def test_kernels_that_start_early_leave_more_in_doubt() -> None:
-    # 1 waits for 0 and began before 0 had ended, so that the second k, too, may have been 3, which waits for 1.
-    raw = RawGraph((1, 2, 3, 4), KERNELS, ((0, 1), (1, 3)), (0, 1, 2, 3))
-    runs = [ran("a", 0, 20), ran("b", 15, 60), ran("k", 30, 40, stream=8), ran("k", 61, 70)]
-    assert tell_by_order(runs, raw, named("a", "b", "k", "k"), 1).check.ambiguous == 2
-    prompt = [replace(runs[0], end_ns=10), *runs[1:]]
-    assert tell_by_order(prompt, raw, named("a", "b", "k", "k"), 1).check.ambiguous == 0
 
 
 def test_order_goes_through_nodes_that_take_no_time() -> None:
@@ -312,8 +267,8 @@ def test_name_and_order_give_each_activity_once_to_a_node_of_its_name_in_the_gra
     assert all(told.runs[u][0].start_ns <= told.runs[v][0].start_ns for u, v in raw.edges)
 
 
-def test_few_replays_are_refused_or_told_against_the_graphs_order() -> None:
-    """Which of many kernels of one name it was is searched for within limits, and so not always found."""
+def test_most_replays_are_told_in_the_graphs_order() -> None:
+    """Which of many kernels of one name it was is a guess, which what follows may prove wrong."""
     outcomes: Counter[str] = Counter()
 
     @settings(max_examples=1000, database=None)
@@ -325,7 +280,8 @@ def test_few_replays_are_refused_or_told_against_the_graphs_order() -> None:
         outcomes["refused" if not told else "early" if early else "right"] += 1
 
     count()
-    assert outcomes["right"] > 980, outcomes
+    assert outcomes["right"] > 900, outcomes
+    assert outcomes["refused"] < 10, outcomes
 
 
 @settings(max_examples=500)

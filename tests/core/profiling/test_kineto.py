@@ -13,8 +13,8 @@ from nimble_core.ir.timeline import SelfCheck
 from nimble_core.profiling.cupti import Activity, taken
 from nimble_core.profiling.kernel_matching import Launch
 from nimble_core.profiling.kineto import collect, graph_activities
-from nimble_core.runtime.cuda import device
-from nimble_core.runtime.cuda.device import _observation
+from nimble_core.runtime.cuda import observing
+from nimble_core.runtime.cuda.observing import observed
 from nimble_core.scheduling.verify_capture import RawGraph
 from nimble_core.utils.errors import DeviceError
 
@@ -72,8 +72,8 @@ GPU = Multiprocessors(132, 2048, 65536, 233472)
 
 def test_an_observation_without_node_ids_asks_the_graph_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = (Launch("a", (1, 1, 1), (32, 1, 1)), Launch("b", (2, 1, 1), (32, 1, 1)))
-    monkeypatch.setattr(device, "read_launches", lambda raw: launches)
-    seen = _observation(CHAIN, RAN, {}, 1, 12.0, GPU, "", 11.0, "torch.profiler, GPU clock")  # type: ignore[arg-type]
+    monkeypatch.setattr(observing, "read_launches", lambda raw: launches)
+    seen = observed(CHAIN, RAN, {}, 1, 12.0, GPU, "", 11.0, "torch.profiler, GPU clock")  # type: ignore[arg-type]
     line = seen.timeline
     assert [(span.call, span.name, span.start_ns, span.end_ns) for span in line.spans] == [
         (0, "a", 0, 4),
@@ -89,8 +89,8 @@ def test_a_graph_that_cannot_be_read_leaves_it_unreliable(monkeypatch: pytest.Mo
     def unread(raw: RawGraph) -> tuple[Launch, ...]:
         raise DeviceError("cuGraphKernelNodeGetParams failed: CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(device, "read_launches", unread)
-    line = _observation(CHAIN, RAN, {}, 1, 12.0, GPU, "").timeline  # type: ignore[arg-type]
+    monkeypatch.setattr(observing, "read_launches", unread)
+    line = observed(CHAIN, RAN, {}, 1, 12.0, GPU, "").timeline  # type: ignore[arg-type]
     assert not line.reliable
     assert line.spans == ()
     assert line.note == "no graph node ids, and cuGraphKernelNodeGetParams failed: CUDA_ERROR_INVALID_VALUE"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nimble_core import InputError, Nimble, Options
-from nimble_core.api import nimble
+from nimble_core.api import prepare_engine
 from nimble_core.runtime.device import Executable
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.training.prepare_training import _of_their_own
@@ -56,7 +56,7 @@ class StillDevice(HostDevice):
 
 @pytest.fixture(autouse=True)
 def _still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nimble, "device_for", lambda device: StillDevice())
+    monkeypatch.setattr(prepare_engine, "device_for", lambda device: StillDevice())
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: None)
 
 

@@ -1,0 +1,193 @@
+"""What each step of a recording becomes in a replay, found by running every step once.
+
+A tensor is fixed if it is the same object in every replay: the model's own, constants, buffers, and views of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nimble_core.ir.schedule import Schedule
+from nimble_core.profiling.nvtx import call_ranges
+from nimble_core.runtime.host.buffers import made_by_step
+from nimble_core.runtime.host.constants import find_constants
+from nimble_core.runtime.host.entry_points import cheapest_entry
+from nimble_core.runtime.host.out_variants import can_fill, filling_step
+from nimble_core.scheduling.memory_planner import MemoryPlan
+from nimble_core.tracing.recording import Recording, Step, fill, flat_tensors
+
+__all__ = ["PreparedStep", "PreparedSteps", "TensorForm"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """Where a tensor lies in its storage, and what it holds."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step ready to be written down.
+
+    Args:
+        step: with the cheapest entry into its operator.
+        filling: the step as a call that fills a tensor given to it; None if it cannot be one.
+        shape: of what it returns: ``"tensor"``, ``"flat"`` (a tuple or list of tensors) or ``"nested"``.
+        allocates: whether it is a step between calls whose results are new memory.
+    """
+
+    step: Step
+    filling: Step | None
+    shape: str
+    allocates: bool
+
+
+class PreparedSteps:
+    """The steps of a recording, its fixed tensors, and the arena that buffers lie in.
+
+    Runs every call once, on copies of what it writes.
+
+    Args:
+        recording: what to prepare.
+        schedule: a checked schedule of its program.
+        inputs: example values.
+        memory: where buffers lie; what it does not place is allocated in every run.
+    """
+
+    def __init__(
+        self, recording: Recording, schedule: Schedule, inputs: Sequence[torch.Tensor], memory: MemoryPlan
+    ) -> None:
+        self.recording = recording
+        self.schedule = schedule
+        self.memory = memory
+        self.constants = find_constants(recording)
+        self.fixed: dict[int, torch.Tensor] = dict(recording.given)
+        self.forms: dict[int, TensorForm] = {}
+        self.steps = list(self._run_each(inputs))
+        self.arena = torch.UntypedStorage(memory.nbytes)
+        self._fix_buffers()
+        self._fix_views()
+        self.maker = {slot: one for one in self.steps for slot in one.step.outputs if slot >= 0}
+        self.cells = self._cells()
+        """Place of each slot that one stream hands to others, in the list that they share."""
+
+    def _run_each(self, inputs: Sequence[torch.Tensor]) -> Iterator[PreparedStep]:
+        """Run every step in program order; each tensor lives until its last use."""
+        recording = self.recording
+        last: dict[int, int] = {}
+        for index, step in enumerate(recording.steps):
+            last |= dict.fromkeys((*step.reads, *step.outputs), index)
+        tensors = _tensors_without_effect(recording, inputs)
+        range_of = call_ranges(recording.program, self.schedule)
+        for index, (step, fresh) in enumerate(zip(recording.steps, made_by_step(recording), strict=True)):
+            args, kwargs = fill(list(step.args), tensors), {name: fill(value, tensors) for name, value in step.kwargs}
+            with range_of(step.call):
+                result = step.func(*args, **kwargs)
+            returned = flat_tensors(result)
+            for slot, tensor in zip(step.outputs, returned, strict=True):
+                if slot >= 0:
+                    tensors[slot] = tensor
+                    self._note(slot, tensor)
+            placed = any(self.memory.offsets[storage] >= 0 for storage in fresh)
+            fills = placed and can_fill(step) and not returned[0].is_quantized
+            yield PreparedStep(
+                step=replace(step, func=cheapest_entry(step.func, args, kwargs, result)),
+                filling=filling_step(step, args, kwargs, result) if fills else None,
+                shape=_shape(result),
+                allocates=step.call is None and bool(fresh),
+            )
+            del args, kwargs, result, returned
+            for slot in {*step.reads, *step.outputs} - {-1}:
+                if last[slot] == index:
+                    tensors.pop(slot, None)
+
+    def _note(self, slot: int, tensor: torch.Tensor) -> None:
+        """Keep a result's form, and the result itself where it is the same in every replay."""
+        recording, storage = self.recording, self.recording.storage_of[slot]
+        self.forms[slot] = TensorForm(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        if storage in self.constants.storages:
+            self.fixed[slot] = tensor
+        elif (
+            not tensor.numel()
+            and recording.program.storages[storage].role == "intermediate"
+            and slot not in recording.outputs
+        ):
+            # Nothing orders its readers after the call that makes the rest of its memory.
+            self.fixed[slot] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def _fix_buffers(self) -> None:
+        """Make the tensors that calls fill, and those allocated between calls, where the plan has them."""
+        for one in self.steps:
+            if one.filling is None and not one.allocates:
+                continue
+            for slot in one.step.outputs:
+                offset = self.memory.offsets[self.recording.storage_of[slot]] if slot >= 0 else -1
+                if offset >= 0 and slot not in self.fixed:
+                    form = self.forms[slot]
+                    start = offset // form.dtype.itemsize + form.offset
+                    made = torch.empty(0, dtype=form.dtype)
+                    self.fixed[slot] = made.set_(self.arena, start, form.sizes, form.strides)
+
+    def _fix_views(self) -> None:
+        """Make every view of fixed tensors."""
+        for one in self.steps:
+            step = one.step
+            if step.call is not None or one.allocates or not step.outputs:
+                continue
+            if not all(slot in self.fixed for slot in step.reads):
+                continue
+            result = step.func(*fill(list(step.args), self.fixed), **{n: fill(v, self.fixed) for n, v in step.kwargs})
+            for slot, tensor in zip(step.outputs, flat_tensors(result), strict=True):
+                if slot >= 0:
+                    self.fixed.setdefault(slot, tensor)
+
+    def _cells(self) -> dict[int, int]:
+        """Find the slots that one stream makes and another needs, perhaps through views; give each a number."""
+        stream_of = self.schedule.stream
+        sources: dict[int, frozenset[int]] = {}
+        """Tensors made by calls or allocations that each slot is a view of."""
+        for one in self.steps:
+            for slot in one.step.outputs:
+                if slot >= 0 and slot not in self.fixed:
+                    viewed = one.step.call is None and not one.allocates
+                    near = [sources.get(read, frozenset()) for read in one.step.reads]
+                    sources[slot] = frozenset().union(*near) if viewed else frozenset((slot,))
+        calls = [one.step for one in self.steps if one.step.call is not None]
+        needs = [(slot, stream_of[step.call]) for step in calls if step.call is not None for slot in step.reads]
+        needs += [(slot, 0) for slot in self.recording.outputs]
+        cells: dict[int, int] = {}
+        for slot, stream in needs:
+            for source in sources.get(slot, ()):
+                call = self.maker[source].step.call
+                if stream != (0 if call is None else stream_of[call]):
+                    cells.setdefault(source, len(cells))
+        return cells
+
+
+def _shape(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return "tensor"
+    flat = isinstance(result, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in result)
+    return "flat" if flat else "nested"
+
+
+def _tensors_without_effect(recording: Recording, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the tensors from before the first step, by slot; those that calls write, on copies of their memory."""
+    tensors = dict(recording.given) | dict(zip(recording.inputs, inputs, strict=True))
+    written = {ref.storage for call in recording.program.calls for ref in call.writes}
+    copies: dict[int, torch.UntypedStorage] = {}
+    for slot, tensor in tensors.items():
+        storage = recording.storage_of[slot]
+        if storage in written:
+            copy = copies.setdefault(storage, tensor.untyped_storage().clone())
+            empty = torch.empty(0, dtype=tensor.dtype)
+            tensors[slot] = empty.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensors

@@ -1,0 +1,197 @@
+"""The arena: who shares memory in it, and that nobody reads what the run did not write."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import networkx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nimble_core.autotune.capture_pipeline import capture
+from nimble_core.ir.costs import uniform_costs
+from nimble_core.runtime.host.device import HostDevice, HostExecutable
+from nimble_core.scheduling.memory_planner import check_memory
+from nimble_core.scheduling.policies import single
+from nimble_core.scheduling.policies.base import plan_streams
+from nimble_core.scheduling.simulator import EXACT
+from nimble_core.tracing.recorded import Stopwatch, record_static, state_kept
+from nimble_core.tracing.signature import Signature
+from nimble_core.utils.errors import DeviceError, ScheduleError
+from nimble_core.validation.judge import eager_cases, from_same_state
+from tests.support import models
+from tests.support.host_models import (
+    Prepared,
+    drawn_streams,
+    eager,
+    interpreted,
+    poison,
+    programs,
+    same,
+)
+from tests.support.memory_models import happens_before
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_nothing_is_read_from_the_arena_that_the_run_did_not_write(name: str) -> None:
+    model, args, kwargs = models.make(name)
+    device, signature = HostDevice(), Signature(args, kwargs)
+    recorded = record_static(device, model, signature, strict=False, step=Stopwatch())
+    if recorded.whole or recorded.recording.draws:
+        return  # eager's cases are drawn from seeds of their own
+    draw = random.Random(name)
+    with state_kept(recorded):
+        for lanes in (1, 2, 4):
+            executable = capture(device, recorded, drawn_streams(recorded.graph, draw, lanes))
+            assert isinstance(executable, HostExecutable)
+            run = from_same_state(recorded, executable.run)
+            for inputs, expected in eager_cases(recorded).eager:
+                poison(executable)
+                torch.testing.assert_close(run([one.clone() for one in inputs]), list(expected), equal_nan=True)
+            executable.close()
+
+
+@settings(max_examples=60)
+@given(programs(), st.randoms(use_true_random=False))
+def test_memory_of_several_workers_holds_in_any_order_that_they_may_run_in(
+    steps: list[tuple[str, int, int, int]], draw: random.Random
+) -> None:
+    model = interpreted(steps)
+    made = Prepared(model, torch.randn(4, 4))
+    several = drawn_streams(made.graph, draw, 3)
+    memory = made.plan(several)
+    ranks = [draw.random() for _ in range(made.graph.size)]
+    order = list(networkx.lexicographical_topological_sort(happens_before(several), key=ranks.__getitem__))
+    one = plan_streams(made.graph, [0] * made.graph.size, policy="one of the runs", order=order)
+    executable = made.device.capture(made.recording, one, made.signature.tensors, made.layout(several), memory)
+    x = torch.randn(4, 4)
+    poison(executable)
+    assert same(executable.run([x]), eager(model, [x]))
+    executable.close()
+
+
+def test_a_plan_that_gives_bytes_away_too_early_is_refused_and_would_be_wrong() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        waves = [(x * i).sin() for i in range(1, 5)]
+        return torch.stack([wave.exp() for wave in waves]).sum(0)
+
+    made = Prepared(model, torch.randn(3, 8))
+    schedule, program = single(made.graph, made.costs), made.recording.program
+    good = check_memory(program, schedule, made.plan(schedule))
+    together = [{access.ref.storage for access in call.accesses} for call in program.calls]
+    placed = sorted(made.layout(schedule).arena)
+    uses = {s: [call for call in schedule.order if s in together[call]] for s in placed}
+    overlapping = {
+        frozenset((a, b))
+        for a, b in itertools.combinations(placed, 2)
+        if uses[a][0] <= uses[b][-1] and uses[b][0] <= uses[a][-1]
+    }
+    refused = 0
+    for old, new in itertools.combinations(placed, 2):
+        sizes = {program.storages[old].nbytes, program.storages[new].nbytes}
+        if len(sizes) > 1 or any({old, new} <= touched for touched in together):
+            continue  # torch itself refuses calls whose operands overlap in part
+        offsets = list(good.offsets)
+        offsets[old] = offsets[new] = good.nbytes
+        plan = replace(good, offsets=tuple(offsets), nbytes=good.nbytes + 512)
+        right = frozenset((old, new)) not in overlapping
+        if not right:
+            refused += 1
+            with pytest.raises(ScheduleError, match="share bytes and nothing orders them"):
+                check_memory(program, schedule, plan)
+        executable = made.device.capture(made.recording, schedule, made.signature.tensors, memory=plan)
+        x = torch.randn(3, 8)
+        assert same(executable.run([x]), eager(model, [x])) is right
+        executable.close()
+    assert refused > 3
+
+
+def test_the_arena_holds_what_calls_fill_and_neither_constants_nor_outputs() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        hidden = (x + torch.arange(128.0)).exp()
+        made = torch.empty(2, 128)
+        made[0] = hidden
+        made[1] = x
+        return made.sum(0) * 2
+
+    made = Prepared(model, torch.randn(128))
+    storages, program = made.recording.program.storages, made.recording.program
+    layout = made.layout(single(made.graph, made.costs))
+    assert sorted(storages[one].nbytes for one in layout.arena) == [512, 512, 512, 1024]
+    assert not layout.arena.keys() & {ref.storage for ref in program.outputs}
+    assert layout.kept_nbytes == 0
+    assert layout.beside_nbytes == 512
+    executable = made.capture()
+    assert executable.memory is not None
+    assert {s for s, offset in enumerate(executable.memory.offsets) if offset >= 0} == layout.arena.keys()
+    assert executable.nbytes == executable.memory.nbytes + 512
+    assert executable.memory.nbytes < 512 * 3 + 1024
+
+
+def test_streams_that_allocate_between_calls_may_share_that_memory() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            made = torch.empty(2, 64)
+            made[0] = x[0].exp()
+            made[1] = x[1].sin()
+            x = made * 0.5
+        return x
+
+    made = Prepared(model, torch.randn(2, 64))
+    executable = made.wide(2)
+    assert executable.memory is not None
+    assert executable.memory.nbytes < 6 * 512
+    for _ in range(20):
+        x = torch.randn(2, 64)
+        poison(executable)
+        assert same(executable.run([x]), eager(model, [x]))
+    executable.close()
+
+
+class Stages(nn.Module):
+    """Independent chains, whose results are small beside what they need on the way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([((x.repeat(8) + i).sin() * 2).exp().sum() for i in range(8)])
+
+
+def test_a_memory_limit_adds_order_or_says_the_smallest_that_works() -> None:
+    x = torch.randn(512)
+    recorded = record_static(HostDevice(), Stages(), Signature([x], {}), strict=True, step=Stopwatch())
+    device = HostDevice()
+    device.model = EXACT  # type: ignore[misc]  # else one stream is the faster way to fit
+    lanes = [call.index % 4 for call in recorded.recording.program.calls]
+    schedule = plan_streams(recorded.graph, lanes, policy="four")
+    free = capture(device, recorded, schedule)
+    one = capture(device, recorded, single(recorded.graph, uniform_costs(recorded.graph.size)))
+    limit = one.nbytes + x.nbytes + 1024
+    assert limit < free.nbytes
+    limited = capture(device, recorded, schedule, memory_limit=limit)
+    assert limited.nbytes <= limit
+    assert limited.schedule.stream == schedule.stream
+    assert limited.schedule != schedule
+    y = torch.randn(512)
+    for executable in (free, one, limited):
+        assert isinstance(executable, HostExecutable)
+        poison(executable)
+        assert same(executable.run([y]), eager(recorded.model, [y]))
+        executable.close()
+    with pytest.raises(DeviceError, match=r"memory_limit=.* is too little: .* the smallest has \d+"):
+        capture(device, recorded, schedule, memory_limit=4096)
+
+
+def test_small_results_share_memory_and_large_chains_need_two_buffers() -> None:
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return x
+
+    made = Prepared(chain, torch.randn(1024))
+    executable = made.capture()
+    assert executable.nbytes == 2 * 4096
+    assert same(executable.run([torch.ones(1024)]), eager(chain, [torch.ones(1024)]))

@@ -1,0 +1,256 @@
+"""A replay on the host gives what eager gives, and leaves what eager leaves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nimble_core.api.nimble import Nimble
+from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.policies.base import plan_streams
+from nimble_core.utils.errors import DeviceError
+from tests.support.host_models import (
+    CASES,
+    Branches,
+    ConvNet,
+    Prepared,
+    eager,
+    interpreted,
+    programs,
+    same,
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("streams", [1, 2, None])
+def test_replays_equal_eager_bit_for_bit_on_fresh_inputs(name: str, streams: int | None) -> None:
+    torch.manual_seed(0)
+    model, args = CASES[name]()
+    made = Prepared(model, *args)
+    executable = made.wide(streams)
+    kept = []
+    for _ in range(4):
+        inputs = [torch.randn_like(tensor) for tensor in args]
+        expected = eager(model, inputs)
+        found = executable.run(inputs)
+        assert same(found, expected)
+        kept.append((found, expected))
+    assert all(same(found, expected) for found, expected in kept), "an output was overwritten by a later run"
+    assert not same(kept[0][0], kept[1][0]), "the check is void: outputs do not depend on inputs"
+    executable.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.data())
+def test_any_program_on_any_streams_equals_eager(steps: list[tuple[str, int, int, int]], data: st.DataObject) -> None:
+    model = interpreted(steps)
+    made = Prepared(model, torch.randn(4, 4))
+    draws = [data.draw(st.integers(0, 2)) for _ in range(made.graph.size)]
+    names = {lane: index for index, lane in enumerate(dict.fromkeys(draws))}
+    executable = made.capture(plan_streams(made.graph, [names[lane] for lane in draws], policy="drawn"))
+    for _ in range(2):
+        x = torch.randn(4, 4)
+        assert same(executable.run([x]), eager(model, [x]))
+    executable.close()
+
+
+def test_outputs_that_alias_inputs_or_parameters_are_copied_unless_static() -> None:
+    model = nn.Linear(3, 3)
+    made = Prepared(lambda x: (x.view(-1), model.weight, x + 1), torch.randn(2, 3))
+    x = torch.randn(2, 3)
+    executable = made.capture()
+    view, weight, fresh = executable.run([x])
+    assert view.data_ptr() != x.data_ptr()
+    assert weight.data_ptr() != model.weight.data_ptr()
+    shared, weight, other = executable.run([x], static=True)
+    assert shared.data_ptr() == x.data_ptr()
+    assert weight.data_ptr() == model.weight.data_ptr()
+    assert other.data_ptr() != fresh.data_ptr()
+
+
+def test_outputs_can_be_used_under_autograd() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    weight = torch.randn(8, requires_grad=True)
+    for executable in (made.capture(), made.wide(2)):
+        (executable.run([torch.randn(3, 8)])[0] * weight).sum().backward()
+        assert weight.grad is not None
+        executable.close()
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_runs_in_inference_mode_and_out_of_it(streams: int) -> None:
+    model = Branches().eval()
+    made = Prepared(model, torch.randn(3, 8))
+    with torch.inference_mode():
+        executable = made.wide(streams)
+        x = torch.randn(3, 8)
+        inside = executable.run([x])
+    y = x.clone()
+    assert same(executable.run([y]), inside)
+    executable.close()
+
+
+def test_inputs_written_in_place_are_the_callers_and_preparing_leaves_them() -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    example = torch.zeros(3)
+    made = Prepared(write, example)
+    executable = made.capture()
+    executable.replay()
+    assert torch.equal(example, torch.zeros(3))
+    x = torch.zeros(3)
+    assert torch.equal(executable.run([x])[0], torch.full((3,), 2.0))
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_running_statistics_follow_eager() -> None:
+    torch.manual_seed(0)
+    model, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    made = Prepared(model, torch.randn(8, 4))
+    executable = made.capture()
+    assert torch.equal(model.running_mean, torch.zeros(4)), "preparing left a trace"  # type: ignore[arg-type]
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        assert same(executable.run([x]), eager(twin, [x]))
+    assert torch.equal(model.running_mean, twin.running_mean)  # type: ignore[arg-type]
+    assert int(model.num_batches_tracked) == 3  # type: ignore[arg-type]
+
+
+def test_weights_are_live() -> None:
+    model = nn.Linear(3, 3)
+    made = Prepared(model, torch.randn(2, 3))
+    executable = made.capture()
+    with torch.no_grad():
+        model.weight.mul_(3)
+    x = torch.randn(2, 3)
+    assert same(executable.run([x]), eager(model, [x]))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_random_calls_draw_what_eager_draws(streams: int) -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5) + nn.functional.dropout(x * 2, 0.5) + torch.rand(64)
+
+    x = torch.randn(64)
+    state = torch.get_rng_state()
+    made = Prepared(noisy, x)
+    executable = made.wide(streams)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(3)
+    expected = eager(noisy, [x]) + eager(noisy, [x])
+    torch.manual_seed(3)
+    assert same(executable.run([x]) + executable.run([x]), expected)
+    executable.close()
+
+
+def test_calls_on_nothing() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch._foreach_add_([y[:0], y[3:]], 1.0)
+        return y + 1
+
+    made, x = Prepared(forward, torch.randn(3, 2)), torch.randn(3, 2)
+    assert torch.equal(made.capture().run([x])[0], x * 2 + 1)
+
+
+def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:
+    """It has no bytes, so that nothing orders its reader after the call that makes the rest."""
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x
+        for _ in range(20):
+            y = torch.linalg.matrix_exp(y * 0.1)
+        return y, y[3:].sum()
+
+    made = Prepared(forward, torch.randn(3, 3))
+    graph = made.graph
+    executable = made.capture(plan_streams(graph, [*[0] * (graph.size - 1), 1], policy="two"))
+    x = torch.randn(3, 3)
+    got = executable.run([x])
+    assert all(torch.equal(a, b) for a, b in zip(got, forward(x), strict=True))
+    executable.close()
+
+
+def test_threads_take_turns() -> None:
+    model = Branches().eval()
+    made = Prepared(model, torch.randn(3, 8))
+    executable = made.wide(2)
+    inputs = [torch.randn(3, 8) for _ in range(4)]
+    expected = [eager(model, [x]) for x in inputs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if not same(executable.run([inputs[index]]), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    executable.close()
+
+
+def test_the_callers_modes_and_threads_are_put_back() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    executable = made.wide(2)
+    before = torch.get_num_threads()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = executable.run([torch.randn(3, 8)])
+        assert torch.is_autocast_enabled("cpu")
+    assert out[0].dtype == torch.float32, "casts were recorded: autocast must not add any"
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == before
+    executable.close()
+
+
+def test_nothing_is_held_after_close() -> None:
+    made = Prepared(Branches().eval(), torch.randn(3, 8))
+    executable = made.wide(2)
+    executable.replay()
+    arena = StorageWeakRef(executable.arena)
+    executable.close()
+    assert executable.arena is None
+    assert arena.expired()
+
+
+def test_the_whole_model_runs_without_a_schedule() -> None:
+    model = ConvNet().eval()
+    made = Prepared(model, torch.randn(2, 3, 8, 8))
+    executable = made.device.capture_whole(model, made.recording, made.signature)
+    x = torch.randn(2, 3, 8, 8)
+    assert same(executable.run([x]), eager(model, [x]))
+    executable.replay()
+    with pytest.raises(DeviceError, match="cannot be observed"):
+        made.device.observe(executable, made.recording, 1)
+    executable.close()
+    with pytest.raises(DeviceError, match="closed"):
+        executable.run([x])
+
+
+def test_a_model_called_as_it_is_keeps_its_buffers_to_itself_unless_static() -> None:
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Buffer(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.total.add_(torch.from_numpy(x.numpy() * 2))
+
+    for outputs in ("copy", "static"):
+        net = Nimble(Total(), Options(outputs=outputs))  # type: ignore[arg-type]
+        with pytest.warns(UserWarning, match="called as it is"):
+            net.prepare(torch.ones(3))
+        first, second = net(torch.ones(3)), net(torch.ones(3))
+        assert second.tolist() == [4.0] * 3
+        assert first.tolist() == [2.0 if outputs == "copy" else 4.0] * 3
