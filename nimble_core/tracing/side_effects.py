@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, filterfalse, repeat
-from operator import is_, not_
 from traceback import walk_tb
-from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +36,7 @@ from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording import flat_tensors
 from nimble_core.tracing.rng_state import TORCH, Draws, random_state_kept
+from nimble_core.tracing.snapshot import Change, Changes, Snapshot
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import elements_once
 from nimble_core.tracing.tensor_escapes import exports_seen
@@ -60,36 +58,6 @@ __all__ = [
 ]
 
 
-class Change(NamedTuple):
-    """An attribute, or something in a container that it leads to, which is another one than it was.
-
-    Args:
-        was: ``...`` where there was none.
-        now: ``...`` where there is none any more.
-        attribute: path of the attribute; empty where a change there is no news.
-        name: the place, as its module writes it after ``self.``: ``"state['v']"``.
-    """
-
-    was: Any
-    now: Any
-    attribute: str
-    name: str
-
-
-Changes = dict[str, Change]
-"""By path: ``"encoder.state['v']"``."""
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
-"""The containers that modules have many of, and what stands for a copy of an empty one."""
-_FOLLOWED = (*_EMPTY, deque, tuple, SimpleNamespace)
-"""Where tensors are looked for below these. Not in objects of other classes, nor in subclasses: reading them may run
-what is not ours, and may find what other threads work with.
-"""
-_NAMED_BY = (str, int, float, tuple)
-"""Keys that are shown as they are written."""
-_DEPTH, _LONG, _REACH = 12, 1_000, 20_000
-"""How deep, how long containers are followed, and how many items in all: data and vocabularies are none of a run's."""
 _HOST = torch.device("cpu")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
@@ -120,234 +88,19 @@ def _function(called: Any) -> Any:
 
 
 @contextmanager
-def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
-    before = _Attributes(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
+def _attributes_kept(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
+    """Put back, at the end, what attributes of modules hold; yield a function that says what has changed."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    before = Snapshot(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
     try:
         yield before.changes
     finally:
-        before.put_back()
-
-
-_Held = tuple[int, Any, Any]
-"""What holds something: the position of the attribute that leads to it, itself, and a copy of what it held."""
-
-
-class _Attributes:
-    """The attributes of modules, what the containers among them hold, and tensors in containers that these lead to.
-
-    The first two are kept as a few long lists, since most runs change nothing: loops in C find that out.
-    """
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        tables = [module.__dict__ for module in modules.values()]
-        values = list(chain.from_iterable(table.values() for table in tables))
-        types = list(map(type, values))
-        inner = list(compress(values, map(_EMPTY.__contains__, types)))
-        self._paths = list(modules)
-        self._attributes = len(values)
-        self._filled = list(map(bool, inner))
-        self._empty = list(filterfalse(None, inner))
-        self._held = [*tables, *compress(inner, self._filled)]
-        self._items = [held.values() if isinstance(held, dict) else held for held in self._held]
-        self._sizes, self._keys, self._values = self._contents()
-        self._deeper = self._led_to(list(_leading(values, types, _EMPTY)), set(map(id, modules.values())))
-
-    def changes(self) -> Changes:
-        """What is another object than it was; in private containers only tensors."""
-        different = self._different()
-        if not different:
-            return {}
-        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        paths = list(chain.from_iterable(map(repeat, self._paths, self._sizes)))
-        for origin, held, copy in different:  # tables come first
-            was, now = found.setdefault(self._paths[origin] if origin < 0 else paths[origin], ({}, {}))
-            if origin < 0 or (held is self._values[origin] and self._keys[origin] in _TABLES):
-                keys = {key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)}
-                was |= {key: copy[key] for key in keys & copy.keys()}
-                now |= {key: held[key] for key in keys & held.keys()}
-            elif self._keys[origin] not in was:
-                was[self._keys[origin]] = now[self._keys[origin]] = self._values[origin]
-        copies = {id(held): copy for _, held, copy in chain(self._shallow(), self._deeper)}
-        changes: Changes = {}
-        seen: set[tuple[int, int]] = set()
-        for path in filter(found.__contains__, self._paths):
-            was, now = found[path]
-            for key in sorted(was.keys() | now.keys()):
-                pair = was.get(key, ...), now.get(key, ...)
-                quiet = key.startswith("_") and pair[0] is pair[1]  # such as hooks that a library installs by itself
-                attribute = "" if quiet else f"{path}.{key}".lstrip(".")
-                for name, one, other in self._differences(*pair, key, copies, seen):
-                    if not quiet or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-                        changes[f"{path}.{name}".lstrip(".")] = Change(one, other, attribute, name)
-        return changes
-
-    def put_back(self) -> None:
-        """Let all hold what they did."""
-        for origin, held, copy in self._different():
-            if origin >= 0 and held is self._values[origin] and self._keys[origin] in _HOOKS:
+        changed = before.changed()
+        tables = {id(vars(module).get(name)) for module in modules for name in _HOOKS} if changed else ()
+        for held, copy in changed:
+            if id(held) in tables:
                 _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
-            _put_back(held, copy)
-
-    def _different(self) -> list[_Held]:
-        sizes, keys, values = self._contents()
-        same = sizes == self._sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
-        shallow = () if same and not any(self._empty) else self._shallow()
-        return [
-            *(one for one in shallow if (one[1] or one[2]) and not _same_items(one[1], one[2])),
-            *(one for one in self._deeper if _tensors(_read(one[1])) != _tensors(one[2])),
-        ]
-
-    def _shallow(self) -> Iterator[_Held]:
-        """Tables, and the containers in them."""
-        copies, tables = self._copies(), len(self._paths)
-        yield from zip(range(-tables, 0), self._held, copies, strict=False)  # ends before it takes another copy
-        yield from zip(self._containers(), self._held[tables:], copies, strict=True)
-        for origin, held in zip(self._containers(empty=True), self._empty, strict=True):
-            yield origin, held, _EMPTY[type(held)]
-
-    def _containers(self, empty: bool = False) -> Iterator[int]:
-        """Positions of the attributes that are containers, and hold something or nothing."""
-        kinds = map(type, self._values[: self._attributes])
-        filled = map(not_, self._filled) if empty else self._filled
-        return compress(compress(range(self._attributes), map(_EMPTY.__contains__, kinds)), filled)
-
-    def _led_to(self, reached: list[tuple[int, Any]], known: set[int]) -> list[_Held]:
-        """Containers that attributes and the shallow ones lead to, and that those lead to, and so on.
-
-        Args:
-            reached: what attributes lead to but the shallow ones, with their positions.
-            known: ids of what is not looked into; filled.
-        """
-        tables, found, left = len(self._paths), list[_Held](), _REACH
-        for origin, held in zip(self._containers(), self._held[tables:], strict=True):
-            if len(held) <= _LONG:
-                entries = list(_entries(held))
-                reached += [(origin, value) for _, value in _leading(entries, list(map(type, entries)))]
-        for _ in range(_DEPTH):
-            following: list[tuple[int, Any]] = []
-            for origin, value in reached:
-                size = len(vars(value)) if isinstance(value, SimpleNamespace) else len(value)
-                if id(value) in known or size > min(_LONG, left):
-                    continue
-                known.add(id(value))
-                copy = _read(value)
-                left -= size
-                if type(value) is not tuple:
-                    found.append((origin, value, copy))
-                inside = list(_entries(copy))
-                following += [(origin, one) for _, one in _leading(inside, list(map(type, inside)))]
-            reached = following
-        return found
-
-    def _differences(
-        self, was: Any, now: Any, name: str, copies: Mapping[int, Any], seen: set[tuple[int, int]]
-    ) -> Iterator[tuple[str, Any, Any]]:
-        """Where what two values lead to differs: names and what is there; once for each pair.
-
-        Args:
-            was: what was at a place.
-            now: what is there now.
-            name: of the place.
-            copies: of what containers held, by their ids.
-            seen: ids of pairs that were told; filled.
-        """
-        if type(was) is not type(now) or not (id(was) in copies or type(was) is tuple) or name.count("[") > _DEPTH:
-            if was is not now:
-                yield name, was, now
-            return
-        if (id(was), id(now)) in seen:
-            return
-        seen.add((id(was), id(now)))
-        before, after = _labelled(copies.get(id(was), was), type(was)), _labelled(_read(now), type(was))
-        inside = [
-            found
-            for label, one in before.items()
-            if label in after
-            for found in self._differences(one, after[label], name + label, copies, seen)
-        ]
-        if list(before) != list(after) or (was is not now and not inside):
-            yield name, was, now
-        yield from inside
-
-    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
-        """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
-        return list(map(len, self._held)), list(chain.from_iterable(self._held)), list(chain.from_iterable(self._items))
-
-    def _copies(self) -> Iterator[Any]:
-        end = 0
-        for held, size in zip(self._held, self._sizes, strict=True):
-            start, end = end, end + size
-            keys = self._keys[start:end]
-            if isinstance(held, dict):
-                yield dict(zip(keys, self._values[start:end], strict=True))
-            else:
-                yield set(keys) if isinstance(held, set) else keys
-
-
-def _leading(values: Sequence[Any], types: Sequence[type], but: Container[type] = ()) -> Iterator[tuple[int, Any]]:
-    """Those that are looked into, with their positions; not those of some types, nor tuples that lead nowhere."""
-    kinds = {kind for kind in set(types) if kind not in but and kind in _FOLLOWED}
-    if tuple in kinds:  # of numbers and strings, mostly
-        items = chain.from_iterable(value for value, kind in zip(values, types, strict=True) if kind is tuple)
-        if not {torch.Tensor, *_FOLLOWED}.intersection(map(type, items)):
-            kinds.remove(tuple)
-    return compress(enumerate(values), map(kinds.__contains__, types)) if kinds else iter(())
-
-
-def _read(held: Any) -> Any:
-    """A copy of what it holds."""
-    if isinstance(held, (list, tuple, deque)):
-        return list(held)
-    return vars(held).copy() if isinstance(held, SimpleNamespace) else held.copy()
-
-
-def _entries(held: Any) -> Iterable[Any]:
-    return held.values() if isinstance(held, dict) else held
-
-
-def _tensors(held: Any) -> list[int]:
-    return [id(one) for one in _entries(held) if isinstance(one, torch.Tensor)]
-
-
-def _labelled(entries: Any, kind: type) -> dict[str, Any]:
-    """What a container holds, by what leads there in Python."""
-    if kind is SimpleNamespace:
-        return {f".{name}": one for name, one in entries.items()}
-    if issubclass(kind, dict):
-        return {
-            f"[{key!r}]" if isinstance(key, _NAMED_BY) else f"[{object.__repr__(key)}]": one
-            for key, one in entries.items()
-        }
-    if kind is set:
-        return {object.__repr__(one): one for one in entries}
-    return {f"[{position}]": one for position, one in enumerate(entries)}
-
-
-def _put_back(held: Any, copy: Any) -> None:
-    if isinstance(held, SimpleNamespace):
-        _put_back(vars(held), copy)
-    elif isinstance(held, dict):
-        for key in held.keys() - copy.keys():
-            held.pop(key, None)  # another thread may have been faster
-        held.update(copy)
-        if not all(map(is_, held, copy)):  # something was deleted: back in its old place
-            held.clear()
-            held.update(copy)
-    elif isinstance(held, list):
-        held[:] = copy
-    else:
-        held.clear()
-        held.extend(copy) if isinstance(held, deque) else held.update(copy)
-
-
-def _same_items(held: Any, copy: Any) -> bool:
-    if len(held) != len(copy):
-        return False
-    if isinstance(held, set):
-        return bool(held == copy)
-    if isinstance(held, dict) and not all(map(is_, held.values(), copy.values())):
-        return False
-    return all(map(is_, held, copy))
+        before.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +222,7 @@ def preserved(
             # A capture writes nothing, and is counted as if it did.
             counted = tuple(one for one in _owned(model) if not one.is_inference())
             stack.enter_context(preserve_version_counter(counted))
-        changed = stack.enter_context(_attribute_guard(model))
+        changed = stack.enter_context(_attributes_kept(model))
         guard = Guard(live, changed, drawn)
         stack.callback(guard.restore)
         stack.enter_context(_modes_kept())
@@ -570,7 +323,7 @@ def after_a_run(
     given = [one for one in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
     device = next((one.device for one in given if one.is_cuda), _HOST)
     with preserved(model, device=device) as guard, _memory_kept(given), torch.no_grad():
-        with nullcontext() if attributes else _attribute_guard(model):
+        with nullcontext() if attributes else _attributes_kept(model):
             try:
                 with guard.watching():
                     result = model(*args, **kwargs)

@@ -21,7 +21,7 @@ from nimble_core.tracing.pytree import (
 )
 from nimble_core.utils.errors import CaptureError, InputError
 
-__all__ = ["SHOWN", "Signature", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
+__all__ = ["SHOWN", "Signature", "in_words", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -60,7 +60,7 @@ class Signature:
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
         self.device = _one_device(
-            self.tensors, self.paths, [_in_words(path, called) for path in cache_paths(self.structure)]
+            self.tensors, self.paths, [in_words(path, called) for path in cache_paths(self.structure)]
         )
         for tensor, path in zip(self.tensors, self.paths, strict=True):
             _require_dense(tensor, path)
@@ -152,7 +152,7 @@ class Signature:
         tensors, given, _ = take_apart(args, {name: kwargs[name] for name in self.names}, self._called)
         if not same_structure(self.structure, given):
             found = structure_difference(self.structure, given)
-            return f"{_in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
+            return f"{in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
             if tensor.is_nested or tensor.layout is not torch.strided:
                 kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
@@ -197,7 +197,7 @@ def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inp
         path = next((path for one, other, path in known if one is not other), "")
     if path:
         raise CaptureError(
-            f"the forward changes {_in_words(path, names)}, which it is given: a replay would not",
+            f"the forward changes {in_words(path, names)}, which it is given: a replay would not",
             fix=_STATIC_CACHE if path.startswith((*cache_paths(structure),)) else _IN_PLACE,
         )
 
@@ -218,13 +218,13 @@ def take_apart(
     try:
         tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
     except InputError as error:
-        what, where = (_in_words(text, called) for text in (error.what, error.where))
+        what, where = (in_words(text, called) for text in (error.what, error.where))
         raise InputError(what, where=where, fix=error.fix) from None
-    return tensors, structure, [_in_words(path, called) for path in leaf_paths(structure)]
+    return tensors, structure, [in_words(path, called) for path in leaf_paths(structure)]
 
 
-def _in_words(path: str, called: Sequence[str]) -> str:
-    """A path, which may begin a sentence, from ``(args, kwargs)`` on, in the user's words."""
+def in_words(path: str, called: Sequence[str]) -> str:
+    """Return a path from ``(args, kwargs)`` on in the user's words; it may begin a sentence."""
     for position, name in enumerate(called):
         if path.startswith(f"[0][{position}]"):
             return path.replace(f"[0][{position}]", name, 1)

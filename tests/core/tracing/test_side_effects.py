@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import checkpoint
@@ -85,122 +81,6 @@ def test_an_interrupted_preparation_leaves_torch_usable() -> None:
     assert dispatch._get_current_dispatch_mode_stack() == list(before[:-2])
     net.stop = False
     assert torch.equal(Nimble(net, Options(tune="off")).prepare(torch.ones(2))(torch.ones(2)), torch.full((2,), 2.0))
-
-
-# -- attributes ----------------------------------------------------------------------------------------------------
-
-
-def messy() -> nn.Module:
-    """A module with a submodule, and containers of every kind in both, filled and empty."""
-    net = nn.Sequential(nn.BatchNorm1d(2))
-    for part in (net, net[0]):
-        part.listed, part.none, part.named, part.unnamed = [1, [2]], [], {"a": 1.5, "b": (3,)}, {}
-        part.members, part.ordered = {"x", "y"}, OrderedDict(first=1, second=2)
-        part.counted, part.number = defaultdict(list, {"k": [1]}), 1000
-    return net
-
-
-def held(net: nn.Module) -> list[Any]:
-    """All attributes, and what containers among them hold, by identity and in order (of sets: what they hold)."""
-    kinds = (list, dict, set, OrderedDict, defaultdict)
-    found: list[Any] = []
-    for part in net.modules():
-        found += [(name, id(value)) for name, value in vars(part).items()]
-        for value in vars(part).values():
-            if isinstance(value, dict):
-                found += [(key, id(entry)) for key, entry in value.items()]
-            elif type(value) in kinds:
-                found += [set(value)] if isinstance(value, set) else map(id, value)
-    return found
-
-
-CHANGES: dict[str, Callable[[nn.Module], object]] = {
-    "number": lambda part: setattr(part, "number", int("1000")),  # equal, and another object
-    "added": lambda part: setattr(part, "added", 1),
-    "deleted": lambda part: delattr(part, "number"),
-    "container": lambda part: setattr(part, "listed", list(part.listed)),
-    "append": lambda part: part.listed.append(3),
-    "fill": lambda part: part.none.append(3),
-    "entry": lambda part: part.named.update(a=float("1.5")),
-    "entries": lambda part: part.unnamed.update(a=1),
-    "clear": lambda part: part.named.clear(),
-    "member": lambda part: part.members.add("z"),
-    "order": lambda part: part.ordered.move_to_end("first"),
-    "default": lambda part: part.counted["made by a look"],
-    "buffer": lambda part: part.register_buffer("later", torch.ones(1)),
-    "tensor": lambda part: part.register_parameter("weights", nn.Parameter(torch.ones(1))),
-    "module": lambda part: part.add_module("child", nn.ReLU()),
-    "mode": lambda part: part.train(not part.training),
-}
-
-
-@given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from([0, 1])), max_size=4, unique=True))
-def test_attributes_are_put_back_and_told(changes: list[tuple[str, int]]) -> None:
-    net = messy()
-    parts, before = list(net.modules()), held(net)
-    with preserved(net) as guard:
-        assert not guard.changed_attributes()
-        for name, at in changes:
-            with suppress(AttributeError):  # deleted before
-                CHANGES[name](parts[at])
-        assert bool(guard.changed_attributes()) == (held(net) != before)
-    assert held(net) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("number", ["0.number"]),
-        ("append", ["0.listed"]),
-        ("fill", ["0.none"]),
-        ("order", ["0.ordered"]),
-        ("member", ["0.members"]),
-        ("buffer", ["0.later"]),
-        ("mode", ["0.training"]),
-    ],
-)
-def test_changed_attributes_are_named(name: str, told: list[str]) -> None:
-    net = messy()
-    with preserved(net) as guard:
-        CHANGES[name](net[0])
-        assert list(guard.changed_attributes()) == told
-
-
-def test_a_tensor_moved_between_tables_is_one_change() -> None:
-    net = nn.BatchNorm1d(2)
-    was = net.running_mean
-    with preserved(net) as guard:
-        del net.running_mean
-        net.running_mean = was * 2  # an attribute now, no buffer
-        (name, change), *others = guard.changed_attributes().items()
-        assert (name, others) == ("running_mean", [])
-        assert change[0] is was
-        assert change[1] is net.running_mean
-    assert net.running_mean is was
-
-
-def numpy_random() -> Any:
-    return pytest.importorskip("numpy").random
-
-
-@pytest.mark.parametrize(
-    ("draw", "told"),
-    [
-        (lambda: None, []),
-        (lambda: torch.rand(2), []),
-        (lambda: random.Random(1).random(), []),
-        (lambda: random.random(), ["Python's random"]),
-        (lambda: numpy_random().uniform(), ["numpy.random"]),
-        (lambda: (numpy_random().permutation(3), random.shuffle([1, 2])), ["Python's random", "numpy.random"]),
-    ],
-)
-def test_draws_from_the_interpreters_generators_are_told(draw: Callable[[], object], told: list[str]) -> None:
-    numpy_random()
-    with preserved(nn.ReLU()) as guard:
-        draw()
-        assert guard.draws.drawn() == told
-    with preserved(nn.ReLU()) as guard:
-        assert guard.draws.drawn() == []
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
