@@ -17,7 +17,8 @@ from nimble_core.api.engine import Engine
 from nimble_core.autotune.autotune import Tuned, tune
 from nimble_core.autotune.capture_pipeline import capture, device_for
 from nimble_core.compiler.pipeline import follow
-from nimble_core.guards.module_guard import Watch, hooks_of_users
+from nimble_core.guards.module_guard import Watch
+from nimble_core.guards.reached_modules import hooks_of_users
 from nimble_core.guards.transforms import transform_of, transforming
 from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.costs import Costs
@@ -261,7 +262,7 @@ class Nimble(torch.nn.Module):
         """
         mode = getattr(self._model, "training", False)
         for engine in self._engines:
-            engine.watch.doubt()
+            engine.watch.values.doubt()
             if engine.mode == mode:  # the others when they are called
                 engine.check(thorough=True)
 
@@ -455,8 +456,8 @@ def _fold_notes(folded: Folded, watch: Watch) -> Iterator[str]:
             f"{count} {what} folded into constants, which follow the values; "
             "after writes that torch does not count (.data, numpy, DLPack) call refresh()"
         )
-    if watch.blind:
-        yield f"made under inference_mode, so that only refresh() follows their values: {', '.join(watch.blind)}"
+    if watch.values.blind:
+        yield f"made under inference_mode, so that only refresh() follows their values: {', '.join(watch.values.blind)}"
 
 
 def _prepare(

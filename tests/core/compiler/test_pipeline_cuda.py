@@ -587,7 +587,7 @@ def test_weights_that_change_are_followed(fuse: str, how: str) -> None:
     assert not engine(net).check_first, "asked while the device is busy with the run"
     with torch.no_grad():
         before = model(x).clone()
-    folds = engine(net).watch.folds
+    folds = engine(net).watch.values.folds
     if how == "load_state_dict":
         torch.manual_seed(11)
         model.load_state_dict(Tower().cuda().state_dict())
@@ -607,7 +607,7 @@ def test_weights_that_change_are_followed(fuse: str, how: str) -> None:
     with torch.no_grad():
         assert not torch.allclose(before, model(x), rtol=5e-2, atol=5e-2)
     assert same(net, model, x), "the first run after the change is right already"
-    assert (engine(net).watch.folds > folds) == (engine(net).folded is not None)
+    assert (engine(net).watch.values.folds > folds) == (engine(net).folded is not None)
 
 
 @pytest.mark.parametrize(("fuse", "rounds"), [("none", 20), ("library", 20), ("inductor", 6)])
