@@ -167,7 +167,7 @@ class _Splitter:
         return Node(kind, type(value), tuple(keys), tuple(found), context)
 
     def _other(self, value: Any, path: str, depth: int) -> Structure:
-        """An object that is no container: its parts, if they can be seen."""
+        """Split an object that is no container into its parts, if these can be seen."""
         if is_array(value) and value.dtype.hasobject:
             raise InputError(
                 f"{path} is an array of objects, which may hold tensors", where=path, fix=f"{self._verb} a list"

@@ -52,7 +52,7 @@ def alone() -> bool:
 
 
 def _shared(device: torch.device) -> dict[str, _Generator]:
-    """The generators that all threads share, by name."""
+    """Return the generators that all threads share, by name."""
     host = torch.default_generator
     found = {
         PYTHON: _Generator(random.getstate, random.setstate, pickle.dumps, random.seed),

@@ -1,4 +1,4 @@
-"""Runs that leave no trace: attributes, parameters, buffers, inputs and random state are put back."""
+"""Runs that leave no trace: attributes, parameters, buffers, inputs and random state are restored."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
 
 def installed_by_runs(hook: object) -> bool:
-    """Whether ``hook`` is of the same code as one that a run inside ``preserved`` has registered and left behind.
+    """Whether ``hook`` has the code of one that a run inside ``preserved`` has registered.
 
-    Such hooks belong to the forward, and with it to what was recorded: libraries install theirs when first run.
+    Such hooks are part of the forward, and so of the recording: libraries install theirs when a model first runs.
     """
     return _code(hook) in _installed
 
 
 def only_watches(hook: Callable[..., Any]) -> None:
-    """Let replays pass ``hook`` by: it neither changes nor needs what the model computes."""
+    """Do not refuse a model for ``hook``: it neither changes nor needs what the model computes."""
     _installed.add(_code(hook))
 
 
@@ -89,7 +89,7 @@ def _function(called: Any) -> Any:
 
 @contextmanager
 def _attributes_kept(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
-    """Put back, at the end, what attributes of modules hold; yield a function that says what has changed."""
+    """Restore the attributes of modules at the end; yield a function that says what has changed."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     before = Snapshot(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
     try:
@@ -105,13 +105,13 @@ def _attributes_kept(model: Callable[..., Any]) -> Iterator[Callable[[], Changes
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor's value and version, as they were.
+    """A copy of a tensor's value, and its version.
 
     Args:
-        tensor: itself: within a dispatch mode an alias has a version counter of its own.
+        tensor: the tensor itself, since an alias has a version counter of its own within a dispatch mode.
         alone: the part of it that shows each element once.
-        value: a copy of that.
-        version: None if it has none.
+        value: a copy of ``alone``.
+        version: None for a tensor without a version counter.
     """
 
     tensor: torch.Tensor
@@ -127,19 +127,19 @@ class Saved:
         return cls(tensor, alone, alone.clone(), version)
 
     def restore(self) -> None:
-        """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
+        """Restore the value, and with it the version: a backward that saved the tensor may still come."""
         self.alone.copy_(self.value)
         if self.version is not None:
             set_version_counter((self.tensor,), (self.version,))
 
 
 class Guard:
-    """Keeps what a live run is about to overwrite.
+    """Keeps copies of what a live run is about to overwrite.
 
     Args:
-        live: whether runs execute.
-        changed: which attributes are others by now.
-        draws: what is drawn from generators that all threads share.
+        live: whether runs execute; under a capture they do not.
+        changed: returns the attributes that have changed.
+        draws: notes what is drawn from generators that all threads share.
     """
 
     def __init__(self, live: bool, changed: Callable[[], Changes], draws: Draws) -> None:
@@ -150,12 +150,12 @@ class Guard:
         self._drawn: dict[torch.Generator, torch.Tensor] = {}
 
     def before_write(self, tensor: torch.Tensor) -> None:
-        """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
+        """Keep a copy of ``tensor``, if the run executes."""
         if self.live:
             self._saved.append(Saved.of(tensor))
 
     def before_draw(self, generator: torch.Generator | None) -> None:
-        """Keep the state of ``generator``; None is torch's own. Under a capture only the host's are drawn from."""
+        """Keep the state of ``generator``; None is torch's own. A capture draws from those of the host alone."""
         if generator is None:
             self.draws.told(TORCH)
         if generator is None or not (self.live or generator.device.type == "cpu"):
@@ -165,12 +165,12 @@ class Guard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep what runs inside overwrite, whichever branch they take."""
+        """Keep copies of all that runs inside overwrite."""
         with _WriteGuard(self) as writes, exports_seen(writes.exported):
             yield
 
     def restore(self) -> None:
-        """Undo the writes and the draws, last first. An interrupt that comes meanwhile is raised when all is undone."""
+        """Undo the writes and the draws, last first. An interrupt meanwhile is raised once all is undone."""
         late, grad = None, torch.is_grad_enabled()
         while True:
             try:
@@ -201,25 +201,24 @@ def preserved(
     device: torch.device = _HOST,
     draws: Collection[str] | None = None,
 ) -> Iterator[Guard]:
-    """Put back, at the end or after an error, what runs of ``model`` inside change.
+    """Restore, at the end or after an error, what runs of ``model`` inside change.
 
-    Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
-    the generators reported to its ``before_draw``, and the dispatch modes in force.
+    That is attributes, memory of parameters and buffers, random state, the tensors reported to the guard's
+    ``before_write``, the generators reported to its ``before_draw``, and the active dispatch modes.
 
     Args:
         model: module or function.
         live: whether the runs execute (False under a capture).
-        memory: whether parameters and buffers that were given other memory get theirs back here; else the caller sees
-            to that.
-        device: that torch draws random numbers on.
-        draws: what the model draws from, if that is known (``random_state_kept``).
+        memory: whether to give parameters and buffers back the memory that they had; False if the caller does that.
+        device: the device that torch draws random numbers on.
+        draws: the generators that the model draws from, if known (``random_state_kept``).
     """
     with ExitStack() as stack:
         drawn = stack.enter_context(random_state_kept(device, draws=draws))
         if memory:
             stack.enter_context(_memory_kept(_owned(model)))
         if not live:
-            # A capture writes nothing, and is counted as if it did.
+            # A capture writes nothing, but raises version counters as if it did.
             counted = tuple(one for one in _owned(model) if not one.is_inference())
             stack.enter_context(preserve_version_counter(counted))
         changed = stack.enter_context(_attributes_kept(model))
@@ -231,7 +230,7 @@ def preserved(
 
 @contextmanager
 def _modes_kept() -> Iterator[None]:
-    """Leave the dispatch modes that runs inside have left in force, as one interrupted at a mode's end does."""
+    """End the dispatch modes that a run inside leaves active, as one does that is interrupted at a mode's end."""
     before = current_modes()
     try:
         yield
@@ -245,9 +244,9 @@ def _modes_kept() -> Iterator[None]:
 
 
 class _WriteGuard(TorchDispatchMode):
-    """Lets a model run, telling the guard of every tensor it is about to write that existed before.
+    """Tells the guard before each write to a tensor that existed before the run.
 
-    Operators that take functions (``torch.cond``) are refused here, in the first run of a model.
+    Refuses operators that take functions (``torch.cond``), in the first run of a model.
     """
 
     supports_higher_order_operators = True
@@ -262,7 +261,7 @@ class _WriteGuard(TorchDispatchMode):
         return True
 
     def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
-        """The memory of ``tensor`` is handed out, and may be written out of sight."""
+        """Keep a copy of ``tensor``, whose memory is handed out and may be written without a call."""
         if has_memory(tensor) and storage_address(tensor) not in self.made:
             with modes_off():
                 self.guard.before_write(tensor)
@@ -295,11 +294,11 @@ class _WriteGuard(TorchDispatchMode):
 
 
 def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were.
+    """Run ``model`` once (warm-up) and leave it, its inputs and the random state as they were.
 
     Raises:
         CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
-            that runs another one inside.
+            that runs another backward inside.
     """
     with after_a_run(model, args, kwargs) as result:
         return result
@@ -315,7 +314,7 @@ def after_a_run(
         model: module or function.
         args: positional inputs.
         kwargs: keyword inputs.
-        attributes: whether attributes are as the run leaves them too, and not only the values of tensors.
+        attributes: whether attributes stay as the run leaves them until the end, as the values of tensors do.
 
     Raises:
         CaptureError: as ``run_preserved``.
@@ -338,7 +337,7 @@ def after_a_run(
 def rehearse(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Run ``model`` once as recordings do, TorchScript operator by operator; see ``run_preserved``."""
     for part in scripted_parts(model):
-        getattr(part, "forward", None)  # torch keeps it as an attribute from its first use on: no run changes that
+        getattr(part, "forward", None)  # torch makes it an attribute at its first use, which is no change by a run
     with operator_by_operator():
         run_preserved(model, args, kwargs)
 
@@ -349,7 +348,7 @@ def _owned(model: Callable[..., Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, these may be given other memory (``.data = …``); then they get theirs back."""
+    """Give tensors back their memory at the end, if they were given other memory inside (``.data = …``)."""
     before = [(one, one.detach()) for one in tensors if has_memory(one)]
     try:
         yield
@@ -361,9 +360,9 @@ def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Inputs require a gradient, or none, as before: a model that differentiates may ask for that of them."""
+    """Restore which inputs require a gradient: a model that differentiates may change that."""
     tensors: list[torch.Tensor] = []
-    with suppress(InputError):  # who prepares says so in the user's words
+    with suppress(InputError):  # raised again by the preparation, with the names of the inputs
         tensors = [one for one in flatten((tuple(args), dict(kwargs)))[0] if one.is_leaf]
     before = [one.requires_grad for one in tensors]
     try:
@@ -375,12 +374,12 @@ def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:
-    """Ours, for what autograd refuses without saying where; None for other errors.
+    """Return an error with a place and a remedy for what autograd refuses; None for other errors.
 
     Args:
-        error: of the model.
-        modules: paths by id.
-        differentiates: whether what ran is a model and its backward, with gradients on.
+        error: the error that a run of the model raised.
+        modules: paths of modules, by id.
+        differentiates: whether the run was of a model and its backward.
     """
     text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if "leaf Variable that requires grad" in text:

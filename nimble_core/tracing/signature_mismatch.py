@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nimble_core.tracing.signature import SHOWN, Signature, in_words, take_apart
-from nimble_core.tracing.structure import Leaf, Structure, parts, same_structure, structure_difference
+from nimble_core.tracing.structure import Leaf, Structure, in_short, parts, same_structure, structure_difference
 from nimble_core.utils.errors import InputError
 
 __all__ = ["nearest"]
@@ -75,5 +75,7 @@ def _ways(was: Structure | None, now: Structure | None, signature: Signature, te
 
 
 def _told(path: str, was: Structure, now: Structure | None, called: Sequence[str]) -> str:
-    found = structure_difference(was, Leaf(0) if now is None else now, path)
-    return f"{in_words(found.path, called)}: {found.was}"
+    # Where this signature does not differ, what it was prepared with.
+    found = now and structure_difference(was, now, path)
+    place, words = (found.path, found.was) if found else (path, in_short(was))
+    return f"{in_words(place, called)}: {words}"

@@ -15,6 +15,7 @@ __all__ = [
     "Node",
     "Structure",
     "cache_paths",
+    "in_short",
     "leaf_paths",
     "parts",
     "same_structure",
@@ -136,14 +137,24 @@ def same_structure(was: Structure, now: Structure) -> bool:
 
     Objects may have gained attributes since.
     """
-    if isinstance(was, Node) and isinstance(now, Node):
-        if was.type is not now.type or not (was.kind in ("cache", "object") or equal(was.context, now.context)):
-            return False
+    return structure_difference(was, now) is None
+
+
+def structure_difference(was: Structure, now: Structure, path: str = "") -> Difference | None:
+    """Return where two structures that are not the same first differ; ``path`` is that of the whole."""
+    if isinstance(was, Node) and isinstance(now, Node) and was.type is now.type:
         pairs = _pairs(was, now)
-        return pairs is not None and all(same_structure(one, other) for _, one, other in pairs)
-    if isinstance(was, Constant) and isinstance(now, Constant):
-        return equal(was.was, now.was)
-    return was == now if type(was) is type(now) else False
+        if pairs is None:
+            return Difference(path, f"keys {list(was.keys)}", str(list(now.keys)))
+        for key, one, other in pairs:
+            if found := structure_difference(one, other, path + step_to(was.kind, key)):
+                return found
+        same = was.kind in ("cache", "object") or equal(was.context, now.context)
+    elif isinstance(was, Constant) and isinstance(now, Constant):
+        same = equal(was.was, now.was)
+    else:
+        same = was == now if type(was) is type(now) is Leaf else False
+    return None if same else Difference(path, in_short(was), in_short(now))
 
 
 def _pairs(was: Node, now: Node) -> list[tuple[Any, Structure, Structure]] | None:
@@ -158,21 +169,8 @@ def _pairs(was: Node, now: Node) -> list[tuple[Any, Structure, Structure]] | Non
     return list(zip(was.keys, was.children, children, strict=True))
 
 
-def structure_difference(was: Structure, now: Structure, path: str = "") -> Difference:
-    """Return where two structures that are not the same first differ; ``path`` is that of the whole."""
-    if isinstance(was, Node) and isinstance(now, Node):
-        if was.type is not now.type:
-            return Difference(path, was.type.__name__, now.type.__name__)
-        pairs = _pairs(was, now)
-        if pairs is None:
-            return Difference(path, f"keys {list(was.keys)}", str(list(now.keys)))
-        for key, one, other in pairs:
-            if not same_structure(one, other):
-                return structure_difference(one, other, path + step_to(was.kind, key))
-    return Difference(path, _name(was), _name(now))
-
-
-def _name(structure: Structure) -> str:
+def in_short(structure: Structure) -> str:
+    """Return a structure in a few words."""
     if isinstance(structure, Leaf):
         return "a tensor"
     return shown(structure.was) if isinstance(structure, Constant) else structure.type.__name__
