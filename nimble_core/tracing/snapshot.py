@@ -17,8 +17,8 @@ __all__ = ["Change", "Changes", "Snapshot"]
 _CONTAINERS: frozenset[type] = frozenset({list, dict, set, OrderedDict, defaultdict, deque, tuple, SimpleNamespace})
 """Types that a snapshot looks into. Reading an object of another class, or of a subclass, may run the user's code."""
 _TABLES = ("_parameters", "_buffers", "_modules")
-_DEPTH, _LONG, _REACH = 12, 1_000, 20_000
-"""Limits of containers in containers: how deep, how long each, how many items in all. The rest is data."""
+_DEPTH, _ITEMS = 12, 20_000
+"""Limits of containers in containers: how deep, and how many items in all. The rest is data."""
 
 
 class Change(NamedTuple):
@@ -55,17 +55,19 @@ class Snapshot:
 
     def _keep(self, containers: list[Any]) -> None:
         """Copy containers, and those inside them, level by level."""
-        left = _REACH
+        left = _ITEMS
         for depth in range(_DEPTH):
             inside: list[Any] = []
             for one in containers:
                 size = len(vars(one)) if type(one) is SimpleNamespace else len(one)
-                if id(one) in self._copies or (depth > 1 and size > min(_LONG, left)):
+                nested = depth > 1  # neither a table of attributes nor an attribute
+                if id(one) in self._copies or (nested and size > left):
                     continue
-                left -= size if depth > 1 else 0
-                self._copies[id(one)] = one, _copy(one)
-                if size and (depth == 0 or size <= _LONG):
-                    inside += [part for part in _parts(one) if type(part) in _CONTAINERS]
+                left -= size if nested else 0
+                copy = _copy(one)
+                self._copies[id(one)] = one, copy
+                if size:  # other threads may change the container itself
+                    inside += [part for part in _parts(copy) if type(part) in _CONTAINERS]
             containers = inside
 
     def changed(self) -> list[tuple[Any, Any]]:
@@ -115,7 +117,7 @@ class Snapshot:
         if (id(was), id(now)) in seen:
             return
         seen.add((id(was), id(now)))
-        before, after = _items(self._was(was)), _items(now)
+        before, after = _items(self._was(was)), _items(_copy(now))
         inside = [
             found
             for label, part in before.items()

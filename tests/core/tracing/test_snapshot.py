@@ -213,7 +213,7 @@ def deep(depth: int) -> Any:
         ({"a": Bunch(b=[ONE])}, lambda s: s["a"]["b"].append(OTHER), lambda s: len(s["a"]["b"]) == 2),
         ([Proxy()], lambda s: None, lambda s: len(s) == 1),
         (WeakSet([nn.ReLU]), lambda s: s.add(nn.Tanh), lambda s: len(s) == 2),
-        ({"long": [ONE] * 1_001}, lambda s: s["long"].append(OTHER), lambda s: len(s["long"]) == 1_002),
+        ({"long": [ONE] * 20_001}, lambda s: s["long"].append(OTHER), lambda s: len(s["long"]) == 20_002),
         ([deep(1_000)], lambda s: None, lambda s: True),
     ],
 )
@@ -234,7 +234,7 @@ def test_chains_of_tuples_end() -> None:
 
 
 def test_a_snapshot_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.tracing.snapshot._REACH", 2)
+    monkeypatch.setattr("nimble_core.tracing.snapshot._ITEMS", 2)
     state = [[ONE], [ONE], [ONE]]
     snapshot = taken(keeping(state))
     for one in state:
