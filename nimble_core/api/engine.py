@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nimble_core.guards.module_guard import Watch, announce
+from nimble_core.guards.folded_values import announce
+from nimble_core.guards.module_guard import Watch
 from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.costs import Costs
 from nimble_core.ir.schedule import Schedule
@@ -106,13 +107,13 @@ class Engine:
             self.check()
             outputs = self.executable.run(tensors, static=static)
         else:
-            folds = self.watch.folds
+            folds = self.watch.values.folds
             outputs = self.executable.run(tensors, static=static)
             self.check()
-            if self.watch.folds != folds:
+            if self.watch.values.folds != folds:
                 outputs = self.executable.run(tensors, static=static)
         if self.writes:
-            announce(self.writes, by=self.watch)  # a replayed graph raises no version counter
+            announce(self.writes, by=self.watch.values)  # a replayed graph raises no version counter
         return outputs
 
     def say_unlinked(self, tensors: Sequence[torch.Tensor], parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -146,12 +147,12 @@ class Engine:
         change = self.watch.looked_through() or self.watch.setting() if thorough else self.watch.change()
         if change:
             raise InputError(f"the model is not the one that was prepared: {change}", fix="call prepare(...) again")
-        if self.folded is not None and self.watch.stale():
+        if self.folded is not None and self.watch.values.stale():
             with self.executable.paused():
-                if self.watch.stale():  # no other thread was faster
-                    self.watch.folding()
+                if self.watch.values.stale():  # no other thread was faster
+                    self.watch.values.folding()
                     try:
                         self.folded.refresh()
                     except BaseException:
-                        self.watch.doubt()
+                        self.watch.values.doubt()
                         raise

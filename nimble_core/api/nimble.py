@@ -236,7 +236,7 @@ class Nimble(WrappedModule):
         """
         mode = getattr(self._model, "training", False)
         for engine in self._engines:
-            engine.watch.doubt()
+            engine.watch.values.doubt()
             if engine.mode == mode:  # the others when they are called
                 engine.check(thorough=True)
 

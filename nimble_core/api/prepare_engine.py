@@ -14,7 +14,8 @@ from nimble_core.api.engine import Engine
 from nimble_core.autotune.autotune import tune
 from nimble_core.autotune.capture_pipeline import capture, device_for
 from nimble_core.compiler.pipeline import follow
-from nimble_core.guards.module_guard import Watch, hooks_of_users
+from nimble_core.guards.module_guard import Watch
+from nimble_core.guards.reached_modules import hooks_of_users
 from nimble_core.ir.candidates import Candidate
 from nimble_core.ir.costs import Costs
 from nimble_core.runtime.device import Device, Executable
@@ -274,5 +275,5 @@ def _fold_notes(folded: Folded | None, guard: Watch) -> Iterator[str]:
             f"{count} {what} folded into constants, which follow the values; "
             "after writes that torch does not count (.data, numpy, DLPack) call refresh()"
         )
-    if guard.blind:
-        yield f"made under inference_mode, so that only refresh() follows their values: {', '.join(guard.blind)}"
+    if guard.values.blind:
+        yield f"made under inference_mode, so that only refresh() follows their values: {', '.join(guard.values.blind)}"

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from nimble_core.tracing.snapshot import attributes
+from nimble_core.tracing.plain_values import attributes
 
 __all__ = ["is_cache"]
 

@@ -79,7 +79,7 @@ from nimble_core.tracing.recording import (
     places_of,
 )
 from nimble_core.tracing.rewritten import Rewritten
-from nimble_core.tracing.rng_state import TORCH, RandomStates, state_of
+from nimble_core.tracing.rng_state import TORCH, RandomStates, alone, state_of
 from nimble_core.tracing.side_effects import Change, Changes, preserved
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.tensor_escapes import exports_seen, host_copies_seen, readings_seen
@@ -260,7 +260,8 @@ def _random_state_set(where: str) -> NotStaticError:
     return NotStaticError(
         "the forward sets random state, or puts it back, which a replay does not repeat",
         where=where,
-        fix="set it outside of the model, or draw outside and pass the numbers in",
+        fix="set it outside of the model, or draw outside and pass the numbers in"
+        + ("" if alone() else "; if another thread sets it, prepare while none does"),
     )
 
 

@@ -1,16 +1,14 @@
-"""Random state: what a preparation draws is put back, and what a model sets (``torch.manual_seed``) is no call.
+"""Random state: put back what a preparation draws, and detect models that set it (``torch.manual_seed``).
 
-The generators of Python, numpy and torch are one for all threads. In a process of one thread their state is put back
-after each run. Beside other threads it is touched only once this thread draws: from then on the generator has a seed of
-its own, and its state is put back at the end. So nothing is drawn twice by others: what they draw meanwhile comes from
-that seed, and what they drew before, or draw after, from the state.
+All threads share the generators of Python, numpy and torch. In a process of one thread, all are put back after each
+run. Beside other threads, a generator is put back only if the model draws from it; numbers that others draw from it
+during the run may then be drawn again. Torch's draws are calls, and so are known. For the rest, a generator counts as
+drawn from by the model if it moves during a run and then stands still for as long as the run took: while other threads
+draw from it all the time, nothing shows that the model does as well.
 
-A replay draws on from wherever the last draw left off, so a model may change a generator's state by draws alone. Other
-threads may draw from torch's own meanwhile, so what shows it is another seed, or a state that a draw has left behind;
-where other threads set it, too, nothing tells. The second recording of a model that draws begins with seeds of ours, so
-that a seed shows that was there before.
-
-In a capture torch refuses to set a seed, unless to what it is. What puts a state back there without a seed is not seen.
+A replay continues from wherever the last draw left off, so a model may change a generator by draws alone. The second
+recording of a model that draws starts from seeds of its own: an unknown seed, or a state that an earlier draw has
+already left, was therefore set by somebody. A capture refuses to set a seed unless it is the current one.
 """
 
 from __future__ import annotations
@@ -20,159 +18,124 @@ import pickle
 import random
 import sys
 import threading
-import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from itertools import count
-from operator import call
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import torch
-
-from nimble_core.tracing.provenance import warn
-from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["SHARED", "TORCH", "Draws", "RandomStates", "alone", "random_state_kept", "seed_otherwise", "state_of"]
 
 PYTHON, NUMPY, TORCH = SHARED = "Python's random", "numpy.random", "torch"
 _HOST = "torch on the host"
-"""Where ``TORCH`` is a GPU's."""
+"""Torch's generator on the host, where ``TORCH`` is a GPU's."""
 
-_seeds = count(20_001)  # never the same: what other threads draw meanwhile is not drawn again in the next preparation
-_LOOKS, _LOOK_S = 400, 0.0005
-_TELLING = free_after_fork(threading.RLock())  # held for moments
+_seeds = count(20_001)  # each is used once, so that no two recordings draw the same
+_POLL_S, _SHORTEST_WATCH_S, _LONGEST_WATCH_S = 0.0005, 0.05, 0.5
 
 
-class _Shared(NamedTuple):
+class _Generator(NamedTuple):
+    """A generator that all threads share; ``encode`` turns its state into bytes, to compare."""
+
     get: Callable[[], Any]
     put: Callable[[Any], object]
-    text: Callable[[Any], bytes]
-    seed: Callable[[int], object] | None = None
-
-    def now(self) -> bytes:
-        return self.text(self.get())
-
-    def moves(self) -> bool:
-        """Whether other threads draw from it: it changes while this one waits."""
-        before = self.now()
-        for _ in range(_LOOKS // 4):
-            time.sleep(_LOOK_S)
-            if self.now() != before:
-                return True
-        return False
+    encode: Callable[[Any], bytes]
+    seed: Callable[[int], object]
 
 
 def alone() -> bool:
-    """Whether this is the only thread, so that what is drawn is its own."""
+    """Whether this is the only thread, so that all that is drawn is its own."""
     return threading.active_count() < 2
 
 
-def _owners() -> dict[str, tuple[Any, Any]]:
-    """Modules whose functions are methods of a generator for all threads, and that generator."""
-    found: dict[str, tuple[Any, Any]] = {PYTHON: (random, random.getstate.__self__)}  # type: ignore[attr-defined]
+def _shared(device: torch.device) -> dict[str, _Generator]:
+    """Return the generators that all threads share, by name."""
+    host = torch.default_generator
+    found = {
+        PYTHON: _Generator(random.getstate, random.setstate, pickle.dumps, random.seed),
+        TORCH: _Generator(host.get_state, host.set_state, _bytes, partial(_seed, host)),
+    }
     if numpy := sys.modules.get("numpy"):
-        found[NUMPY] = numpy.random, numpy.random.get_state.__self__
-    return found
-
-
-def _shared(device: torch.device) -> dict[str, _Shared]:
-    """The generators that all threads share, by name."""
-    torchs = torch.default_generator
-    host = _Shared(torchs.get_state, torchs.set_state, _bytes, torchs.manual_seed)
-    names = {PYTHON: ("getstate", "setstate"), NUMPY: ("get_state", "set_state")}
-    found = {TORCH: host}
-    for name, (_, owner) in _owners().items():
-        get, put = (getattr(owner, one) for one in names[name])
-        # In C too: random's own is Python around it.
-        seed = super(random.Random, owner).seed if name == PYTHON else owner.seed
-        found[name] = _Shared(get, put, pickle.dumps, seed)
+        one = numpy.random
+        found[NUMPY] = _Generator(one.get_state, one.set_state, pickle.dumps, one.seed)
     if device.type == "cuda":
         get, put = (partial(one, device=device) for one in (torch.cuda.get_rng_state, torch.cuda.set_rng_state))
-        found |= {_HOST: host, TORCH: _Shared(get, put, _bytes)}
+        found[_HOST] = found[TORCH]
+        found[TORCH] = _Generator(get, put, _bytes, partial(_seed_gpu, device))
     return found
 
 
 class Draws:
-    """What this thread draws from generators that all threads share.
+    """What a run draws from the generators that all threads share.
 
     Args:
-        device: torch's is that of this device.
-        known: what is drawn from; None: what ``told`` says.
+        device: the model's; ``TORCH`` is torch's generator for it.
+        known: names of the generators that the run draws from; None to find out.
     """
 
     def __init__(self, device: torch.device, known: Collection[str] | None) -> None:
         self.alone = alone()
+        self._known = known
         self._generators = _shared(device)
-        self._before = {name: self._generators[name].now() for name in _owners()} if known is None else {}
-        self._host = self._generators.get(_HOST, self._generators[TORCH])
-        self._entered, self._seed = self._host.get(), torch.initial_seed()
+        self._before = {name: one.get() for name, one in self._generators.items()}
+        self._seed, self._start = torch.initial_seed(), perf_counter()
         self._told: set[str] = set()
-        self._kept: dict[str, Any] = {}
-        self._around = () if self.alone else tuple(_inside.get(threading.get_ident(), ()))
-        self._watches = known is None and not self.alone
-        for name in self._generators if self.alone else known or ():
-            self._keep(name)
+        self._still: dict[str, bool] = {}
 
     def told(self, name: str) -> None:
-        """This thread is about to draw from a generator."""
-        if self._watches:
-            self._told.add(name)
-            if not any(name in one._kept for one in self._around):
-                self._keep(name)
-
-    def _keep(self, name: str) -> None:
-        one = self._generators.get(name)
-        if one is None or name in self._kept:
-            return
-        if self.alone or one.seed is None:
-            self._kept[name] = one.get()
-            return
-        seeded = torch.initial_seed()
-        seed = zlib.crc32(one.now())  # the same numbers from the same state: eager and replays are compared
-        # Called from C: Python lets no other thread have its turn in between, to draw what would be drawn again.
-        both: tuple[Callable[[], Any], ...] = (one.get, partial(one.seed, seed))
-        state, _ = [*map(call, both)]
-        if one is self._host:
-            _leave_seed(torch.default_generator)
-        # What the model has set before is not what is put back.
-        self._kept[name] = self._entered if self._watches and one is self._host and seeded != self._seed else state
+        """Note that the run is about to draw from a generator."""
+        self._told.add(name)
 
     def drawn(self) -> list[str]:
-        """Names of the interpreter's generators, Python's and numpy's, that this thread has drawn from."""
-        moved = [name for name, before in self._before.items() if self._generators[name].now() != before]
-        if self.alone:
-            return moved
-        # Methods may be called past their modules: then it is ours if it does not go on by itself.
-        return [name for name in moved if name in self._told or not self._generators[name].moves()]
+        """Return which of Python's and numpy's generators the run has drawn from, by name."""
+        return [name for name in (PYTHON, NUMPY) if name in self._generators and self._draws_from(name)]
 
     def seed_set(self) -> bool:
-        """Whether this thread has given torch's generator on the host another seed, and drawn nothing."""
-        changed = torch.initial_seed() != self._seed
-        return changed and (self.alone or not (TORCH in self._told or self._host.moves()))
+        """Whether the run has given torch's generator on the host another seed."""
+        name = _HOST if _HOST in self._generators else TORCH
+        return torch.initial_seed() != self._seed and self._draws_from(name)
 
     def end(self) -> None:
-        """Put all states back."""
-        if self._watches and self.seed_set():
-            self._host.put(self._entered)
-        for name, state in self._kept.items():
-            self._generators[name].put(state)
-        if self._kept and not self.alone:
-            # A turn for the others: who draws all the time does so now, and the next state to be kept is another one.
-            time.sleep(sys.getswitchinterval())
+        """Put back the generators that the run draws from; with no other thread, all of them."""
+        for name, one in self._generators.items():
+            if self.alone or (self._draws_from(name) if self._known is None else name in self._known):
+                one.put(self._before[name])
+
+    def _draws_from(self, name: str) -> bool:
+        if name in self._told:
+            return True
+        one = self._generators[name]
+        if one.encode(one.get()) == one.encode(self._before[name]):
+            return False
+        if not self.alone and name not in self._still:
+            self._still[name] = _stands_still(one, perf_counter() - self._start)
+        return self.alone or self._still[name]
+
+
+def _stands_still(one: _Generator, seconds: float) -> bool:
+    """Whether other threads leave a generator alone for about as many seconds."""
+    before = one.encode(one.get())
+    end = perf_counter() + min(max(seconds, _SHORTEST_WATCH_S), _LONGEST_WATCH_S)
+    while perf_counter() < end:
+        sleep(_POLL_S)
+        if one.encode(one.get()) != before:
+            return False
+    return True
 
 
 @contextmanager
 def random_state_kept(
     device: torch.device, generators: Iterable[torch.Generator] = (), draws: Collection[str] | None = ()
 ) -> Iterator[Draws]:
-    """Put back, at the end, what this thread draws inside.
+    """Put back, at the end, the generators that a run inside draws from.
 
     Args:
-        device: that torch draws on.
-        generators: the user's own.
-        draws: names of those for all threads that it draws from (``Recording.draws``); None: those that it is seen to.
+        device: the device that torch draws on.
+        generators: the user's own generators; always put back.
+        draws: names of the shared generators that the run draws from (``Recording.draws``); None to find out.
     """
     own = [(one, one.get_state()) for one in generators]
     drawn = Draws(device, draws)
@@ -180,135 +143,67 @@ def random_state_kept(
         for one, state in own:
             stack.callback(one.set_state, state)
         stack.callback(drawn.end)
-        if not drawn.alone:
-            stack.enter_context(_functions_told(drawn))
         yield drawn
 
 
-_inside: dict[int, list[Draws]] = {}
-"""By thread. While there are any, functions of ``random`` and ``numpy.random`` tell them of their thread's calls."""
-_unwatched: list[tuple[Any, dict[str, Any]]] = []
-"""Modules, and their functions as they are when nobody watches."""
-
-
-def _telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        for draws in _inside.get(threading.get_ident(), ()):
-            draws.told(name)
-        return function(*args, **kwargs)
-
-    return told
-
-
-@contextmanager
-def _functions_told(draws: Draws) -> Iterator[None]:
-    """Inside, functions of ``random`` and ``numpy.random`` that this thread calls tell ``draws`` first."""
-    thread = threading.get_ident()
-    with _TELLING:
-        for name, (module, owner) in () if _inside else _owners().items():
-            methods = {key: one for key, one in vars(module).items() if getattr(one, "__self__", None) is owner}
-            methods = {key: one for key, one in methods.items() if key not in ("getstate", "get_state")}
-            _unwatched.append((module, methods))
-            vars(module).update({key: _telling(name, one) for key, one in methods.items()})
-        _inside.setdefault(thread, []).append(draws)
-    try:
-        yield
-    finally:
-        with _TELLING:
-            _inside[thread].remove(draws)
-            if not _inside[thread]:
-                del _inside[thread]
-            while _unwatched and not _inside:
-                module, methods = _unwatched.pop()
-                vars(module).update(methods)
-
-
 def seed_otherwise(device: torch.device, generators: Iterable[torch.Generator], draws: Collection[str]) -> None:
-    """Seed what a model draws from as no model would: so branches on it, and seeds that it sets, show.
+    """Seed what a model draws from as no model would, so that branches on it and seeds that it sets show.
 
     Args:
-        device: that torch draws on.
-        generators: the user's own.
-        draws: names of the others.
+        device: the model's.
+        generators: the user's own generators.
+        draws: names of the shared generators.
     """
     for one in generators:
         if one.device.type == device.type:  # what a host draws for a GPU's model is a constant of it
-            _seed(one)  # each another: they are told apart by their states
-    for name, (_, owner) in _owners().items():
+            _seed(one, next(_seeds))
+    for name, shared in _shared(device).items():
         if name in draws:
-            owner.seed(next(_seeds))
-    if TORCH in draws and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(next(_seeds))
-    elif TORCH in draws:
-        _seed(torch.default_generator)
+            shared.seed(next(_seeds))
 
 
-def _seed(generator: torch.Generator) -> None:
-    generator.manual_seed(next(_seeds))
+def _seed(generator: torch.Generator, seed: int) -> None:
+    generator.manual_seed(seed)
     if generator.device.type == "cpu":
-        _leave_seed(generator)
+        # Draw once: a model that sets the current seed again then sets a state that a draw has left.
+        torch.rand((), generator=generator, device="cpu")
 
 
-def _leave_seed(generator: torch.Generator) -> None:
-    """Draw once: to be seeded so again shows as a state that was left behind."""
-    torch.rand((), generator=generator, device="cpu")
+def _seed_gpu(device: torch.device, seed: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.manual_seed(seed)
 
 
 def state_of(generator: torch.Generator | None) -> torch.Tensor:
-    """State of a generator on the host; None is torch's own."""
+    """Return the state of a generator on the host; None is torch's own."""
     return (generator or torch.default_generator).get_state()
 
 
 class RandomStates:
-    """Follows generators on the host through the draws of a model that began after ``seed_otherwise``.
+    """Follows generators on the host through the draws of a run that began after ``seed_otherwise``.
 
     Args:
-        own: those of the user's that the model draws from.
+        own: those of the user's generators that the model draws from.
     """
 
     def __init__(self, own: Sequence[torch.Generator]) -> None:
         self._generators = [torch.default_generator, *own]
         self._seeds = {one.initial_seed() for one in self._generators}
-        self._shared = False
         self._left_behind = {_bytes(torch.Generator().manual_seed(seed).get_state()) for seed in self._seeds}
 
     def follow(self, generator: torch.Generator | None, before: torch.Tensor) -> bool:
-        """Note a draw from a generator in the state ``before``. False if the model has set that."""
-        one, state = generator or torch.default_generator, _bytes(before)
-        known = one.initial_seed() in self._seeds and state not in self._left_behind
+        """Note a draw from a generator in the state ``before``. Return False if that state was set."""
+        state = _bytes(before)
+        known = (generator or torch.default_generator).initial_seed() in self._seeds and state not in self._left_behind
         self._left_behind.add(state)
-        return known or (generator is None and self._others_set_it())
+        return known
 
     def settled(self) -> bool:
-        """Whether no generator has been given another seed, or a state that a draw has left behind."""
-        changed = [
-            one
+        """Whether no generator has an unknown seed, or a state that a draw has left behind."""
+        return all(
+            one.initial_seed() in self._seeds and _bytes(one.get_state()) not in self._left_behind
             for one in self._generators
-            if one.initial_seed() not in self._seeds or _bytes(one.get_state()) in self._left_behind
-        ]
-        return not changed or (changed == [torch.default_generator] and self._others_set_it())
-
-    def _others_set_it(self) -> bool:
-        self._shared = self._shared or _set_by_others()  # found once it stays so: looking sets another seed, too
-        return self._shared
-
-
-def _set_by_others() -> bool:
-    """Whether torch's own state is set while this thread does not: then nothing tells whether a model does as well."""
-    if alone():
-        return False
-    for _ in range(_LOOKS):
-        torch.default_generator.manual_seed(seed := next(_seeds))
-        time.sleep(_LOOK_S)
-        if torch.initial_seed() != seed:
-            warn(
-                "other threads set torch's random state while a model was recorded: whether the model does, too, which "
-                "a replay would not repeat, was not seen"
-            )
-            return True
-    return False
+        )
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -1,18 +1,15 @@
-"""Runs that leave no trace: attributes, parameters, buffers, inputs and random state are put back."""
+"""Runs that leave no trace: attributes, parameters, buffers, inputs and random state are restored."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, filterfalse, repeat
-from operator import is_, not_
 from traceback import walk_tb
-from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +36,7 @@ from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording import flat_tensors
 from nimble_core.tracing.rng_state import TORCH, Draws, random_state_kept
+from nimble_core.tracing.snapshot import Change, Changes, Snapshot
 from nimble_core.tracing.step_wrapper import Around
 from nimble_core.tracing.strides import elements_once
 from nimble_core.tracing.tensor_escapes import exports_seen
@@ -60,51 +58,21 @@ __all__ = [
 ]
 
 
-class Change(NamedTuple):
-    """An attribute, or something in a container that it leads to, which is another one than it was.
-
-    Args:
-        was: ``...`` where there was none.
-        now: ``...`` where there is none any more.
-        attribute: path of the attribute; empty where a change there is no news.
-        name: the place, as its module writes it after ``self.``: ``"state['v']"``.
-    """
-
-    was: Any
-    now: Any
-    attribute: str
-    name: str
-
-
-Changes = dict[str, Change]
-"""By path: ``"encoder.state['v']"``."""
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, set, OrderedDict, defaultdict)}
-"""The containers that modules have many of, and what stands for a copy of an empty one."""
-_FOLLOWED = (*_EMPTY, deque, tuple, SimpleNamespace)
-"""Where tensors are looked for below these. Not in objects of other classes, nor in subclasses: reading them may run
-what is not ours, and may find what other threads work with.
-"""
-_NAMED_BY = (str, int, float, tuple)
-"""Keys that are shown as they are written."""
-_DEPTH, _LONG, _REACH = 12, 1_000, 20_000
-"""How deep, how long containers are followed, and how many items in all: data and vocabularies are none of a run's."""
 _HOST = torch.device("cpu")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()  # code, or type, of hooks
 
 
 def installed_by_runs(hook: object) -> bool:
-    """Whether ``hook`` is of the same code as one that a run inside ``preserved`` has registered and left behind.
+    """Whether ``hook`` has the code of one that a run inside ``preserved`` has registered.
 
-    Such hooks belong to the forward, and with it to what was recorded: libraries install theirs when first run.
+    Such hooks are part of the forward, and so of the recording: libraries install theirs when a model first runs.
     """
     return _code(hook) in _installed
 
 
 def only_watches(hook: Callable[..., Any]) -> None:
-    """Let replays pass ``hook`` by: it neither changes nor needs what the model computes."""
+    """Do not refuse a model for ``hook``: it neither changes nor needs what the model computes."""
     _installed.add(_code(hook))
 
 
@@ -120,245 +88,30 @@ def _function(called: Any) -> Any:
 
 
 @contextmanager
-def _attribute_guard(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
-    before = _Attributes(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
+def _attributes_kept(model: Callable[..., Any]) -> Iterator[Callable[[], Changes]]:
+    """Restore the attributes of modules at the end; yield a function that says what has changed."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    before = Snapshot(dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {})
     try:
         yield before.changes
     finally:
-        before.put_back()
-
-
-_Held = tuple[int, Any, Any]
-"""What holds something: the position of the attribute that leads to it, itself, and a copy of what it held."""
-
-
-class _Attributes:
-    """The attributes of modules, what the containers among them hold, and tensors in containers that these lead to.
-
-    The first two are kept as a few long lists, since most runs change nothing: loops in C find that out.
-    """
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        tables = [module.__dict__ for module in modules.values()]
-        values = list(chain.from_iterable(table.values() for table in tables))
-        types = list(map(type, values))
-        inner = list(compress(values, map(_EMPTY.__contains__, types)))
-        self._paths = list(modules)
-        self._attributes = len(values)
-        self._filled = list(map(bool, inner))
-        self._empty = list(filterfalse(None, inner))
-        self._held = [*tables, *compress(inner, self._filled)]
-        self._items = [held.values() if isinstance(held, dict) else held for held in self._held]
-        self._sizes, self._keys, self._values = self._contents()
-        self._deeper = self._led_to(list(_leading(values, types, _EMPTY)), set(map(id, modules.values())))
-
-    def changes(self) -> Changes:
-        """What is another object than it was; in private containers only tensors."""
-        different = self._different()
-        if not different:
-            return {}
-        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        paths = list(chain.from_iterable(map(repeat, self._paths, self._sizes)))
-        for origin, held, copy in different:  # tables come first
-            was, now = found.setdefault(self._paths[origin] if origin < 0 else paths[origin], ({}, {}))
-            if origin < 0 or (held is self._values[origin] and self._keys[origin] in _TABLES):
-                keys = {key for key in held.keys() | copy.keys() if held.get(key, held) is not copy.get(key, held)}
-                was |= {key: copy[key] for key in keys & copy.keys()}
-                now |= {key: held[key] for key in keys & held.keys()}
-            elif self._keys[origin] not in was:
-                was[self._keys[origin]] = now[self._keys[origin]] = self._values[origin]
-        copies = {id(held): copy for _, held, copy in chain(self._shallow(), self._deeper)}
-        changes: Changes = {}
-        seen: set[tuple[int, int]] = set()
-        for path in filter(found.__contains__, self._paths):
-            was, now = found[path]
-            for key in sorted(was.keys() | now.keys()):
-                pair = was.get(key, ...), now.get(key, ...)
-                quiet = key.startswith("_") and pair[0] is pair[1]  # such as hooks that a library installs by itself
-                attribute = "" if quiet else f"{path}.{key}".lstrip(".")
-                for name, one, other in self._differences(*pair, key, copies, seen):
-                    if not quiet or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-                        changes[f"{path}.{name}".lstrip(".")] = Change(one, other, attribute, name)
-        return changes
-
-    def put_back(self) -> None:
-        """Let all hold what they did."""
-        for origin, held, copy in self._different():
-            if origin >= 0 and held is self._values[origin] and self._keys[origin] in _HOOKS:
+        changed = before.changed()
+        tables = {id(vars(module).get(name)) for module in modules for name in _HOOKS} if changed else ()
+        for held, copy in changed:
+            if id(held) in tables:
                 _installed.update(_code(held[key]) for key in held.keys() - copy.keys())
-            _put_back(held, copy)
-
-    def _different(self) -> list[_Held]:
-        sizes, keys, values = self._contents()
-        same = sizes == self._sizes and all(map(is_, keys, self._keys)) and all(map(is_, values, self._values))
-        shallow = () if same and not any(self._empty) else self._shallow()
-        return [
-            *(one for one in shallow if (one[1] or one[2]) and not _same_items(one[1], one[2])),
-            *(one for one in self._deeper if _tensors(_read(one[1])) != _tensors(one[2])),
-        ]
-
-    def _shallow(self) -> Iterator[_Held]:
-        """Tables, and the containers in them."""
-        copies, tables = self._copies(), len(self._paths)
-        yield from zip(range(-tables, 0), self._held, copies, strict=False)  # ends before it takes another copy
-        yield from zip(self._containers(), self._held[tables:], copies, strict=True)
-        for origin, held in zip(self._containers(empty=True), self._empty, strict=True):
-            yield origin, held, _EMPTY[type(held)]
-
-    def _containers(self, empty: bool = False) -> Iterator[int]:
-        """Positions of the attributes that are containers, and hold something or nothing."""
-        kinds = map(type, self._values[: self._attributes])
-        filled = map(not_, self._filled) if empty else self._filled
-        return compress(compress(range(self._attributes), map(_EMPTY.__contains__, kinds)), filled)
-
-    def _led_to(self, reached: list[tuple[int, Any]], known: set[int]) -> list[_Held]:
-        """Containers that attributes and the shallow ones lead to, and that those lead to, and so on.
-
-        Args:
-            reached: what attributes lead to but the shallow ones, with their positions.
-            known: ids of what is not looked into; filled.
-        """
-        tables, found, left = len(self._paths), list[_Held](), _REACH
-        for origin, held in zip(self._containers(), self._held[tables:], strict=True):
-            if len(held) <= _LONG:
-                entries = list(_entries(held))
-                reached += [(origin, value) for _, value in _leading(entries, list(map(type, entries)))]
-        for _ in range(_DEPTH):
-            following: list[tuple[int, Any]] = []
-            for origin, value in reached:
-                size = len(vars(value)) if isinstance(value, SimpleNamespace) else len(value)
-                if id(value) in known or size > min(_LONG, left):
-                    continue
-                known.add(id(value))
-                copy = _read(value)
-                left -= size
-                if type(value) is not tuple:
-                    found.append((origin, value, copy))
-                inside = list(_entries(copy))
-                following += [(origin, one) for _, one in _leading(inside, list(map(type, inside)))]
-            reached = following
-        return found
-
-    def _differences(
-        self, was: Any, now: Any, name: str, copies: Mapping[int, Any], seen: set[tuple[int, int]]
-    ) -> Iterator[tuple[str, Any, Any]]:
-        """Where what two values lead to differs: names and what is there; once for each pair.
-
-        Args:
-            was: what was at a place.
-            now: what is there now.
-            name: of the place.
-            copies: of what containers held, by their ids.
-            seen: ids of pairs that were told; filled.
-        """
-        if type(was) is not type(now) or not (id(was) in copies or type(was) is tuple) or name.count("[") > _DEPTH:
-            if was is not now:
-                yield name, was, now
-            return
-        if (id(was), id(now)) in seen:
-            return
-        seen.add((id(was), id(now)))
-        before, after = _labelled(copies.get(id(was), was), type(was)), _labelled(_read(now), type(was))
-        inside = [
-            found
-            for label, one in before.items()
-            if label in after
-            for found in self._differences(one, after[label], name + label, copies, seen)
-        ]
-        if list(before) != list(after) or (was is not now and not inside):
-            yield name, was, now
-        yield from inside
-
-    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
-        """How many entries each has, then all keys, and all values; of lists and sets, items stand for both."""
-        return list(map(len, self._held)), list(chain.from_iterable(self._held)), list(chain.from_iterable(self._items))
-
-    def _copies(self) -> Iterator[Any]:
-        end = 0
-        for held, size in zip(self._held, self._sizes, strict=True):
-            start, end = end, end + size
-            keys = self._keys[start:end]
-            if isinstance(held, dict):
-                yield dict(zip(keys, self._values[start:end], strict=True))
-            else:
-                yield set(keys) if isinstance(held, set) else keys
-
-
-def _leading(values: Sequence[Any], types: Sequence[type], but: Container[type] = ()) -> Iterator[tuple[int, Any]]:
-    """Those that are looked into, with their positions; not those of some types, nor tuples that lead nowhere."""
-    kinds = {kind for kind in set(types) if kind not in but and kind in _FOLLOWED}
-    if tuple in kinds:  # of numbers and strings, mostly
-        items = chain.from_iterable(value for value, kind in zip(values, types, strict=True) if kind is tuple)
-        if not {torch.Tensor, *_FOLLOWED}.intersection(map(type, items)):
-            kinds.remove(tuple)
-    return compress(enumerate(values), map(kinds.__contains__, types)) if kinds else iter(())
-
-
-def _read(held: Any) -> Any:
-    """A copy of what it holds."""
-    if isinstance(held, (list, tuple, deque)):
-        return list(held)
-    return vars(held).copy() if isinstance(held, SimpleNamespace) else held.copy()
-
-
-def _entries(held: Any) -> Iterable[Any]:
-    return held.values() if isinstance(held, dict) else held
-
-
-def _tensors(held: Any) -> list[int]:
-    return [id(one) for one in _entries(held) if isinstance(one, torch.Tensor)]
-
-
-def _labelled(entries: Any, kind: type) -> dict[str, Any]:
-    """What a container holds, by what leads there in Python."""
-    if kind is SimpleNamespace:
-        return {f".{name}": one for name, one in entries.items()}
-    if issubclass(kind, dict):
-        return {
-            f"[{key!r}]" if isinstance(key, _NAMED_BY) else f"[{object.__repr__(key)}]": one
-            for key, one in entries.items()
-        }
-    if kind is set:
-        return {object.__repr__(one): one for one in entries}
-    return {f"[{position}]": one for position, one in enumerate(entries)}
-
-
-def _put_back(held: Any, copy: Any) -> None:
-    if isinstance(held, SimpleNamespace):
-        _put_back(vars(held), copy)
-    elif isinstance(held, dict):
-        for key in held.keys() - copy.keys():
-            held.pop(key, None)  # another thread may have been faster
-        held.update(copy)
-        if not all(map(is_, held, copy)):  # something was deleted: back in its old place
-            held.clear()
-            held.update(copy)
-    elif isinstance(held, list):
-        held[:] = copy
-    else:
-        held.clear()
-        held.extend(copy) if isinstance(held, deque) else held.update(copy)
-
-
-def _same_items(held: Any, copy: Any) -> bool:
-    if len(held) != len(copy):
-        return False
-    if isinstance(held, set):
-        return bool(held == copy)
-    if isinstance(held, dict) and not all(map(is_, held.values(), copy.values())):
-        return False
-    return all(map(is_, held, copy))
+        before.restore()
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor's value and version, as they were.
+    """A copy of a tensor's value, and its version.
 
     Args:
-        tensor: itself: within a dispatch mode an alias has a version counter of its own.
+        tensor: the tensor itself, since an alias has a version counter of its own within a dispatch mode.
         alone: the part of it that shows each element once.
-        value: a copy of that.
-        version: None if it has none.
+        value: a copy of ``alone``.
+        version: None for a tensor without a version counter.
     """
 
     tensor: torch.Tensor
@@ -374,19 +127,19 @@ class Saved:
         return cls(tensor, alone, alone.clone(), version)
 
     def restore(self) -> None:
-        """Put it back. The version too, since the values are the same: a backward that saved them may still come."""
+        """Restore the value, and with it the version: a backward that saved the tensor may still come."""
         self.alone.copy_(self.value)
         if self.version is not None:
             set_version_counter((self.tensor,), (self.version,))
 
 
 class Guard:
-    """Keeps what a live run is about to overwrite.
+    """Keeps copies of what a live run is about to overwrite.
 
     Args:
-        live: whether runs execute.
-        changed: which attributes are others by now.
-        draws: what is drawn from generators that all threads share.
+        live: whether runs execute; under a capture they do not.
+        changed: returns the attributes that have changed.
+        draws: notes what is drawn from generators that all threads share.
     """
 
     def __init__(self, live: bool, changed: Callable[[], Changes], draws: Draws) -> None:
@@ -397,12 +150,12 @@ class Guard:
         self._drawn: dict[torch.Generator, torch.Tensor] = {}
 
     def before_write(self, tensor: torch.Tensor) -> None:
-        """Keep a copy of ``tensor``. Under a capture nothing is written, so there is nothing to keep."""
+        """Keep a copy of ``tensor``, if the run executes."""
         if self.live:
             self._saved.append(Saved.of(tensor))
 
     def before_draw(self, generator: torch.Generator | None) -> None:
-        """Keep the state of ``generator``; None is torch's own. Under a capture only the host's are drawn from."""
+        """Keep the state of ``generator``; None is torch's own. A capture draws from those of the host alone."""
         if generator is None:
             self.draws.told(TORCH)
         if generator is None or not (self.live or generator.device.type == "cpu"):
@@ -412,12 +165,12 @@ class Guard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep what runs inside overwrite, whichever branch they take."""
+        """Keep copies of all that runs inside overwrite."""
         with _WriteGuard(self) as writes, exports_seen(writes.exported):
             yield
 
     def restore(self) -> None:
-        """Undo the writes and the draws, last first. An interrupt that comes meanwhile is raised when all is undone."""
+        """Undo the writes and the draws, last first. An interrupt meanwhile is raised once all is undone."""
         late, grad = None, torch.is_grad_enabled()
         while True:
             try:
@@ -448,28 +201,27 @@ def preserved(
     device: torch.device = _HOST,
     draws: Collection[str] | None = None,
 ) -> Iterator[Guard]:
-    """Put back, at the end or after an error, what runs of ``model`` inside change.
+    """Restore, at the end or after an error, what runs of ``model`` inside change.
 
-    Attributes, memory of parameters and buffers, random state, the tensors reported to the guard's ``before_write``,
-    the generators reported to its ``before_draw``, and the dispatch modes in force.
+    That is attributes, memory of parameters and buffers, random state, the tensors reported to the guard's
+    ``before_write``, the generators reported to its ``before_draw``, and the active dispatch modes.
 
     Args:
         model: module or function.
         live: whether the runs execute (False under a capture).
-        memory: whether parameters and buffers that were given other memory get theirs back here; else the caller sees
-            to that.
-        device: that torch draws random numbers on.
-        draws: what the model draws from, if that is known (``random_state_kept``).
+        memory: whether to give parameters and buffers back the memory that they had; False if the caller does that.
+        device: the device that torch draws random numbers on.
+        draws: the generators that the model draws from, if known (``random_state_kept``).
     """
     with ExitStack() as stack:
         drawn = stack.enter_context(random_state_kept(device, draws=draws))
         if memory:
             stack.enter_context(_memory_kept(_owned(model)))
         if not live:
-            # A capture writes nothing, and is counted as if it did.
+            # A capture writes nothing, but raises version counters as if it did.
             counted = tuple(one for one in _owned(model) if not one.is_inference())
             stack.enter_context(preserve_version_counter(counted))
-        changed = stack.enter_context(_attribute_guard(model))
+        changed = stack.enter_context(_attributes_kept(model))
         guard = Guard(live, changed, drawn)
         stack.callback(guard.restore)
         stack.enter_context(_modes_kept())
@@ -478,7 +230,7 @@ def preserved(
 
 @contextmanager
 def _modes_kept() -> Iterator[None]:
-    """Leave the dispatch modes that runs inside have left in force, as one interrupted at a mode's end does."""
+    """End the dispatch modes that a run inside leaves active, as one does that is interrupted at a mode's end."""
     before = current_modes()
     try:
         yield
@@ -492,9 +244,9 @@ def _modes_kept() -> Iterator[None]:
 
 
 class _WriteGuard(TorchDispatchMode):
-    """Lets a model run, telling the guard of every tensor it is about to write that existed before.
+    """Tells the guard before each write to a tensor that existed before the run.
 
-    Operators that take functions (``torch.cond``) are refused here, in the first run of a model.
+    Refuses operators that take functions (``torch.cond``), in the first run of a model.
     """
 
     supports_higher_order_operators = True
@@ -509,7 +261,7 @@ class _WriteGuard(TorchDispatchMode):
         return True
 
     def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
-        """The memory of ``tensor`` is handed out, and may be written out of sight."""
+        """Keep a copy of ``tensor``, whose memory is handed out and may be written without a call."""
         if has_memory(tensor) and storage_address(tensor) not in self.made:
             with modes_off():
                 self.guard.before_write(tensor)
@@ -542,11 +294,11 @@ class _WriteGuard(TorchDispatchMode):
 
 
 def run_preserved(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``model`` once for real (warm-up), leaving it, its inputs and the random state as they were.
+    """Run ``model`` once (warm-up) and leave it, its inputs and the random state as they were.
 
     Raises:
         CaptureError: it calls an operator that takes functions, writes a leaf of autograd in place, or has a backward
-            that runs another one inside.
+            that runs another backward inside.
     """
     with after_a_run(model, args, kwargs) as result:
         return result
@@ -562,7 +314,7 @@ def after_a_run(
         model: module or function.
         args: positional inputs.
         kwargs: keyword inputs.
-        attributes: whether attributes are as the run leaves them too, and not only the values of tensors.
+        attributes: whether attributes stay as the run leaves them until the end, as the values of tensors do.
 
     Raises:
         CaptureError: as ``run_preserved``.
@@ -570,7 +322,7 @@ def after_a_run(
     given = [one for one in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(one, torch.Tensor)]
     device = next((one.device for one in given if one.is_cuda), _HOST)
     with preserved(model, device=device) as guard, _memory_kept(given), torch.no_grad():
-        with nullcontext() if attributes else _attribute_guard(model):
+        with nullcontext() if attributes else _attributes_kept(model):
             try:
                 with guard.watching():
                     result = model(*args, **kwargs)
@@ -585,7 +337,7 @@ def after_a_run(
 def rehearse(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Run ``model`` once as recordings do, TorchScript operator by operator; see ``run_preserved``."""
     for part in scripted_parts(model):
-        getattr(part, "forward", None)  # torch keeps it as an attribute from its first use on: no run changes that
+        getattr(part, "forward", None)  # torch makes it an attribute at its first use, which is no change by a run
     with operator_by_operator():
         run_preserved(model, args, kwargs)
 
@@ -596,7 +348,7 @@ def _owned(model: Callable[..., Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, these may be given other memory (``.data = …``); then they get theirs back."""
+    """Give tensors back their memory at the end, if they were given other memory inside (``.data = …``)."""
     before = [(one, one.detach()) for one in tensors if has_memory(one)]
     try:
         yield
@@ -608,9 +360,9 @@ def _memory_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Inputs require a gradient, or none, as before: a model that differentiates may ask for that of them."""
+    """Restore which inputs require a gradient: a model that differentiates may change that."""
     tensors: list[torch.Tensor] = []
-    with suppress(InputError):  # who prepares says so in the user's words
+    with suppress(InputError):  # raised again by the preparation, with the names of the inputs
         tensors = [one for one in flatten((tuple(args), dict(kwargs)))[0] if one.is_leaf]
     before = [one.requires_grad for one in tensors]
     try:
@@ -622,12 +374,12 @@ def requirements_kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
 
 
 def _refusal(error: RuntimeError, modules: Mapping[int, str], *, differentiates: bool) -> CaptureError | None:
-    """Ours, for what autograd refuses without saying where; None for other errors.
+    """Return an error with a place and a remedy for what autograd refuses; None for other errors.
 
     Args:
-        error: of the model.
-        modules: paths by id.
-        differentiates: whether what ran is a model and its backward, with gradients on.
+        error: the error that a run of the model raised.
+        modules: paths of modules, by id.
+        differentiates: whether the run was of a model and its backward.
     """
     text, frame = str(error), [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     if "leaf Variable that requires grad" in text:

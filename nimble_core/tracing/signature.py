@@ -1,4 +1,4 @@
-"""What a prepared engine accepts: structure, classes, shapes, dtypes and device of inputs, checked on every call."""
+"""What a prepared engine accepts: structure, classes, shapes, dtypes and device of the inputs of each call."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from nimble_core.tracing.pytree import (
     flatten,
     leaf_paths,
     reader,
-    same_structure,
     structure_difference,
 )
 from nimble_core.utils.errors import CaptureError, InputError
 
-__all__ = ["SHOWN", "Signature", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
+__all__ = ["SHOWN", "Signature", "in_words", "require_initialised", "require_plain", "require_unchanged", "take_apart"]
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Classes that do nothing of their own in an operator; buffers are of the first. A replay would pass others by."""
+"""Classes without operators of their own, which a replay would not run. Buffers are of the first class."""
 
 SHOWN = 8
-"""Tensors, and other inputs, of one signature that messages name at most: a cache has hundreds."""
+"""The most tensors, and other inputs, that a message names of one signature: a cache has hundreds."""
 _IN_PLACE = "return what it adds, or write tensors in place"
 _STATIC_CACHE = (
     "pass a StaticCache of the greatest length that is needed, after the model itself has run on it once; or no cache, "
@@ -40,15 +39,15 @@ _STATIC_CACHE = (
 
 
 class Signature:
-    """Inputs as they were at preparation.
+    """The inputs at preparation, to compare those of calls with.
 
-    ``bind`` is the hot path: it returns the input tensors of a call that fits and None for any other.
-    ``explain`` says, for one that does not, what was expected and what was given.
+    ``bind`` is on the path of each call: it returns the input tensors of a call that fits and None for any other.
+    ``explain`` says what was expected, and what was given, for a call that does not fit.
 
     Args:
         args: example positional inputs.
         kwargs: example keyword inputs.
-        called: what users call the positional inputs; those without a name are ``args[0]``, ….
+        called: names of the positional inputs; those without a name are ``args[0]``, ….
 
     Raises:
         InputError: no tensor among the inputs, or tensors on more than one device, or not dense.
@@ -60,7 +59,7 @@ class Signature:
         if not self.tensors:
             raise InputError("no tensor among the inputs", fix="pass at least one example tensor to prepare or compare")
         self.device = _one_device(
-            self.tensors, self.paths, [_in_words(path, called) for path in cache_paths(self.structure)]
+            self.tensors, self.paths, [in_words(path, called) for path in cache_paths(self.structure)]
         )
         for tensor, path in zip(self.tensors, self.paths, strict=True):
             _require_dense(tensor, path)
@@ -74,9 +73,9 @@ class Signature:
         self.bind: Callable[[Args, Kwargs], list[torch.Tensor] | None] = self._compile()
 
     def arguments(self, tensors: Sequence[torch.Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword inputs around ``tensors``, by default the example's, in containers made anew.
+        """Return positional and keyword inputs around ``tensors``, by default the example's, in new containers.
 
-        A model may change what it is given: lists and dicts of the caller's are not to be.
+        A model may change the lists and dicts that it is given: those of the caller stay as they are.
         """
         args, kwargs = self._build(self.tensors if tensors is None else tensors)
         return args, kwargs
@@ -132,7 +131,7 @@ class Signature:
         return bind_flat if flat else bind_nested
 
     def explain(self, args: Args, kwargs: Kwargs) -> str:
-        """First difference between the prepared inputs and these, as ``"args[0]: expected …, given …"``.
+        """Return the first difference from the prepared inputs, as ``"args[0]: expected …, given …"``.
 
         Raises:
             InputError: an object of an unknown type that holds tensors, or a container that contains itself.
@@ -150,9 +149,8 @@ class Signature:
             words += [f"keyword {name!r} given, not expected" for name in extra]
             return "; ".join(words)
         tensors, given, _ = take_apart(args, {name: kwargs[name] for name in self.names}, self._called)
-        if not same_structure(self.structure, given):
-            found = structure_difference(self.structure, given)
-            return f"{_in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
+        if found := structure_difference(self.structure, given):
+            return f"{in_words(found.path, self._called)}: expected {found.was}, given {found.now}"
         for tensor, (shape, dtype, device), path in zip(tensors, self.metas, self.paths, strict=True):
             if tensor.is_nested or tensor.layout is not torch.strided:
                 kind = "a nested" if tensor.is_nested else f"a {tensor.layout}".replace("torch.", "", 1)
@@ -181,23 +179,23 @@ class Signature:
 
 
 def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inputs: Any, names: Sequence[str]) -> None:
-    """Raise CaptureError if a run changed the ``inputs`` that it was given, other than by writing into tensors.
+    """Raise CaptureError if a run changed its inputs other than by writing into tensors.
 
     Args:
-        structure: theirs, before the run.
-        tensors: in them, before the run.
-        inputs: positional and keyword inputs, or another pair.
-        names: as in :class:`Signature`.
+        structure: structure of the inputs before the run.
+        tensors: tensors of the inputs before the run.
+        inputs: positional and keyword inputs after the run, or another pair.
+        names: names of positional inputs, as in :class:`Signature`.
     """
     after, now = flatten(inputs, what="")
-    if not same_structure(structure, now):
-        path = structure_difference(structure, now).path
+    if found := structure_difference(structure, now):
+        path = found.path
     else:
         known = zip(tensors, after, leaf_paths(now), strict=True)
         path = next((path for one, other, path in known if one is not other), "")
     if path:
         raise CaptureError(
-            f"the forward changes {_in_words(path, names)}, which it is given: a replay would not",
+            f"the forward changes {in_words(path, names)}, which it is given: a replay would not",
             fix=_STATIC_CACHE if path.startswith((*cache_paths(structure),)) else _IN_PLACE,
         )
 
@@ -205,26 +203,26 @@ def require_unchanged(structure: Structure, tensors: Sequence[torch.Tensor], inp
 def take_apart(
     args: Args, kwargs: Kwargs, called: Sequence[str] = ()
 ) -> tuple[list[torch.Tensor], Structure, list[str]]:
-    """Tensors of inputs, the structure of ``(args, kwargs)`` around them, and what users call each tensor.
+    """Return the tensors of inputs, the structure of ``(args, kwargs)`` around them, and the tensors' names.
 
     Args:
         args: positional inputs.
         kwargs: keyword inputs.
-        called: as in :class:`Signature`.
+        called: names of positional inputs, as in :class:`Signature`.
 
     Raises:
-        InputError: as :func:`nimble_core.tracing.pytree.flatten`, in the words of users.
+        InputError: as :func:`nimble_core.tracing.pytree.flatten`, with these names.
     """
     try:
         tensors, structure = flatten((tuple(args), dict(kwargs)), what="")
     except InputError as error:
-        what, where = (_in_words(text, called) for text in (error.what, error.where))
+        what, where = (in_words(text, called) for text in (error.what, error.where))
         raise InputError(what, where=where, fix=error.fix) from None
-    return tensors, structure, [_in_words(path, called) for path in leaf_paths(structure)]
+    return tensors, structure, [in_words(path, called) for path in leaf_paths(structure)]
 
 
-def _in_words(path: str, called: Sequence[str]) -> str:
-    """A path, which may begin a sentence, from ``(args, kwargs)`` on, in the user's words."""
+def in_words(path: str, called: Sequence[str]) -> str:
+    """Return a path from ``(args, kwargs)`` on in the user's words; it may begin a sentence."""
     for position, name in enumerate(called):
         if path.startswith(f"[0][{position}]"):
             return path.replace(f"[0][{position}]", name, 1)
@@ -236,7 +234,7 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
 
 
 def require_plain(tensor: torch.Tensor, path: str) -> None:
-    """Raise InputError for a tensor of a class of its own: what that does in Python is in no call of a recording."""
+    """Raise InputError for a tensor of another class, whose Python code is in no call of a recording."""
     if type(tensor) not in _PLAIN:
         raise InputError(
             f"{path} is a {type(tensor).__qualname__}, a class of its own, whose code a replay would pass by",
@@ -251,7 +249,8 @@ def require_initialised(name: str, parameter: torch.Tensor) -> None:
 
 
 def _plain_instead(tensor: torch.Tensor) -> str:
-    """What to pass in place of a tensor of another class; one that only stands for others has no numbers of its own."""
+    """Say what to pass in place of a tensor of another class."""
+    # A class with a dispatch of its own has no numbers of its own: it stands for other tensors.
     stands_for_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return "the tensors that it is made of" if stands_for_others else ".as_subclass(torch.Tensor) of it"
 

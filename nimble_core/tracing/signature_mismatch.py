@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nimble_core.tracing.pytree import (
-    Constant,
-    Leaf,
-    Node,
-    Structure,
-    leaf_paths,
-    same_structure,
-    structure_difference,
-)
-from nimble_core.tracing.signature import SHOWN, Signature, take_apart
-from nimble_core.tracing.snapshot import shown
+from nimble_core.tracing.signature import SHOWN, Signature, in_words, take_apart
+from nimble_core.tracing.structure import Leaf, Structure, in_short, parts, same_structure, structure_difference
 from nimble_core.utils.errors import InputError
 
 __all__ = ["nearest"]
@@ -35,9 +24,9 @@ def nearest(
     kwargs: Mapping[str, Any],
     called: Sequence[str] = (),
 ) -> tuple[Signature, str]:
-    """The signature that a call differs least from, and all of them in words, nearest first.
+    """Return the signature that a call differs least from, and a list of all in words, nearest first.
 
-    Of inputs that are no tensors those are named in which one of them differs from the call.
+    Of inputs that are no tensors, those are named in which a signature differs from the call.
 
     Args:
         signatures: one at least.
@@ -49,49 +38,28 @@ def nearest(
     try:
         tensors, structure, _ = take_apart(args, kwargs, called)
     except InputError:  # inputs that cannot be looked into are as far from each
-        tensors, structure = [], None
-    given = _parts(structure, called) if structure is not None else {}
+        return signatures[0], _listed(map(str, signatures))
+    given = dict(parts(structure))
     found = []
     for signature, otherwise in zip(signatures, elsewhere, strict=True):
-        parts = _parts(signature.structure, called)
-        unlike: dict[str, int] = {}
-        for path in (parts | given) if structure is not None else ():
-            ways = _ways(parts.get(path), given.get(path), signature, tensors)
-            if ways:
-                unlike[path] = ways
-        found.append(((len(unlike), sum(unlike.values()), otherwise), signature, parts, unlike))
+        prepared = dict(parts(signature.structure))
+        ways = {path: _ways(prepared.get(path), given.get(path), signature, tensors) for path in prepared | given}
+        unlike = [path for path, count in ways.items() if count]
+        found.append(((len(unlike), sum(ways.values()), otherwise), signature, prepared, unlike))
     found.sort(key=lambda one: one[0])
     telling = {path for _, _, _, unlike in found for path in unlike}
-    words: dict[str, None] = {}  # the same inputs under another autocast are listed once
-    for _, signature, parts, _ in found:
-        constants = ((path, part) for path, part in parts.items() if path in telling and isinstance(part, Constant))
-        beside = (_was(path, part, given.get(path)) for path, part in islice(constants, SHOWN))
-        words[", ".join((str(signature), *beside))] = None
-    more = [f"and {len(words) - _LISTED} more"] if len(words) > _LISTED else []
-    return found[0][1], "; ".join([*list(words)[:_LISTED], *more])
+    words = []
+    for _, signature, prepared, _ in found:
+        beside = [(path, part) for path, part in prepared.items() if path in telling and not isinstance(part, Leaf)]
+        told = (_told(path, part, given.get(path), called) for path, part in beside[:SHOWN])
+        words.append(", ".join((str(signature), *told)))
+    return found[0][1], _listed(words)
 
 
-def _parts(structure: Structure, called: Sequence[str]) -> dict[str, Structure]:
-    """Tensors, empty containers and what is neither, in ``(args, kwargs)``, by what users call them."""
-    assert isinstance(structure, Node)
-    positional, keyword = structure.children
-    assert isinstance(positional, Node)
-    assert isinstance(keyword, Node)
-    names = [*called, *(f"args[{at}]" for at in range(len(called), len(positional.children)))]
-    inputs = [*zip(names, positional.children, strict=False)]
-    inputs += [(f"kwargs[{key!r}]", child) for key, child in zip(keyword.keys, keyword.children, strict=True)]
-    found: dict[str, Structure] = {}
-
-    def counted(part: Structure, ends: list[Structure]) -> Structure:
-        if isinstance(part, Node) and part.children:
-            return replace(part, children=tuple(counted(child, ends) for child in part.children))
-        ends.append(part)
-        return Leaf(len(ends) - 1)
-
-    for name, child in inputs:
-        ends: list[Structure] = []
-        found.update(zip(leaf_paths(counted(child, ends), name), ends, strict=True))
-    return found
+def _listed(signatures: Iterable[str]) -> str:
+    different = list(dict.fromkeys(signatures))  # the same inputs under another autocast are listed once
+    more = [f"and {len(different) - _LISTED} more"] if len(different) > _LISTED else []
+    return "; ".join([*different[:_LISTED], *more])
 
 
 def _ways(was: Structure | None, now: Structure | None, signature: Signature, tensors: Sequence[torch.Tensor]) -> int:
@@ -106,9 +74,8 @@ def _ways(was: Structure | None, now: Structure | None, signature: Signature, te
     return 0 if was is not None and now is not None and same_structure(was, now) else 1
 
 
-def _was(path: str, constant: Constant, given: Structure | None) -> str:
-    """In words, what it was: one that may be changed in place may be another by now."""
-    if constant.held is None or (isinstance(given, Constant) and same_structure(constant, given)):
-        return f"{path}: {shown(constant.value)}"
-    found = structure_difference(constant, given if isinstance(given, Constant) else Constant(None), path)
-    return f"{found.path}: {found.was}"
+def _told(path: str, was: Structure, now: Structure | None, called: Sequence[str]) -> str:
+    # Where this signature does not differ, what it was prepared with.
+    found = now and structure_difference(was, now, path)
+    place, words = (found.path, found.was) if found else (path, in_short(was))
+    return f"{in_words(place, called)}: {words}"

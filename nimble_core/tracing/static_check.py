@@ -14,7 +14,7 @@ import torch
 from nimble_core.ir.program import Call, Program, Storage, TensorRef
 from nimble_core.tracing.operator_traits import storage_address
 from nimble_core.tracing.provenance import place_of
-from nimble_core.tracing.pytree import Structure, leaf_paths, same_structure, structure_difference
+from nimble_core.tracing.pytree import Structure, leaf_paths, structure_difference
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.strides import elements_once, reach
 from nimble_core.utils.errors import CaptureError, NimbleError, NotStaticError, first_line
@@ -302,8 +302,7 @@ def check_outputs(first: Structure, second: Structure) -> None:
     Raises:
         NotStaticError: naming the first place that differs.
     """
-    if not same_structure(first, second):
-        found = structure_difference(first, second, "output")
+    if found := structure_difference(first, second, "output"):
         raise NotStaticError(
             f"the model is not static: on other input values {found.path} is {found.now}, not {found.was}",
             where=found.path,

@@ -1,4 +1,4 @@
-"""The same numbers in other strides: of those that address nothing (size 1), or in memory of their own."""
+"""The same numbers in other strides, and copies of parts of a tensor."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ __all__ = [
 ]
 
 _PIECES = (torch.complex128, torch.int64, torch.int32, torch.int16)
-"""What elements are copied as, of which a row holds a whole number."""
+"""Types that several elements are copied as at once, largest first."""
 
 
 def dense(sizes: Sequence[int], strides: Sequence[int], dims: Iterable[int]) -> bool:
-    """Whether elements lie next to each other, those of the first of ``dims`` first; strides of size 1 do not matter.
+    """Whether elements lie next to each other, the first of ``dims`` changing fastest.
+
+    Strides of dimensions of size 1 do not matter.
 
     >>> dense((2, 3, 4, 5), (60, 1, 15, 3), (1, 3, 2, 0)), dense((2, 3), (1, 2), (1, 0))
     (True, False)
@@ -52,7 +54,7 @@ def row_by_row(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def elements_once(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that shows each element once: an expanded dimension is one element seen many times."""
+    """Return the part of ``tensor`` that shows each element once: an expanded dimension shows one many times."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -60,7 +62,7 @@ def elements_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory, both included.
+    """Count the elements from the first to the last in memory, both included.
 
     >>> reach(torch.zeros(3, 5)[:, :2]), reach(torch.zeros(3, 0))
     (12, 0)
@@ -71,7 +73,7 @@ def reach(tensor: torch.Tensor) -> int:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last in memory, both included."""
+    """Count the bytes from the first to the last in memory, both included."""
     return reach(tensor) * tensor.itemsize
 
 
@@ -81,12 +83,12 @@ def share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` with these strides: itself if it has them wherever they matter, else a copy."""
+    """Return ``tensor`` with these strides: itself if it has them wherever they matter, else a copy."""
     sizes = tensor.shape
     if all(size == 1 or a == b for size, a, b in zip(sizes, tensor.stride(), strides, strict=True)):
         return tensor
     for dim, stride in enumerate(strides):
-        if stride == 0:  # expanded: one of them is all
+        if stride == 0:  # expanded: a copy of one element is enough
             tensor = tensor.narrow(dim, 0, 1)
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     copy_rows(made, tensor)
@@ -94,15 +96,14 @@ def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``restrided``, with these strides also where they do not matter, which fused optimizers ask for."""
+    """Return ``tensor`` with these strides, also where they do not matter, which fused optimizers ask for."""
     found = restrided(tensor, strides)
-    # A window of its own only where there is no other way: compilers pad rows, and a window by strides then shows the
-    # padding.
+    # ``as_strided`` only where there is no other way: compilers pad rows, and such a view would show the padding.
     return found if found.stride() == strides else found.as_strided(tensor.shape, strides)
 
 
 def strides_of_copy(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides that ``clone`` gives a tensor of these.
+    """Return the strides that ``clone`` gives a tensor with these.
 
     >>> strides_of_copy((2, 3), (1, 2)), strides_of_copy((2, 3), (8, 1)), strides_of_copy((2, 3), (1, 0))
     ((1, 2), (3, 1), (3, 1))
@@ -111,7 +112,7 @@ def strides_of_copy(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, 
 
 
 def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy of ``tensor`` with these strides, those of a copy."""
+    """Copy ``tensor`` with these strides, which are those of a copy."""
     if tensor.stride() == strides:
         return tensor.clone()
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -120,9 +121,9 @@ def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)``, several elements at a time where rows are padded.
+    """Copy as ``target.copy_(source)`` does, several elements at a time where rows are padded.
 
-    torch copies such rows element by element: on an H200, rows of 30,522 floats take a quarter less in pairs.
+    Torch copies such rows element by element. On an H200, copying rows of 30,522 floats in pairs takes a quarter less.
     """
     piece = _piece(target, source)
     if piece is not None:
@@ -131,7 +132,7 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _piece(target: torch.Tensor, source: torch.Tensor) -> torch.dtype | None:
-    """What to take both for; None where elements are the right thing."""
+    """Return the type to view both tensors as for the copy; None for a copy element by element."""
     if type(target) is not torch.Tensor or type(source) is not torch.Tensor:  # they only stand for memory
         return None
     if target.dtype != source.dtype or target.device != source.device or target.shape != source.shape:
@@ -147,7 +148,7 @@ def _piece(target: torch.Tensor, source: torch.Tensor) -> torch.dtype | None:
 
 
 def _in_pieces(tensor: torch.Tensor, piece: torch.dtype) -> bool:
-    """Whether all rows of ``tensor`` are whole numbers of pieces, at their addresses."""
+    """Whether all rows of ``tensor`` consist of whole pieces, at aligned addresses."""
     *outer, inner = tensor.stride() or (0,)
     if inner != 1 or tensor.is_neg():
         return False
@@ -156,7 +157,7 @@ def _in_pieces(tensor: torch.Tensor, piece: torch.dtype) -> bool:
 
 
 def widened(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """``tensor`` in the corner of zeros of these sizes; itself if it has them.
+    """Pad ``tensor`` with zeros to these sizes; return it as it is if it has them.
 
     >>> widened(torch.ones(1, 2), (2, 3))
     tensor([[1., 1., 0.],
@@ -170,7 +171,7 @@ def widened(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def corner(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The first so many of each dimension.
+    """Return the first elements of each dimension, as many as ``sizes`` says.
 
     >>> corner(torch.zeros(3, 4), (2, 4)).shape
     torch.Size([2, 4])
@@ -181,7 +182,7 @@ def corner(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def rests(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """What is not in the corner of these sizes, in parts that do not overlap.
+    """Return what is outside of the ``corner`` of these sizes, in parts that do not overlap.
 
     >>> [tuple(one.shape) for one in rests(torch.zeros(3, 4), (2, 3))]
     [(1, 4), (2, 1)]
@@ -195,5 +196,5 @@ def rests(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def with_strides_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient, laid out as fused optimizers need it: like the parameter."""
+    """Lay the gradient out like its parameter, as fused optimizers need it."""
     return gradient if gradient.stride() == parameter.stride() else laid_out(gradient, parameter.stride())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, same_structure, structure_difference
+from nimble_core.tracing.pytree import Structure, builder, flatten, leaf_paths, structure_difference
 from nimble_core.tracing.recorded import state_kept
 from nimble_core.utils.errors import NimbleError
 from nimble_core.validation.equality import check_equality
@@ -119,8 +119,7 @@ class PeerRuns:
     def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
         """How what a peer returns is another kind of value than what the model does, in words; empty if it is none."""
         expected = self.recorded.recording.output_structure
-        if not same_structure(expected, structure):
-            found = structure_difference(expected, structure, "output")
+        if found := structure_difference(expected, structure, "output"):
             return f"{found.path} is {found.now} where eager's is {found.was}"
         for path, ours, theirs in zip(leaf_paths(structure, "output"), cases.eager[0][1], tensors, strict=True):
             if theirs.dtype != ours.dtype:

@@ -253,9 +253,10 @@ class Slotted:
         (lambda y: (one for one in [y]), "output"),
         (lambda y: (y, map(torch.relu, [y])), "output[1]"),
         (lambda y: Slotted(y), "output.held"),
-        (lambda y: ValueError(y), "output.args[0]"),
-        (lambda y: functools.partial(torch.add, y), "output.args[0]"),
-        (lambda y: lambda: y, "output.y"),
+        (lambda y: [y, Slotted([1, "a"])], "output[1]"),
+        (lambda y: ValueError(y), "output"),
+        (lambda y: functools.partial(torch.add, y), "output"),
+        (lambda y: lambda: y, "output"),
         (lambda y: (y, nn.Linear(1, 1)), "output[1]"),
     ],
 )
@@ -284,17 +285,16 @@ def test_attributes_beside_the_fields_of_an_output_are_replayed(training: bool) 
     net.close()
 
 
-@pytest.mark.parametrize("returned", [lambda y: y.tolist(), lambda y: Slotted(float(y.numpy().sum()))])
-def test_numbers_in_an_output_that_follow_the_input_are_refused(returned: Any) -> None:
+def test_numbers_in_an_output_that_follow_the_input_are_refused() -> None:
     with pytest.raises(NotStaticError, match=r"output\[1\].* is -?[0-9.e-]+, not ") as caught:
-        Nimble(lambda x: (x, returned(x * 2)), QUICK).prepare(torch.randn(3))
+        Nimble(lambda x: (x, (x * 2).tolist()), QUICK).prepare(torch.randn(3))
     assert caught.value.where.startswith("output[1]")
 
 
-def test_objects_made_anew_in_each_run_that_hold_the_same_are_returned() -> None:
-    net = Nimble(lambda x: (x * 2, Slotted([1, "a"]), float("nan")), QUICK).prepare(torch.ones(2))
-    y, slotted, _ = net(torch.zeros(2))
-    assert (y.tolist(), slotted.held) == ([0.0, 0.0], [1, "a"])
+def test_plain_values_in_an_output_are_returned() -> None:
+    net = Nimble(lambda x: (x * 2, [1, "a"], float("nan")), QUICK).prepare(torch.ones(2))
+    y, plain, _ = net(torch.zeros(2))
+    assert (y.tolist(), plain) == ([0.0, 0.0], [1, "a"])
     net.close()
 
 

@@ -263,7 +263,7 @@ def test_weights_that_change_are_followed(how: str, fuse: str, device: str) -> N
     with torch.no_grad():
         before = model(x).clone()
         assert_close(net(x), before)
-    folds = engine(net).watch.folds
+    folds = engine(net).watch.values.folds
     if how == "load_state_dict":
         torch.manual_seed(11)
         model.load_state_dict(Tower().state_dict())
@@ -281,7 +281,7 @@ def test_weights_that_change_are_followed(how: str, fuse: str, device: str) -> N
     with torch.no_grad():
         assert not torch.allclose(before, model(x), rtol=5e-2, atol=5e-2)
         assert_close(net(x), model(x))
-    assert engine(net).watch.folds > folds, "the first run after the change is right already"
+    assert engine(net).watch.values.folds > folds, "the first run after the change is right already"
     model.block.norm.weight = nn.Parameter(torch.ones(8, device=device))
     with pytest.raises(InputError, match=r"block\.norm\.weight is another tensor"):
         net(x)

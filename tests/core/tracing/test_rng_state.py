@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nimble_core import CaptureError, Nimble, NimbleWarning, NotStaticError, Options, TrainStep
 from nimble_core.tracing import rng_state
@@ -221,66 +220,9 @@ def test_a_state_that_is_put_back_shows(before: list[Any], between: list[Any], a
     assert not followed([*before, keep, *draws, put_back, *after])
 
 
-def test_other_threads_may_draw_meanwhile() -> None:
-    """A preparation beside replays that draw from the same generator."""
-    x, stop = torch.ones(3, 5), Event()
-
-    def draw() -> None:
-        while not stop.is_set():
-            torch.rand(3)
-
-    other = Thread(target=draw)
-    other.start()
-    try:
-        for _ in range(5):
-            Nimble(lambda x: nn.functional.dropout(x, 0.5) + torch.rand_like(x), QUICK).prepare(x)
-            Nimble(lambda x: x + 1, QUICK).prepare(x)
-    finally:
-        stop.set()
-        other.join()
-
-
-def test_where_other_threads_set_random_state_nothing_is_refused() -> None:
-    linear, x, stop = nn.Linear(8, 8), torch.ones(4, 8), Event()
-
-    def train() -> None:  # its backward puts back the state of the forward
-        while not stop.is_set():
-            dropped = checkpoint(lambda x: nn.functional.dropout(linear(x), 0.1), x, use_reentrant=False)
-            dropped.sum().backward()
-
-    other = Thread(target=train)
-    other.start()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(5):
-                try:
-                    Nimble(nn.Sequential(*[nn.Dropout() for _ in range(8)]), QUICK).prepare(x)
-                except NotStaticError as error:  # a draw may seem to be none, where its state is put back meanwhile
-                    if REFUSED in str(error):
-                        raise
-    finally:
-        stop.set()
-        other.join()
-    assert all("other threads set" in str(one.message) for one in caught)
-
-
-def test_beside_threads_that_wait_it_is_refused_all_the_same() -> None:
-    stop = Event()
-    other = Thread(target=stop.wait)
-    other.start()
-    try:
-        for model in (seeds, repeats):
-            with pytest.raises(NotStaticError, match=REFUSED):
-                Nimble(model, QUICK).prepare(torch.ones(2))
-    finally:
-        stop.set()
-        other.join()
-
-
 @contextmanager
 def beside(*work: Callable[[], object], pause_s: float = 0.0002) -> Iterator[list[list[Any]]]:
-    """Threads that go on doing this; what each has made."""
+    """Run threads that repeat ``work`` until the end; yield the list of what each has made."""
     stop, made = Event(), [list[Any]() for _ in work]
 
     def go_on(one: Callable[[], object], results: list[Any]) -> None:
@@ -298,6 +240,20 @@ def beside(*work: Callable[[], object], pause_s: float = 0.0002) -> Iterator[lis
             other.join()
 
 
+def test_other_threads_may_draw_during_a_preparation() -> None:
+    x = torch.ones(3, 5)
+    with beside(lambda: torch.rand(3), pause_s=0):
+        for _ in range(5):
+            Nimble(lambda x: nn.functional.dropout(x, 0.5) + torch.rand_like(x), QUICK).prepare(x)
+            Nimble(lambda x: x + 1, QUICK).prepare(x)
+
+
+def test_beside_other_threads_the_refusal_says_that_they_may_set_the_state() -> None:
+    with beside(lambda: None), pytest.raises(NotStaticError, match=REFUSED) as caught:
+        Nimble(seeds, QUICK).prepare(torch.ones(2))
+    assert "prepare while none does" in caught.value.fix
+
+
 DRAWN_ELSEWHERE = (random.random, lambda: np.random.rand(), lambda: tuple(torch.rand(3).tolist()))
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
@@ -311,16 +267,13 @@ def branches_on_randoms(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fuse", ["none", "library"])
-@pytest.mark.parametrize("model", [LAYERS, drops], ids=["draws nothing", "draws"])
-def test_what_other_threads_draw_does_not_repeat(model: Callable[[torch.Tensor], torch.Tensor], fuse: Any) -> None:
-    with beside(*DRAWN_ELSEWHERE) as made, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_what_other_threads_draw_is_not_drawn_again_and_causes_no_warning(fuse: Any) -> None:
+    with beside(*DRAWN_ELSEWHERE) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
         for _ in range(4):
-            Nimble(model, Options(tune="off", fuse=fuse)).prepare(torch.ones(3, 4))
+            Nimble(LAYERS, Options(tune="off", fuse=fuse)).prepare(torch.ones(3, 4))
     assert [len(one) - len(set(one)) for one in made] == [0, 0, 0]
     assert all(made)
-    # While others draw, a replay and eager do not draw the same: then the model is called as it is.
-    assert model is drops or not caught
 
 
 def test_sequences_of_other_threads_go_on_where_nothing_is_drawn() -> None:
@@ -349,19 +302,21 @@ def test_what_a_model_draws_is_put_back(model: Callable[[torch.Tensor], torch.Te
         assert states() == before
 
 
-@pytest.mark.parametrize("draw", [lambda: random.random(), random.random, np.random.rand], ids=["", "bound", "numpy"])
-@pytest.mark.parametrize("others", [(lambda: None,), DRAWN_ELSEWHERE], ids=["idle", "drawing"])
-def test_who_draws_from_the_interpreters_generators_is_told(others: Any, draw: Callable[[], float]) -> None:
-    with beside(*others):
-        if draw is random.random and others is DRAWN_ELSEWHERE:
-            pytest.skip("a method that is called past its module is not told from others' draws")
-        if draw is np.random.rand:
-            with pytest.warns(NimbleWarning, match="draws from numpy"):
-                Nimble(lambda x: x * 2 if np.random.rand() < 2 else x, QUICK).prepare(torch.ones(3))
-            return
-        with pytest.warns(NimbleWarning, match="draws from Python's random:"):
-            Nimble(lambda x: x * 2 if draw() < 2 else x, QUICK).prepare(torch.ones(3))
-    assert getattr(random.random, "__self__", None), "functions are as they were"
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize(
+    ("draw", "named"),
+    [
+        (lambda: random.random(), "Python's random:"),
+        (random.random, "Python's random:"),
+        (np.random.rand, "numpy.random:"),
+        (lambda: np.random.rand() + random.random(), "Python's random and numpy.random:"),
+    ],
+)
+def test_a_model_that_draws_from_the_interpreters_generators_is_warned_of(
+    draw: Callable[[], float], named: str, idle: bool
+) -> None:
+    with beside(lambda: None) if idle else nullcontext(), pytest.warns(NimbleWarning, match=f"draws from {named}"):
+        Nimble(lambda x: x * 2 if draw() < 2 else x, QUICK).prepare(torch.ones(3))
 
 
 @pytest.mark.gpu

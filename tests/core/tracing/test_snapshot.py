@@ -1,224 +1,243 @@
+"""Snapshots of modules: what differs later is named as users name it, and put back."""
+
 from __future__ import annotations
 
-import copy
-import itertools
-import types
-from collections import OrderedDict
-from datetime import date
-from enum import Enum
-from functools import partial
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
-import numpy
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes, arrays
+from torch import nn
 
-from nimble_core.tracing.snapshot import Hidden, difference, is_iterator, remember
+from nimble_core.tracing.snapshot import Snapshot
 
-X = torch.ones(2)
-
-
-class Box:
-    def __init__(self, held: Any) -> None:
-        self.held = held
+ONE, OTHER = torch.zeros(1), torch.ones(1)
 
 
-class Slots:
-    __slots__ = ("held", "unset")
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
+def taken(net: nn.Module) -> Snapshot:
+    return Snapshot(dict(net.named_modules()))
 
 
-class Named(dict[str, Any]):
-    pass
+def keeping(state: Any) -> nn.Module:
+    """A module in another one that keeps ``state``."""
+    net = nn.Sequential(nn.ReLU())
+    net[0].state = state
+    return net
 
 
-class Row(list[Any]):
-    pass
+def messy() -> nn.Module:
+    """A module with a submodule, and containers of every kind in both, filled and empty."""
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    for part in (net, net[0]):
+        part.listed, part.none, part.named, part.unnamed = [1, [2]], [], {"a": 1.5, "b": (3,)}, {}
+        part.members, part.ordered = {"x", "y"}, OrderedDict(first=1, second=2)
+        part.counted, part.number = defaultdict(list, {"k": [1]}), 1000
+    return net
 
 
-class Colour(Enum):
-    RED = 1
+def held(net: nn.Module) -> list[Any]:
+    """All attributes, and what containers among them hold, by identity and in order (of sets: what they hold)."""
+    found: list[Any] = []
+    for part in net.modules():
+        found += [(name, id(value)) for name, value in vars(part).items()]
+        for value in vars(part).values():
+            if isinstance(value, dict):
+                found += [(key, id(entry)) for key, entry in value.items()]
+            elif isinstance(value, (list, set)):
+                found += [set(value)] if isinstance(value, set) else map(id, value)
+    return found
 
 
-def named(held: Any) -> Named:
-    value = Named(a=1)
-    value.held = held  # type: ignore[attr-defined]  # beside its fields
-    return value
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "number": (lambda part: setattr(part, "number", int("1000")), "number"),  # equal, and another object
+    "added": (lambda part: setattr(part, "added", 1), "added"),
+    "deleted": (lambda part: delattr(part, "number"), "number"),
+    "container": (lambda part: setattr(part, "listed", list(part.listed)), "listed"),
+    "append": (lambda part: part.listed.append(3), "listed"),
+    "inside": (lambda part: part.listed[1].append(3), "listed[1]"),
+    "fill": (lambda part: part.none.append(3), "none"),
+    "entry": (lambda part: part.named.update(a=float("1.5")), "named['a']"),
+    "entries": (lambda part: part.unnamed.update(a=1), "unnamed"),
+    "clear": (lambda part: part.named.clear(), "named"),
+    "member": (lambda part: part.members.add("z"), "members"),
+    "order": (lambda part: part.ordered.move_to_end("first"), "ordered"),
+    "default": (lambda part: part.counted["made by a look"], "counted"),
+    "buffer": (lambda part: part.register_buffer("later", torch.ones(1)), "later"),
+    "tensor": (lambda part: part.register_parameter("weights", nn.Parameter(torch.ones(1))), "weights"),
+    "module": (lambda part: part.add_module("child", nn.ReLU()), "child"),
+    "mode": (lambda part: part.train(not part.training), "training"),
+}
 
 
-def closing_over(held: Any) -> Any:
-    return lambda: held
+@given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from([0, 1])), max_size=4, unique=True))
+def test_changes_are_found_and_put_back(changes: list[tuple[str, int]]) -> None:
+    net = messy()
+    parts, before = list(net.modules()), held(net)
+    snapshot = taken(net)
+    assert not snapshot.changes()
+    for name, at in changes:
+        with suppress(AttributeError):  # deleted before
+            CHANGES[name][0](parts[at])
+    assert bool(snapshot.changes()) >= (held(net) != before)
+    snapshot.restore()
+    assert held(net) == before
+    assert not snapshot.changes()
 
 
-plain = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just(Colour.RED), st.just(X.dtype)
-)
-values = st.recursive(
-    plain,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3),
-        st.frozensets(st.integers(), max_size=3),
-        *(st.builds(make, inner) for make in (Box, Slots, named, lambda held: Row([held]), ValueError)),
-    ),
-    max_leaves=8,
-)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_as_users_name_it(name: str) -> None:
+    net = messy()
+    snapshot = taken(net)
+    change, place = CHANGES[name]
+    change(net[0])
+    ((path, found),) = snapshot.changes().items()
+    assert (path, found.name) == (f"0.{place}", place)
+    assert found.attribute == f"0.{place.partition('[')[0]}"
 
 
-@given(values, st.booleans())
-def test_a_copy_holds_the_same(value: Any, of_run: bool) -> None:
-    assert difference(remember(value, of_run=of_run), value) is None
-    assert difference(remember(value, of_run=of_run), copy.deepcopy(value)) is None
+def test_a_tensor_moved_between_tables_is_one_change() -> None:
+    net = nn.BatchNorm1d(2)
+    was, snapshot = net.running_mean, taken(net)
+    del net.running_mean
+    net.running_mean = was * 2  # an attribute now, no buffer
+    ((name, change),) = snapshot.changes().items()
+    assert name == "running_mean"
+    assert (change.was is was, change.now is net.running_mean) == (True, True)
+    snapshot.restore()
+    assert net.running_mean is was
 
 
-@given(st.lists(st.sampled_from([Box, Slots, named]), max_size=2), st.integers(), st.integers())
-def test_what_was_changed_in_place_is_found_where_it_is(around: list[Any], before: int, after: int) -> None:
-    assume(before != after)
-    inmost = Box(before)
-    value: Any = inmost
-    for make in around:
-        value = make(value)
-    was = remember(value, of_run=False)
-    inmost.held = after
-    found = difference(was, value)
-    assert found is not None
-    assert (found.path, found.was, found.now) == (".held" * (len(around) + 1), str(before), str(after))
+def circle() -> Any:
+    one: dict[str, Any] = {"n": [ONE]}
+    one["self"], one["object"] = one, SimpleNamespace(back=one)
+    return one
 
 
-@given(arrays(st.sampled_from(["f4", "f8", "i8", "?", "c8"]), array_shapes(min_side=0, max_side=3)), st.data())
-def test_arrays_are_held_against_what_was_in_them(array: Any, data: Any) -> None:
-    was = remember([array], of_run=False)
-    assert difference(was, [array.copy()]) is None
-    assert difference(was, [numpy.zeros(array.shape, "f2")]) is not None
-    assert difference(was, [array[None]]) is not None
-    assume(array.size)
-    at = data.draw(st.integers(0, array.size - 1))
-    array.flat[at] = not array.flat[at] if array.dtype == bool else 7 if array.flat[at] != 7 else 8
-    found = difference(was, [array])
-    assert found is not None
-    assert found.path == "[0]"
-    assert str(list(array.shape)) in found.was
+def ids(state: Any) -> list[Any]:
+    """What is there, by identity."""
+    return [(key, id(one)) for key, one in (state.items() if isinstance(state, dict) else enumerate(state))]
 
 
-def test_an_attribute_that_comes_later_is_no_change_and_one_that_goes_is() -> None:
-    box = Box(1)
-    was = remember(box, of_run=False)
-    box.more = 2  # type: ignore[attr-defined]  # beside its own
-    assert difference(was, box) is None
-    del box.held
-    found = difference(was, box)
-    assert found is not None
-    assert found.path == ".held"
+DEEPER: dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], Any]]] = {
+    "filled": ({"a": {}}, lambda s: s["a"].update(b=ONE), lambda s: ids(s["a"])),
+    "emptied": ([[ONE, OTHER]], lambda s: s[0].clear(), lambda s: ids(s[0])),
+    "rotated": ([deque([ONE, ONE, ONE], maxlen=3)], lambda s: s[0].append(OTHER), lambda s: (ids(s[0]), s[0].maxlen)),
+    "order": ([OrderedDict(a=ONE, b=OTHER)], lambda s: s[0].move_to_end("a"), lambda s: ids(s[0])),
+    "member": ([{ONE}], lambda s: s[0].add(OTHER), lambda s: sorted(map(id, s[0]))),
+    "attribute added": (SimpleNamespace(a=ONE), lambda s: setattr(s, "b", OTHER), lambda s: ids(vars(s))),
+    "attribute deleted": (SimpleNamespace(a=ONE, b=1), lambda s: delattr(s, "a"), lambda s: ids(vars(s))),
+    "numbers": ([[1]], lambda s: s[0].append(2), lambda s: list(s[0])),
+    "circle": (circle(), lambda s: s["self"]["object"].back["n"].append(OTHER), lambda s: ids(s["n"])),
+    "in tuples": ((1, (2, [ONE])), lambda s: s[1][1].append(OTHER), lambda s: ids(s[1][1])),
+}
 
 
-@pytest.mark.parametrize(("before", "after"), [([1], [1, 2]), ({1}, {1, 2}), ({"a": 1}, {"a": 1, "b": 2})])
-def test_an_item_more_is_a_change(before: Any, after: Any) -> None:
-    assert difference(remember(Box(before), of_run=False), Box(after)) is not None
+@pytest.mark.parametrize("way", DEEPER)
+def test_containers_in_containers_are_put_back_and_named_by_their_attribute(way: str) -> None:
+    state, change, shown = DEEPER[way]
+    before, snapshot = shown(state), taken(keeping(state))
+    change(state)
+    assert shown(state) != before
+    assert {one.attribute for one in snapshot.changes().values()} == {"0.state"}
+    snapshot.restore()
+    assert shown(state) == before
 
 
-def test_inputs_that_cannot_be_looked_into_are_remembered_as_themselves() -> None:
-    for one, other in ((torch.Generator(), torch.Generator()), (torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))):
-        was = remember(one, of_run=False)
-        assert difference(was, one) is None
-        assert difference(was, other) is not None
-    function = closing_over(X)  # whose tensors a replay reads live
-    assert difference(remember(function, of_run=False), function) is None
+def test_a_container_that_several_modules_share_is_named_once() -> None:
+    shared, net = SimpleNamespace(calls=ONE), nn.Sequential(nn.ReLU(), nn.ReLU())
+    net[0].state = net[1].state = shared
+    snapshot = taken(net)
+    shared.calls = OTHER
+    assert list(snapshot.changes()) == ["0.state.calls"]
 
 
-def test_large_inputs_are_remembered_as_themselves_and_small_parts_of_them_are_searched() -> None:
-    box = Box(list(range(2000)))
-    was = remember(box, of_run=False)
-    assert difference(was, box) is None
-    assert difference(was, Box([])) is not None
-    with pytest.raises(Hidden):
-        remember(Box([X, *range(2000)]), of_run=False)
-    deep: Any = Box(1)
-    for _ in range(30):
-        deep = Box(deep)
-    assert difference(remember(deep, of_run=False), deep) is None
-    with pytest.raises(Hidden):
-        remember(deep, of_run=True)
+def test_of_private_containers_only_tensors_that_are_replaced_are_named() -> None:
+    net = nn.ReLU()
+    net._state = {"v": torch.zeros(1), "n": 1}
+    snapshot = taken(net)
+    net._state.update(n=2)
+    assert snapshot.changes() == {}
+    net._state.update(v=torch.ones(1))
+    ((name, change),) = snapshot.changes().items()
+    assert (name, change.attribute, change.name) == ("_state['v']", "", "_state['v']")
+    snapshot.restore()
+    assert net._state["n"] == 1
 
 
-def test_circles_end() -> None:
-    box = Box(None)
-    box.held = [box]
-    assert difference(remember(box, of_run=True), box) is None
+def test_a_submodule_in_a_list_goes_by_its_own_name() -> None:
+    net = nn.Sequential(nn.ReLU())
+    net.listed = [net[0]]
+    snapshot = taken(net)
+    net[0].number = 1
+    assert list(snapshot.changes()) == ["0.number"]
+
+
+class Proxy:
+    """Runs code of its own, and fails, wherever somebody looks."""
+
+    __slots__ = ("inner",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise ArithmeticError(name)
+
+
+class Bunch(dict[str, Any]):
+    """Shows items as attributes, and no others."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.ready, self.items = threading.Condition(), [ONE]
+
+
+def deep(depth: int) -> Any:
+    found: Any = ONE
+    for _ in range(depth):
+        found = (1, found)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("value", "path"),
+    ("state", "change", "kept"),
     [
-        (Slots(X), ".held"),
-        (Box([Slots(X)]), ".held[0].held"),
-        (named(X), ".held"),
-        (Row([X]), "[0]"),
-        (ValueError(X), ".args[0]"),
-        (partial(torch.add, X), ".args[0]"),
-        (closing_over(X), ".held"),
-        (X.sum, ".__self__"),
-        (lambda y=X: y, ".__defaults__[0]"),
-        (types.SimpleNamespace(a=X), ".a"),
+        (Worker(), lambda s: s.items.append(OTHER), lambda s: len(s.items) == 2),
+        ({"a": Bunch(b=[ONE])}, lambda s: s["a"]["b"].append(OTHER), lambda s: len(s["a"]["b"]) == 2),
+        ([Proxy()], lambda s: None, lambda s: len(s) == 1),
+        (WeakSet([nn.ReLU]), lambda s: s.add(nn.Tanh), lambda s: len(s) == 2),
+        ({"long": [ONE] * 20_001}, lambda s: s["long"].append(OTHER), lambda s: len(s["long"]) == 20_002),
+        ([deep(1_000)], lambda s: None, lambda s: True),
     ],
 )
-def test_a_tensor_of_a_run_is_found_behind_anything(value: Any, path: str) -> None:
-    with pytest.raises(Hidden) as caught:
-        remember(value, of_run=True)
-    assert caught.value.value is X
-    assert caught.value.path == path
+def test_objects_and_long_containers_are_left_alone(state: Any, change: Any, kept: Any) -> None:
+    """Others may be working with them."""
+    snapshot = taken(keeping(state))
+    change(state)
+    assert snapshot.changes() == {}
+    snapshot.restore()
+    assert kept(state)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        numpy.ones(2),
-        numpy.array([None, X], dtype=object),
-        memoryview(b"a"),
-        bytearray(b"a"),
-        {1: X}.values(),
-        types.MappingProxyType({"a": X}),
-        torch.nn.Linear(1, 1),
-        X.untyped_storage(),
-        (one for one in [X]),
-        itertools.count(),
-        torch.Generator(),
-    ],
-)
-def test_what_cannot_be_looked_into_may_carry_something_of_a_run(value: Any) -> None:
-    with pytest.raises(Hidden) as caught:
-        remember(Box([value]), of_run=True)
-    assert caught.value.path == ".held[0]"
+def test_chains_of_tuples_end() -> None:
+    net = keeping(deep(2_000))
+    snapshot = taken(net)
+    net[0].state = (1, net[0].state)
+    assert {one.attribute for one in snapshot.changes().values()} == {"0.state"}
 
 
-def test_what_carries_nothing_of_a_run() -> None:
-    values: list[Any] = [X.dtype, X.device, X.shape, X.layout, torch.channels_last, Colour.RED, slice(1), range(3), int]
-    values += [
-        len,
-        torch.relu,
-        numpy.float32(3),
-        numpy.dtype("f4"),
-        date(2020, 1, 1),
-        closing_over(3),
-        OrderedDict(a=1),
-    ]
-    values += [
-        object(),
-        partial(torch.add, 3),
-        types.SimpleNamespace(a=1),
-        Slots(1),
-        Row([1]),
-        named(1),
-    ]
-    for value in values:
-        assert difference(remember(value, of_run=True), value) is None
-
-
-def test_iterators() -> None:
-    assert all(map(is_iterator, (iter([1]), (one for one in [1]), map(str, [1]), zip([1], [2], strict=True))))
-    with open(__file__) as file:
-        assert not any(map(is_iterator, ([1], "a", {1: 2}.values(), range(3), file)))
+def test_a_snapshot_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimble_core.tracing.snapshot._ITEMS", 2)
+    state = [[ONE], [ONE], [ONE]]
+    snapshot = taken(keeping(state))
+    for one in state:
+        one.append(OTHER)
+    snapshot.restore()
+    assert list(map(len, state)) == [1, 1, 2]
