@@ -49,7 +49,7 @@ from nimble_core.training.autograd_function import Backward
 from nimble_core.training.prepare_training import make_trainable
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError
 from nimble_core.utils.gc_pause import collector_paused
-from nimble_core.validation.judge import eager_cases
+from nimble_core.validation.eager_cases import eager_cases
 
 __all__ = ["Nimble"]
 

@@ -24,7 +24,7 @@ from nimble_core.scheduling.saved_plan import Plan, load_plan
 from nimble_core.scheduling.simulator import DeviceModel
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.utils.errors import CaptureError, DeviceError, InputError, ScheduleError
-from nimble_core.validation.judge import eager_cases
+from nimble_core.validation.eager_cases import eager_cases
 from tests.support.models import Wide
 
 

@@ -26,7 +26,7 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies.single import single
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError
-from nimble_core.validation.judge import eager_cases
+from nimble_core.validation.eager_cases import eager_cases
 from tests.core.api.test_train_step import both, train_both
 from tests.support.rewrite_models import (
     Drawn,
