@@ -86,14 +86,24 @@ def check_equality(
     verdicts = _verdicts(runs, eager, truth, moved, precision)
     if names:
         verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
+    error = max(relative_error(out, eager[case]) for case, out in runs)
+    return _check_of(name, verdicts, None if moved else error)
+
+
+def storable(value: float) -> float:
+    """Return a number that every file format can hold."""
+    return value if math.isfinite(value) else 1e300
+
+
+def _check_of(name: str, verdicts: Sequence[Verdict], error: float | None) -> EqualityCheck:
+    """Sum up verdicts on all outputs; ``error`` is the worst against eager, None for a training step."""
     by_truth = [one for one in verdicts if one.own_error is not None]
     shown = max(by_truth or verdicts, key=lambda one: one.margin)
-    error = shown.error if moved else max(relative_error(out, eager[case]) for case, out in runs)
-    meaningful = any(one.telling or (one.followed and not moved) for one in verdicts)
+    meaningful = any(one.telling or (one.followed and error is not None) for one in verdicts)
     reason = _reason(verdicts, meaningful)
     return EqualityCheck(
         name,
-        storable(error),
+        storable(shown.error if error is None else error),
         storable(shown.bound),
         storable(max(one.effect for one in verdicts)),
         not reason,
@@ -102,11 +112,6 @@ def check_equality(
         reference_error=storable(shown.error) if by_truth else 0.0,
         reference="float64" if by_truth else "eager",
     )
-
-
-def storable(value: float) -> float:
-    """Return a number that every file format can hold."""
-    return value if math.isfinite(value) else 1e300
 
 
 def _incomparable(

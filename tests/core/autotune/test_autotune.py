@@ -125,7 +125,7 @@ class Fed(nn.Module):
 
 @pytest.mark.parametrize(("model", "lean"), [(Broad(), False), (Fed(), True)])
 def test_memory_has_to_be_worth_it(model: nn.Module, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
     device = Watched(1000.0)
     found = recorded(device, model)
     with state_kept(found):
@@ -146,7 +146,7 @@ def test_memory_has_to_be_worth_it(model: nn.Module, lean: bool, monkeypatch: py
 
 @pytest.mark.parametrize("worth", [1.0, 100.0])
 def test_how_much_faster_is_the_callers_to_say(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
     with tuning(Watched(1000.0), Options(policy="auto"), model=Broad(), worth=worth) as tuned:
         named = {one.name: one for one in tuned.candidates}
         (lean,) = [name for name in named if name.endswith("less memory")]
@@ -168,7 +168,7 @@ class Many(nn.Module):
 
 
 def test_the_more_speed_has_to_be_worth_the_less_memory_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
     held, tried = [], []
     for worth in (1.1, 2.0, 3.0, 100.0):
         device = Watched(1000.0)
@@ -186,8 +186,8 @@ def test_the_more_speed_has_to_be_worth_the_less_memory_is_held(monkeypatch: pyt
 
 @pytest.mark.parametrize("rate", [0.0, 1e3])
 def test_a_little_too_much_need_be_worth_only_little(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
-    monkeypatch.setattr("nimble_core.autotune.autotune._RATE", rate)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._RATE", rate)
     with tuning(Watched(1000.0), Options(policy="auto"), model=Broad(), worth=100.0) as tuned:
         heavy = max(tuned.candidates, key=lambda one: one.nbytes)
         assert (tuned.best.nbytes == heavy.nbytes) == (rate == 0.0)
@@ -205,7 +205,7 @@ class Owning(Broad):
 
 
 def test_what_is_small_beside_the_parameters_is_not_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
     device = Watched(1000.0)
     found = recorded(device, Owning())
     with state_kept(found):
@@ -222,7 +222,7 @@ def test_what_is_small_beside_the_parameters_is_not_much(monkeypatch: pytest.Mon
 def test_much_memory_is_more_than_eager_holds(
     eager: int | None, beside: int, much: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
     device = Watched(1000.0)
     found = recorded(device, Broad())
     with state_kept(found):
@@ -238,7 +238,7 @@ def test_eager_holds_what_its_calls_need_one_after_the_other() -> None:
 
 
 def test_a_limit_of_the_users_is_not_tightened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.autotune.autotune._HEAVY_NBYTES", 4 << 10)
+    monkeypatch.setattr("nimble_core.autotune.choice._HEAVY_NBYTES", 4 << 10)
     device = Watched(1000.0)
     found = recorded(device, Fed())
     with state_kept(found):
