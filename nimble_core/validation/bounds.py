@@ -1,12 +1,10 @@
 """The one table of bounds: how far a result may be off, by precision and by what it is compared with.
 
 Kernels other than eager's round elsewhere, and in half precision they are as far from eager as a small mistake would
-be. So what decides is how far a known honest result is off: eager against the same computation in float64, or, for a
-training step, eager against itself with its results perturbed (``rounding_noise``). ``allowed_error`` and
-``allowed_noise`` say how far a replay may be off then; ``BOUNDS`` holds what is allowed in any case.
-
-Random weights can make a check meaningless: results that hardly depend on the inputs pass whatever a replay does. A
-``Verdict`` knows how far eager moves between two inputs, and shows something only where that is well above the bound.
+be. So what decides is how far a known honest result is off: eager against the same computation in float64
+(``allowed_error``), or eager against itself with its results perturbed (``allowed_noise``). ``BOUNDS`` holds what may
+pass in any case. To judge one result: make a ``Verdict`` of its error, its bound and how far inputs move it, and look
+at ``right`` and at ``telling``. Results that hardly depend on the inputs pass whatever a replay does, and show nothing.
 """
 
 from __future__ import annotations

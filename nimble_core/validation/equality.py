@@ -1,13 +1,10 @@
-"""Are a replay's outputs eager's outputs? Judged by the table of bounds, so that the answer cannot be void unnoticed.
+"""Are a replay's outputs eager's outputs? Judged by the table of bounds; a check that shows nothing is void.
 
-Outputs of other kernels are held against the same computation in float64 (``float64_reference``): a replay is right if
-it is as close to that as eager is, up to a small factor.
-
-Gradients need more. One that is zero in exact arithmetic (of a convolution's bias before BatchNorm, of the keys' bias
-in attention) consists of rounding only, and a branch that rounding decides (ReLU, max pooling) moves a gradient by
-orders of magnitude more than rounding itself. So eager runs once more with its results perturbed
-(``rounding_noise.perturbed``), and how far that moves a tensor is what an honest replay may be off as well: Monte Carlo
-arithmetic (Parker 1997) at the level of operators.
+Outputs of other kernels are held against float64: a replay is right if it is as close to that as eager is, up to a
+small factor. Gradients need more. One that is zero in exact arithmetic (of a convolution's bias before BatchNorm, of
+the keys' bias in attention) consists of rounding only, and a branch that rounding decides (ReLU, max pooling) moves a
+gradient by orders of magnitude more than rounding itself. So eager runs once more with its results perturbed, and a
+replay may be off by as much as that moves a tensor.
 """
 
 from __future__ import annotations
@@ -47,10 +44,8 @@ def check_equality(
     """Run ``replay`` twice on every case and judge its outputs.
 
     Outputs are compared with eager's, by ``BOUNDS``; with ``perturbed`` outputs (of a training step) by what the
-    perturbation did to eager's. With ``references`` each output is compared with float64 instead, by eager's own error.
-    An output in which eager has no digit right is compared with eager all the same: being as far from the truth as
-    eager proves nothing. Single elements are held to bounds of their own: a few stale ones among millions are nothing
-    to a norm.
+    perturbation did to eager's; with ``references`` by eager's own error against float64, unless eager has no digit of
+    an output right. Single elements have bounds of their own: a few stale ones among millions are nothing to a norm.
 
     Of the outputs at least one has to move between inputs by ten times its bound, or ten times what the replay is off
     there. Of a training step only the first counts: its loss, which hardly moves, would answer for gradients that

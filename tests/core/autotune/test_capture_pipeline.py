@@ -1,3 +1,5 @@
+"""From a model to a recording, and from a schedule to an executable that stays within its memory."""
+
 from __future__ import annotations
 
 import gc
@@ -7,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -98,11 +101,13 @@ def test_the_steps_of_recording() -> None:
     assert not found.whole
 
 
-def test_a_branch_on_python_random_numbers_is_not_static() -> None:
-    state = random.getstate()
+@pytest.mark.parametrize("draw", [random.random, lambda: float(numpy.random.rand())])
+def test_a_branch_on_random_numbers_of_the_host_is_not_static(draw: Callable[[], float]) -> None:
+    states = random.getstate(), numpy.random.get_state()[1].copy()
     with pytest.raises(NotStaticError):
-        recorded(lambda x: x * random.random(), torch.randn(3))
-    assert random.getstate() == state
+        recorded(lambda x: x * draw(), torch.randn(3))
+    assert random.getstate() == states[0]
+    assert (numpy.random.get_state()[1] == states[1]).all()
 
 
 def test_values_made_out_of_sight() -> None:
@@ -213,13 +218,14 @@ def test_else_the_branch_that_the_model_keeps_for_captures() -> None:
     assert "test_capture_pipeline.py" in note
 
 
-FOUND = recorded(Wide(), torch.randn(2, 16))
-
-
 def test_unknown_policies_name_the_choices() -> None:
     with pytest.raises(InputError, match="nonsense") as caught:
-        schedule_by(FOUND, "nonsense", None, None)
+        schedule_by(recorded(Wide(), torch.randn(2, 16)), "nonsense", None, None)
     assert "single" in caught.value.fix
+
+
+def towers(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(x * k).relu().sigmoid().sum() for k in range(1, 6)])
 
 
 def test_what_is_held_beside_the_plan_is_learned() -> None:
@@ -232,9 +238,6 @@ def test_what_is_held_beside_the_plan_is_learned() -> None:
             return made
 
     device = Wasteful()
-
-    def towers(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(x * k).relu().sigmoid().sum() for k in range(1, 6)])
 
     found = recorded(towers, torch.randn(16, 16), device=device)
     schedule = schedule_by(found, "nimble", None, None)
@@ -256,9 +259,6 @@ def test_places_that_another_order_makes_too_small_are_not_used() -> None:
             if schedule.order == first.order and schedule.syncs == first.syncs:
                 return layout
             return replace(layout, arena={storage: nbytes + grown for storage, nbytes in layout.arena.items()})
-
-    def towers(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(x * k).relu().sigmoid().sum() for k in range(1, 6)])
 
     device = Moody()
     found = recorded(towers, torch.randn(16, 16), device=device)
@@ -290,9 +290,6 @@ def test_workspaces_are_staggered_where_there_is_room() -> None:
         capture(device, found, schedule, memory_limit=limit)
         assert asked == wanted
 
-    def towers(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(x * k).relu().sigmoid().sum() for k in range(1, 6)])
-
     found = recorded(towers, torch.randn(16, 16), device=device)
     schedule = schedule_by(found, "nimble", None, None)
     limit = capture(FakeDevice(), found, schedule).nbytes - 512
@@ -323,12 +320,3 @@ def test_draws_are_said_but_not_of_what_is_called_as_it_is(returned: Callable[..
     assert len(found.said) == said
     assert found.recording.program.notes == found.said
     assert all("Python's random" in one for one in found.said)
-
-
-def test_a_branch_on_numpys_random_numbers_is_not_static() -> None:
-    import numpy
-
-    state = numpy.random.get_state()[1].copy()
-    with pytest.raises(NotStaticError):
-        recorded(lambda x: x * float(numpy.random.rand()), torch.randn(3))
-    assert (numpy.random.get_state()[1] == state).all()
