@@ -43,11 +43,13 @@ class Judge:
     Args:
         device: where.
         recorded: the model, in eager's kernels. What replays write of it is the caller's to keep (``state_kept``).
+        truth: whether to compute the model in float64, for kernels other than eager's.
         notes: what the user should know.
     """
 
     device: Device
     recorded: Recorded
+    truth: bool = True
     notes: list[str] = field(default_factory=list)
     _cases: Cases | None = None
     _precise: Cases | None = None
@@ -55,10 +57,10 @@ class Judge:
     _issued: dict[str, Cases] = field(default_factory=dict)
     _thorough: bool = False
 
-    def expect(self, *, fused: bool) -> Cases:
-        """Run eager, to be ready to judge; for other kernels than eager's also in float64."""
-        if self._cases is None or (fused and self._cases.truth is None and not self.recorded.trained):
-            self._cases = eager_cases(self.recorded, truth=fused)
+    def cases(self) -> Cases:
+        """Return what eager makes of fresh inputs; it runs the first time."""
+        if self._cases is None:
+            self._cases = eager_cases(self.recorded, truth=self.truth)
             if self._cases.why:
                 self.notes.append(f"compared with eager, not with float64: {self._cases.why}")
         return self._cases
@@ -69,8 +71,7 @@ class Judge:
         Raises:
             DeviceError: a replay failed.
         """
-        fused = variant.recording.program.fuse != "none"
-        cases = self.expect(fused=fused)
+        cases, fused = self.cases(), variant.recording.program.fuse != "none"
         check = cases.judged(name, variant, executable.run, by_truth=fused)
         if check.differs and self.recorded.trained and not self._thorough:
             self._cases = cases = eager_cases(self.recorded, thorough=True)
