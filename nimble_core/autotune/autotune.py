@@ -15,7 +15,14 @@ from nimble_core.autotune.budget import Budget, compile_s
 from nimble_core.autotune.capture_pipeline import capture, observe, schedule_by
 from nimble_core.autotune.choice import MemoryPrice, choose
 from nimble_core.autotune.disk_cache import cache_directory, choice_key, recall, remember
-from nimble_core.autotune.plans import Planned, asked_plan, hopeless, searched_plans, simulated_ns, variant_name
+from nimble_core.autotune.plans import (
+    Planned,
+    asked_plan,
+    best_kernels_first,
+    searched_plans,
+    simulated_ns,
+    variant_name,
+)
 from nimble_core.autotune.trials import Trials, known_costs, reason_of
 from nimble_core.compiler.pipeline import follow, fuse
 from nimble_core.ir.candidates import Candidate, EqualityCheck
@@ -290,14 +297,14 @@ class _Tuning:
         trials, options, single = self.trials, self.options, variant_name(kind, "single")
         variant, costs = trials.variants[kind], trials.costs(kind)
         if search:
-            plans = searched_plans(self.device, variant, options, costs, trials.executables[single].schedule)
+            plans = searched_plans(self.device, kind, variant, options, costs, trials.executables[single].schedule)
         else:
             policy = options.policy
             if policy == "auto":
                 policy = "nimble" if self.device.kind != "cpu" or measure_single else "single"
             if policy == "single" and single in trials.executables:
                 return []
-            plans = [asked_plan(self.device, variant, policy, costs, self.device.stream_cap(options.max_streams))]
+            plans = [asked_plan(kind, variant, policy, costs, self.device.stream_cap(options.max_streams))]
         for plan in plans:
             trials.enter(plan)
         return [plan for plan in plans if not plan.note]
@@ -305,14 +312,12 @@ class _Tuning:
     def _capture_promising(self, plans: list[Planned], search: bool, *, optional: bool) -> None:
         """Capture plans as long as the budget lasts, but none of hopeless kernels."""
         trials = self.trials
-        if self.options.tune != "full":
-            singles_ns = {}
-            for kind in {plan.kind for plan in plans}:
-                if costs := trials.costs(kind):
-                    single = trials.executables[variant_name(kind, "single")].schedule
-                    singles_ns[kind] = simulated_ns(self.device, trials.variants[kind], single, costs)
-            plans = hopeless(plans, singles_ns)
-        for plan in plans:
+        singles_ns = {}
+        for kind in {plan.kind for plan in plans}:
+            if costs := trials.costs(kind):
+                single = trials.executables[variant_name(kind, "single")].schedule
+                singles_ns[kind] = simulated_ns(self.device, trials.variants[kind], single, costs)
+        for plan in best_kernels_first(plans, singles_ns, full=self.options.tune == "full"):
             name, one_stream = plan.schedule.policy, variant_name(plan.kind, "single")
             if plan.note:
                 trials.amend(name, note=plan.note)

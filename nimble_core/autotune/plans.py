@@ -13,7 +13,7 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.simulator import simulate
 from nimble_core.tracing.recorded import Recorded
 
-__all__ = ["Planned", "asked_plan", "hopeless", "searched_plans", "simulated_ns", "variant_name"]
+__all__ = ["Planned", "asked_plan", "best_kernels_first", "searched_plans", "simulated_ns", "variant_name"]
 
 _POLICIES = ("contention", "nimble", "critical_path", "opara", "torchsched")
 """In the order of promise where simulation cannot tell: it knows neither launch priorities nor issue order."""
@@ -54,29 +54,28 @@ def simulated_ns(device: Device, recorded: Recorded, schedule: Schedule, costs: 
     return simulate(recorded.graph, schedule, costs, device.model).length_ns if costs else 0.0
 
 
-def asked_plan(device: Device, recorded: Recorded, policy: object, costs: Costs | None, cap: int | None) -> Planned:
+def asked_plan(kind: str, recorded: Recorded, policy: object, costs: Costs | None, cap: int | None) -> Planned:
     """Plan by the one policy that was asked for, by name or as a function."""
     schedule = schedule_by(recorded, policy, costs, cap)
     if schedule.policy in _TAKEN and schedule.policy != policy:
         schedule = replace(schedule, policy=f"{schedule.policy} of your own")
-    kind = recorded.recording.program.fuse
     return Planned(kind, replace(schedule, policy=variant_name(kind, schedule.policy)))
 
 
 def searched_plans(
-    device: Device, recorded: Recorded, options: Options, costs: Costs | None, single: Schedule
+    device: Device, kind: str, recorded: Recorded, options: Options, costs: Costs | None, single: Schedule
 ) -> list[Planned]:
     """Plan by every policy; return the plans that differ, the most promising first.
 
     Args:
         device: where.
-        recorded: the kernels.
+        kind: of the kernels.
+        recorded: what runs them.
         options: max_streams, tune. With ``tune="full"`` several caps on streams are tried too, and all is captured.
         costs: isolated time of each call.
         single: the plan on one stream, which is a candidate already.
     """
-    full, kind = options.tune == "full", recorded.recording.program.fuse
-    cap = device.stream_cap(options.max_streams)
+    full, cap = options.tune == "full", device.stream_cap(options.max_streams)
     wanted: list[tuple[str, int | None]] = [(policy, cap) for policy in _POLICIES]
     if full:
         wanted += [(policy, fewer) for policy in _POLICIES for fewer in _CAPS if cap is None or fewer < cap]
@@ -96,19 +95,20 @@ def searched_plans(
     return [*found[:kept], *left_out]
 
 
-def hopeless(plans: list[Planned], singles_ns: Mapping[str, float]) -> list[Planned]:
+def best_kernels_first(plans: list[Planned], singles_ns: Mapping[str, float], *, full: bool) -> list[Planned]:
     """Return plans by what the best of their kernels is expected to take; those of hopeless kernels with a note.
 
     Args:
         plans: to capture.
         singles_ns: what one stream of each kind of kernels is expected to take, where that is known.
+        full: no kernels are hopeless.
     """
     best = {kind: singles_ns.get(kind, float("inf")) for kind in {one.kind for one in plans}}
     for one in plans:
         best[one.kind] = min(best[one.kind], one.simulated_ns)
     limit = _HOPELESS * min(best.values(), default=0.0)
     return [
-        one if best[one.kind] <= limit else replace(one, note="not captured: other kernels are faster")
+        one if full or best[one.kind] <= limit else replace(one, note="not captured: other kernels are faster")
         for one in sorted(plans, key=lambda one: best[one.kind])
     ]
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nimble_core.autotune.plans import Planned, asked_plan, hopeless, searched_plans, simulated_ns, variant_name
+from nimble_core.autotune.plans import (
+    Planned,
+    asked_plan,
+    best_kernels_first,
+    searched_plans,
+    simulated_ns,
+    variant_name,
+)
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.ir.schedule import Schedule
 from nimble_core.runtime.fake import FakeDevice
@@ -37,7 +44,7 @@ def test_plans_that_differ_are_found_the_most_promising_first(
 ) -> None:
     costs = uniform_costs(recorded.graph.size)
     single = POLICIES["single"](recorded.graph, costs)
-    plans = searched_plans(device, recorded, Options(tune=tune, max_streams=5), costs, single)
+    plans = searched_plans(device, "none", recorded, Options(tune=tune, max_streams=5), costs, single)
     kept = [plan for plan in plans if not plan.note]
     assert len(kept) == (min(captured, len(plans)) if tune == "fast" else len(plans))
     assert kept == plans[: len(kept)]
@@ -62,8 +69,8 @@ def test_a_function_is_a_policy_and_no_name_is_taken_from_others(mine: str, name
     def policy(graph: Any, costs: Any) -> Schedule:
         return replace(POLICIES["nimble"](graph, costs), policy=mine)
 
-    assert asked_plan(DEVICE, recorded, policy, None, None).schedule.policy == name
-    assert asked_plan(DEVICE, recorded, "single", None, None).schedule.policy == "single"
+    assert asked_plan("none", recorded, policy, None, None).schedule.policy == name
+    assert asked_plan("none", recorded, "single", None, None).schedule.policy == "single"
 
 
 def test_kernels_that_are_hopeless_are_not_captured() -> None:
@@ -72,11 +79,15 @@ def test_kernels_that_are_hopeless_are_not_captured() -> None:
 
     plans = [plan("none", "nimble", 126), plan("none", "opara", 130), plan("library", "nimble", 300)]
     plans += [plan("inductor", "nimble", 124), plan("inductor", "opara", 150)]
-    left_out = {one.schedule.policy for one in hopeless(plans, {"library": 100.0}) if one.note}
-    assert left_out == {"nimble", "opara"}, "of kernels that are not, every plan may be"
-    assert [one.kind for one in hopeless(plans, {"library": 100.0})] == ["library"] + ["inductor"] * 2 + ["none"] * 2
-    assert [one.schedule.policy for one in hopeless(plans, {}) if one.note] == ["library, nimble"]
-    assert hopeless([], {}) == []
+    ordered = best_kernels_first(plans, {"library": 100.0}, full=False)
+    assert [one.kind for one in ordered] == ["library", "inductor", "inductor", "none", "none"]
+    assert {one.schedule.policy for one in ordered if one.note} == {"nimble", "opara"}
+    assert [one.schedule for one in best_kernels_first(plans, {"library": 100.0}, full=True)] == [
+        one.schedule for one in ordered
+    ]
+    assert not any(one.note for one in best_kernels_first(plans, {"library": 100.0}, full=True))
+    assert [one.schedule.policy for one in best_kernels_first(plans, {}, full=False) if one.note] == ["library, nimble"]
+    assert best_kernels_first([], {}, full=False) == []
 
 
 def test_without_costs_nothing_is_simulated(recorded: Recorded) -> None:
