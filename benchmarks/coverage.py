@@ -38,7 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.table import ROOT, filled
 from nimble_core import Nimble, Options, TrainStep
 from nimble_core.utils.errors import first_line
-from nimble_core.validation.equality import TOLERANCE, relative_error
+from nimble_core.validation.bounds import BOUNDS
+from nimble_core.validation.distances import relative_error
 
 LIST = ROOT / "benchmarks" / "coverage_list.json"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -256,7 +257,7 @@ def compared(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
             return {"passes": False, "error": told}
         worst = max(worst, relative_error(ours, theirs))
         exact = exact and all(map(torch.equal, ours, theirs))
-    right = worst <= TOLERANCE["float32"]
+    right = worst <= BOUNDS["float32"].tolerance
     return {"passes": right, "exact": exact, "error": "" if right else f"outputs are off by {worst:.1e}"}
 
 
@@ -275,7 +276,7 @@ def trained(model: torch.nn.Module, inputs: Inputs, options: Options) -> Row:
         torch.manual_seed(turn)
         worst = max(worst, relative_error([step(inputs(turn)).detach()], [loss.detach()]))
     apart = relative_error(*([one.detach() for one in model.parameters()] for model in models))
-    right = worst <= TOLERANCE["float32"] and apart <= 1e-3
+    right = worst <= BOUNDS["float32"].tolerance and apart <= 1e-3
     told = "" if right else f"losses are off by {worst:.1e}, parameters by {apart:.1e}"
     return {"passes": right, "exact": worst == apart == 0, "error": told}
 

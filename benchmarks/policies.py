@@ -41,8 +41,8 @@ from nimble_core.scheduling.simulator import simulate
 from nimble_core.tracing.pytree import builder
 from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static, state_kept
 from nimble_core.utils.errors import DeviceError
+from nimble_core.validation.eager_cases import eager_cases, from_same_state
 from nimble_core.validation.equality import check_equality
-from nimble_core.validation.judge import eager_cases, from_same_state
 
 DTYPES = ("float32", "float16")
 MODELS = (

@@ -24,7 +24,8 @@ from nimble_core.api.engine import Engine
 from nimble_core.api.nimble import Nimble
 from nimble_core.scheduling.options import Options
 from nimble_core.torch_compat.compiler import INDUCTOR_CONFIG, MODE_OPTIONS
-from nimble_core.validation.equality import TOLERANCE, relative_error
+from nimble_core.validation.bounds import BOUNDS
+from nimble_core.validation.distances import relative_error
 from nimble_viz.collect.peers import peer
 
 ANCHOR = "fr-graph"  # the peer that is measured beside ours in every run
@@ -105,7 +106,7 @@ def check(case: Case, ready: Ready) -> dict[str, Any]:
     want = [one.clone() for one in tensors(model(*args, **kwargs))]
     effect = relative_error(tensors(model(*case.args, **case.kwargs)), want)
     error = relative_error(tensors(ready.run(*args, **kwargs)), want)
-    return judged(error, effect, _BOUND * TOLERANCE[case.row.dtype])
+    return judged(error, effect, _BOUND * BOUNDS[case.row.dtype].tolerance)
 
 
 def judged(error: float, effect: float, bound: float) -> dict[str, Any]:

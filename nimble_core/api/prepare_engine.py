@@ -40,7 +40,7 @@ from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.step_wrapper import Around, require_training_mode
 from nimble_core.training.prepare_training import make_trainable
 from nimble_core.utils.errors import CaptureError, InputError
-from nimble_core.validation.judge import eager_cases
+from nimble_core.validation.eager_cases import eager_cases
 
 __all__ = ["prepare_inference", "prepare_training"]
 

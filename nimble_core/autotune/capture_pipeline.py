@@ -1,6 +1,6 @@
-"""From a model to executables: record → graph → costs → schedule → check → memory → capture, one step a line.
+"""From a recorded model to an executable: schedule → check → memory → capture → check, one step a line.
 
-``Nimble`` and ``compare`` both go this way (``autotune`` says how often); each step is timed under its name here.
+``Nimble`` and ``compare`` both go this way; ``autotune`` says how often.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nimble_core.scheduling.memory_requirements import SMALL_NBYTES, Layout
 from nimble_core.scheduling.policies import resolve_policy
 from nimble_core.scheduling.verify_capture import check_emitted
 from nimble_core.scheduling.verify_schedule import check_schedule
-from nimble_core.tracing.recorded import MATERIALISE, Lender, Recorded, may_be_spoilt, written_or_returned
+from nimble_core.tracing.recorded import MATERIALISE, Recorded, may_be_spoilt, written_or_returned
 from nimble_core.utils.errors import DeviceError, InputError, ScheduleError
 from nimble_core.utils.units import format_bytes
 
@@ -37,12 +37,12 @@ __all__ = [
 
 _OBSERVED_CALLS = 6_000
 _PLANNED_STORAGES = 20_000
-"""Above this, planning memory would take longer than recording: the device reuses it on each stream, as best it can."""
+"""Above this, planning memory would take longer than recording: the device reuses it on each stream instead."""
 _LIMIT_ATTEMPTS = 3
 
 
 def device_for(device: torch.device) -> Device:
-    """The Device that runs tensors on ``device``. Raises InputError for kinds that are not supported."""
+    """Return the Device that runs tensors on ``device``. Raises InputError for kinds that are not supported."""
     if device.type == "cuda":
         from nimble_core.runtime.cuda.device import CudaDevice
 
@@ -142,7 +142,7 @@ def _captured(
 
 
 def _beside(layout: Layout) -> int:
-    """Bytes that a layout asks for beside arena and scratch."""
+    """Return the bytes that a layout asks for beside arena and scratch."""
     kept = layout.front_nbytes + layout.kept_nbytes
     return kept + layout.cells_nbytes + layout.staggered_nbytes + layout.beside_nbytes
 
@@ -157,65 +157,81 @@ def _with_memory(
     *,
     stagger: bool = True,
 ) -> tuple[Schedule, Layout | None, MemoryPlan | None]:
-    """The schedule, with order added where a limit asks for it, and where its storages lie: checked.
+    """Plan where storages lie, and add order if a limit asks for it: checked.
 
-    ``unplanned`` bytes are known to be held beside all that is planned. Workspaces are staggered where there is room.
+    ``unplanned`` bytes are known to be held beside all that is planned. Workspaces are staggered if there is room.
     """
-    recording, program = recorded.recording, recorded.recording.program
-    layout = device.lay_out(recording, schedule, stagger=stagger)
+    program = recorded.recording.program
+    layout = device.lay_out(recorded.recording, schedule, stagger=stagger)
     if layout is None or len(program.storages) > _PLANNED_STORAGES:
         return schedule, None, plan_memory(program, schedule, place=())
-    if recorded.lender is not None:
-        layout = _borrowing(layout, recorded, recorded.lender)
+    layout = _borrowing(layout, recorded)
     program = layout.sized(program)
     memory = plan_memory(program, schedule, needs=layout.needs, place=layout.arena)
     beside = _beside(layout) + unplanned
     if limit is not None and memory.held_nbytes + beside > limit:
         if layout.staggered_nbytes:
             return _with_memory(device, recorded, schedule, limit, unplanned, costs, stagger=False)
-        try:
-            schedule, memory = limit_memory(
-                recorded.graph,
-                program,
-                schedule,
-                max(limit - beside, 0),
-                costs=costs or uniform_costs(recorded.graph.size),
-                device=device.model,
-                needs=layout.needs,
-                place=layout.arena,
-            )
-        except ScheduleError as error:
-            raise DeviceError(
-                f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside it there are "
-                f"{format_bytes(beside)} of inputs, constants and what the allocator keeps",
-                fix="raise the limit, or prepare smaller inputs",
-            ) from error
-        check_schedule(recorded.graph, schedule, program)
-        other = device.lay_out(recording, schedule, stagger=False) or layout
-        layout = _borrowing(other, recorded, recorded.lender) if recorded.lender else other
-        if any(
-            memory.offsets[storage] < 0 or program.storages[storage].nbytes < nbytes
-            for storage, nbytes in layout.arena.items()
-        ) or any(map(gt, layout.workspaces, memory.needs.workspaces)):
-            raise DeviceError(
-                f"memory_limit={format_bytes(limit)} cannot be kept: in the order that it asks for, a call allocates "
-                "its results in another order",
-                fix="raise the limit, or prepare without one",
-            )
-        scratch = plan_memory(program, schedule, needs=Needs(layout.scratch), place=())
-        memory = replace(
-            memory,
-            needs=replace(memory.needs, scratch=layout.scratch),
-            scratch_offsets=scratch.scratch_offsets,
-            scratch_nbytes=scratch.scratch_nbytes,
-        )
+        schedule, layout, memory = _with_less_memory(device, recorded, schedule, layout, limit, beside, costs)
     check_memory(program, schedule, memory)
     return schedule, layout, memory
 
 
-def _borrowing(layout: Layout, recorded: Recorded, lender: Lender) -> Layout:
-    """The layout with lent memory, in which buffers for inputs may lie as well."""
-    program = recorded.recording.program
+def _with_less_memory(
+    device: Device,
+    recorded: Recorded,
+    schedule: Schedule,
+    layout: Layout,
+    limit: int,
+    beside: int,
+    costs: Costs | None,
+) -> tuple[Schedule, Layout, MemoryPlan]:
+    """Add order to ``schedule`` until its memory, and ``beside`` bytes, stay within the limit."""
+    program = layout.sized(recorded.recording.program)
+    try:
+        schedule, memory = limit_memory(
+            recorded.graph,
+            program,
+            schedule,
+            max(limit - beside, 0),
+            costs=costs or uniform_costs(recorded.graph.size),
+            device=device.model,
+            needs=layout.needs,
+            place=layout.arena,
+        )
+    except ScheduleError as error:
+        raise DeviceError(
+            f"memory_limit={format_bytes(limit)} is too little: {error.what}; beside it there are "
+            f"{format_bytes(beside)} of inputs, constants and what the allocator keeps",
+            fix="raise the limit, or prepare smaller inputs",
+        ) from error
+    check_schedule(recorded.graph, schedule, program)
+    layout = _borrowing(device.lay_out(recorded.recording, schedule, stagger=False) or layout, recorded)
+    too_small = any(
+        memory.offsets[storage] < 0 or program.storages[storage].nbytes < nbytes
+        for storage, nbytes in layout.arena.items()
+    )
+    if too_small or any(map(gt, layout.workspaces, memory.needs.workspaces)):
+        raise DeviceError(
+            f"memory_limit={format_bytes(limit)} cannot be kept: in the order that it asks for, a call allocates "
+            "its results in another order",
+            fix="raise the limit, or prepare without one",
+        )
+    scratch = plan_memory(program, schedule, needs=Needs(layout.scratch), place=())
+    memory = replace(
+        memory,
+        needs=replace(memory.needs, scratch=layout.scratch),
+        scratch_offsets=scratch.scratch_offsets,
+        scratch_nbytes=scratch.scratch_nbytes,
+    )
+    return schedule, layout, memory
+
+
+def _borrowing(layout: Layout, recorded: Recorded) -> Layout:
+    """Return the layout with lent memory, if there is any; buffers for inputs may lie there as well."""
+    program, lender = recorded.recording.program, recorded.lender
+    if lender is None:
+        return layout
     stays = written_or_returned(program)
     uses = Counter(ref.storage for ref in program.inputs)
     inputs = {

@@ -20,7 +20,7 @@ __all__ = ["cache_directory", "choice_key", "recall", "remember"]
 
 
 def cache_directory() -> Path:
-    """Where plans are kept: ``$NIMBLE_CACHE_DIR``, else ``nimble`` in the user's cache directory."""
+    """Return where plans are kept: ``$NIMBLE_CACHE_DIR``, else ``nimble`` in the user's cache directory."""
     named = os.environ.get("NIMBLE_CACHE_DIR")
     if named:
         return Path(named)
@@ -28,7 +28,7 @@ def cache_directory() -> Path:
 
 
 def choice_key(fingerprint: str, conditions: Mapping[str, object]) -> str:
-    """What a choice depends on, as one name.
+    """Return what a choice depends on, as one name.
 
     Args:
         fingerprint: of the eager program.
@@ -42,7 +42,7 @@ def choice_key(fingerprint: str, conditions: Mapping[str, object]) -> str:
 
 
 def recall(key: str) -> Plan | None:
-    """The plan that was kept under ``key``; None if there is none that can be read."""
+    """Return the plan that was kept under ``key``; None if there is none that can be read."""
     try:
         return Plan.from_json(read_own(cache_directory() / f"{key}.json", MAX_BYTES + 1))
     except (OSError, RuntimeError, NimbleError):

@@ -35,8 +35,8 @@ from nimble_core.training.joint_function import ForwardBackward, in_better_layou
 from nimble_core.training.partition import Halves, halve
 from nimble_core.training.saved_tensors import leading, lent
 from nimble_core.utils.errors import CaptureError
+from nimble_core.validation.eager_cases import Cases, eager_cases
 from nimble_core.validation.equality import check_equality
-from nimble_core.validation.judge import Cases, doubted, eager_cases
 
 __all__ = ["Trainable", "make_trainable"]
 
@@ -415,5 +415,5 @@ def _unlike_eager(joint: Recorded, forward: Executable, backward: Backward, coun
 
     check = judged(cases)
     if check.differs:
-        check = judged(doubted(joint, cases))
+        check = judged(eager_cases(joint, thorough=True))
     return f"replays of forward and backward are not what eager computes: {check.reason}" if check.differs else ""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Gap", "all_finite", "comparable", "finite", "gaps", "numbers"]
+__all__ = ["Gap", "all_finite", "comparable", "finite", "gaps", "numbers", "relative_error", "same_shapes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What lies between two tensors, or the size of one.
+    """The distance of two tensors, or the size of one.
 
     Args:
         norm: Euclidean, in float64; of integers the share of elements that differ (of one alone: 1).
@@ -27,7 +27,7 @@ class Gap:
 
 
 def gaps(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor] | None = None) -> list[Gap]:
-    """Pair by pair, of tensors of the same shapes; without ``other`` how large each of ``one`` is.
+    """Return the distances of pairs of tensors of the same shapes; without ``other`` the size of each of ``one``.
 
     What is not a finite number counts as inf, what has no elements as 0.
 
@@ -54,13 +54,29 @@ def gaps(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor] | None = Non
     return [Gap(norm, peak) for norm, peak in zip(read[::2], read[1::2], strict=True)]
 
 
+def relative_error(out: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+    """Return the worst ``‖out - reference‖ / ‖reference‖`` of the tensors, in float64; inf if one is not finite.
+
+    Of integer and boolean tensors it is the share of elements that differ. Another number or shape of tensors is inf.
+    """
+    if not same_shapes(out, reference):
+        return math.inf
+    pairs = zip(gaps(reference, out), gaps(reference), strict=True)
+    return max((finite(apart.norm / (size.norm or 1.0)) for apart, size in pairs), default=0.0)
+
+
+def same_shapes(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Tell whether both are as many tensors of the same shapes."""
+    return [a.shape for a in one] == [b.shape for b in other]
+
+
 def finite(value: float) -> float:
-    """What is not a finite number counts as inf."""
+    """Return ``value``, or inf if it is not a finite number."""
     return value if math.isfinite(value) else math.inf
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Values of tensors of one element each, whatever device they are on: each device is waited for once."""
+    """Return the values of one-element tensors on any devices; each device is waited for once."""
     import torch
 
     places: dict[torch.device, list[int]] = {}
@@ -75,14 +91,14 @@ def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no element of any of them is infinite or no number."""
+    """Tell whether every element of every tensor is a finite number."""
     import torch
 
     return all(numbers([torch.isfinite(comparable(tensor.detach())).all() for tensor in tensors]))
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``; float8 in float32, which holds each of its numbers: torch compares and fills few of those types."""
+    """Return ``tensor``, float8 as float32, which holds each of its numbers: torch compares few of those types."""
     import torch
 
     return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor

@@ -28,7 +28,7 @@ from nimble_core.utils.units import format_bytes
 __all__ = ["MEMORY_LIMIT", "Reference", "reference_outputs"]
 
 MEMORY_LIMIT = 8 << 30
-"""Bytes that parameters, buffers and inputs may take in float64."""
+"""Most bytes that parameters, buffers and inputs may take in float64."""
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -41,7 +41,7 @@ _WIDE = {
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What came of a run in float64.
+    """The outcome of a run in float64.
 
     Args:
         outputs: output tensors in flattening order; None if the model cannot run in float64.
@@ -62,10 +62,9 @@ def reference_outputs(
     """Run ``model(*args, **kwargs)`` in float64, on the same device, without autocast.
 
     A module runs as a copy of itself, a function on copies of the tensors it reaches; inputs are copies too. Casts
-    written in the model (``x.float()``, ``softmax(dtype=float32)``, autocast regions) stay in float64. Gradients that
-    the model computes inside (a training step) are gradients in float64: copies require them where the originals do.
-    The model, its inputs and the random state are left as they were. What goes wrong is no error: it is the ``reason``;
-    so are random numbers drawn, since in float64 others would be.
+    written in the model (``x.float()``, ``softmax(dtype=float32)``, autocast regions) stay in float64. The model, its
+    inputs and the random state are left as they were. What goes wrong is no error: it is the ``reason``; so are random
+    numbers drawn, since in float64 others would be.
 
     Args:
         model: module or function.
@@ -83,7 +82,7 @@ def reference_outputs(
         needed = sum({id(tensor): _wide_bytes(tensor) for tensor in (*tensors, *owned)}.values())
         if needed > limit_bytes:
             return Reference(None, _too_large(needed, limit_bytes))
-        copies: dict[int, Any] = {id(tensor): _leaf(tensor) for tensor in tensors}
+        copies: dict[int, Any] = {id(tensor): _widened(tensor) for tensor in tensors}
         again, named = builder(structure)([copies[id(tensor)] for tensor in tensors])
         twin = _twin(model, copies)
         mode = _InFloat64(copies.values(), limit_bytes - needed)
@@ -108,7 +107,7 @@ def _wide_bytes(tensor: torch.Tensor) -> int:
 
 
 def _owner(model: Callable[..., Any]) -> Any:
-    """``model``, or the object whose method it is."""
+    """Return ``model``, or the object whose method it is."""
     return getattr(model, "__self__", model)
 
 
@@ -117,7 +116,7 @@ def _closed_over(function: FunctionType) -> list[Any]:
 
 
 def _modules_of(model: Callable[..., Any]) -> dict[int, torch.nn.Module]:
-    """The module that ``model`` is, or is a method of; those that a function closes over, or names: by ``id``."""
+    """Return the module that ``model`` is or belongs to, or those that a function closes over or names, by ``id``."""
     reached: list[Any] = [_owner(model)]
     if isinstance(model, FunctionType):
         reached = [*_closed_over(model), *(model.__globals__.get(name) for name in model.__code__.co_names)]
@@ -125,7 +124,7 @@ def _modules_of(model: Callable[..., Any]) -> dict[int, torch.nn.Module]:
 
 
 def _twin(model: Callable[..., Any], copies: dict[int, Any]) -> Callable[..., Any]:
-    """A copy of a module (or of the module whose method ``model`` is) in float64; a function around such copies.
+    """Copy a module (or the module whose method ``model`` is) in float64; wrap a function around such copies.
 
     Args:
         model: module or function.
@@ -144,10 +143,10 @@ def _twin(model: Callable[..., Any], copies: dict[int, Any]) -> Callable[..., An
     for module in owner.modules():
         # Made here, not by deepcopy: never a copy in both types, and computed attributes cannot be deep-copied.
         for parameter in module.parameters(recurse=False):
-            copies.setdefault(id(parameter), torch.nn.Parameter(_widened(parameter), parameter.requires_grad))
+            copies.setdefault(id(parameter), torch.nn.Parameter(_widened(parameter), requires_grad=False))
         for tensor in (*module.buffers(recurse=False), *vars(module).values()):
             if isinstance(tensor, torch.Tensor):
-                copies.setdefault(id(tensor), _leaf(tensor))
+                copies.setdefault(id(tensor), _widened(tensor))
     twin: Callable[..., Any] = copy.deepcopy(model, dict(copies))
     for module in _owner(twin).modules():
         if isinstance(module, torch.nn.RNNBase):
@@ -160,18 +159,13 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, in float64 if it holds floating numbers."""
+    """Return a copy, in float64 if it holds floating-point numbers."""
     return tensor.detach().to(_dtype(tensor.dtype), copy=True)
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """``_widened``, requiring a gradient where ``tensor`` does."""
-    return _widened(tensor).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """Compiled regions inside the model run eagerly: nothing is compiled again for float64."""
+    """Run compiled regions inside the model eagerly: nothing is compiled again for float64."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -218,7 +212,7 @@ class _InFloat64(TorchDispatchMode):
                 self._own.setdefault(storage_address(tensor), StorageWeakRef(tensor.untyped_storage()))
 
     def inside(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for ``tensor`` in this run: itself if the run made it, in float64."""
+        """Return what stands for ``tensor`` in this run: itself if the run made it, in float64."""
         if not has_memory(tensor):
             return _widened(tensor)
         if tensor.dtype not in _WIDE and storage_address(tensor) in self._own:

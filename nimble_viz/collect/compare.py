@@ -388,7 +388,7 @@ class _Comparison:
 
     def _prepare_peers(self, progress: Progress) -> None:
         from nimble_core.tracing.pytree import builder
-        from nimble_core.validation.judge import eager_cases
+        from nimble_core.validation.eager_cases import eager_cases
         from nimble_viz.collect.peer_runs import PeerRuns
 
         if not self.against:
@@ -420,7 +420,7 @@ class _Comparison:
             self.peers.leave_out(waiting, "interrupted")
 
     def _check(self, progress: Progress) -> None:
-        from nimble_core.validation.judge import eager_cases, from_same_state
+        from nimble_core.validation.eager_cases import eager_cases, from_same_state
 
         assert self.recorded is not None
         unchecked = [name for name in self.executables if name not in {check.name for check in self.checks}]

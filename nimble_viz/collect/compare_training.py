@@ -36,7 +36,7 @@ from nimble_viz.traces.profiler import PHASE
 
 if TYPE_CHECKING:
     from nimble_core.tracing.recorded import Recorded
-    from nimble_core.validation.judge import Cases
+    from nimble_core.validation.eager_cases import Cases
 
 __all__ = ["Training", "TrainingRun", "mark_phase"]
 

@@ -20,7 +20,7 @@ from nimble_viz.report.data import PeerResult
 if TYPE_CHECKING:
     from nimble_core.ir.candidates import EqualityCheck
     from nimble_core.tracing.recorded import Recorded
-    from nimble_core.validation.judge import Cases
+    from nimble_core.validation.eager_cases import Cases
     from nimble_viz.collect.compare_training import Training
 
 

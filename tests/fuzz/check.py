@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimble_core import InputError, Nimble, NimbleError, NimbleWarning, TrainStep
-from nimble_core.validation.equality import tolerance_for
+from nimble_core.validation.bounds import tolerance_for
 from nimble_core.validation.rounding_noise import perturbed
 from tests.fuzz.generator import Case, loss_of, tensors_of
 

@@ -127,13 +127,6 @@ def test_a_directory_that_cannot_be_made(directory: Path) -> None:
     assert directory.read_text() == "a file is in the way"
 
 
-def test_a_directory_where_the_file_should_be(directory: Path) -> None:
-    (directory / f"{KEY}.json").mkdir(parents=True)
-    remember(KEY, plan())
-    assert recall(KEY) is None
-    assert [path.name for path in directory.iterdir()] == [f"{KEY}.json"]
-
-
 def test_a_directory_that_cannot_be_written(directory: Path) -> None:
     directory.mkdir()
     directory.chmod(0o500)
@@ -156,14 +149,22 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recall(KEY) is None
 
 
-def test_where_plans_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_directory() == tmp_path / "cache"
-    monkeypatch.setenv("NIMBLE_CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_directory() == tmp_path / "xdg" / "nimble"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_directory() == tmp_path / "home" / ".cache" / "nimble"
+@pytest.mark.parametrize(
+    ("named", "place"),
+    [
+        ({"NIMBLE_CACHE_DIR": "mine"}, "mine"),
+        ({"NIMBLE_CACHE_DIR": "", "XDG_CACHE_HOME": "xdg"}, "xdg/nimble"),
+        ({"HOME": "home"}, "home/.cache/nimble"),
+    ],
+)
+def test_where_plans_are_kept(
+    named: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("NIMBLE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in named.items():
+        monkeypatch.setenv(name, value and str(tmp_path / value))
+    assert cache_directory() == tmp_path / place
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ def certain(new: Measurement, old: Measurement) -> Ratio:
 def test_a_choice_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine's noise: what is undecided is not kept, so intervals are shrunk to their middle here."""
     monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("nimble_core.autotune.autotune.ratio", certain)
+    monkeypatch.setattr("nimble_core.autotune.choice.ratio", certain)
     model, draw = made("tower", "cuda")
     options = Options(budget_s=200.0)
     first = Nimble(model, options).prepare(draw())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimble_core.validation import distances
-from nimble_core.validation.distances import Gap, all_finite, comparable, gaps, numbers
+from nimble_core.validation.distances import Gap, all_finite, comparable, gaps, numbers, relative_error
 
 FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8"))
 DTYPES = (
@@ -86,6 +86,26 @@ def test_nothing_is_finite_and_has_no_gaps() -> None:
 def test_scalars_keep_their_order_whatever_their_types() -> None:
     scalars = [torch.tensor(2.5), torch.tensor(3), torch.tensor(True), torch.tensor([4.0], dtype=torch.float64)]
     assert numbers(scalars) == [2.5, 3.0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("out", "reference", "error"),
+    [
+        ([torch.tensor([1, 2, 3, 4])], [torch.tensor([1, 2, 3, 5])], 0.25),
+        ([torch.tensor([True])], [torch.tensor([True])], 0),
+        ([torch.tensor([1 + 1j])], [torch.tensor([1 + 1j])], 0),
+        ([torch.empty(0), torch.empty(0, dtype=torch.long)], [torch.empty(0), torch.empty(0, dtype=torch.long)], 0),
+        ([torch.ones(2)], [torch.zeros(2)], math.sqrt(2)),
+        ([torch.full((4,), 60000.0).half()], [torch.full((4,), 60000.0).half()], 0),
+        ([torch.ones(2), torch.ones(1) * 3], [torch.ones(2), torch.ones(1)], 2),
+        ([torch.ones(2)], [torch.ones(3)], math.inf),
+        ([torch.ones(2)], [], math.inf),
+        ([torch.ones(2) * math.nan], [torch.ones(2)], math.inf),
+        ([], [], 0),
+    ],
+)
+def test_relative_errors(out: list[torch.Tensor], reference: list[torch.Tensor], error: float) -> None:
+    assert relative_error(out, reference) == pytest.approx(error)
 
 
 @pytest.mark.gpu

@@ -1,3 +1,5 @@
+"""Models in float64: the truth is found, and nothing is left behind."""
+
 from __future__ import annotations
 
 import copy
@@ -16,7 +18,8 @@ from torch import nn
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recorder import record
 from nimble_core.tracing.signature import Signature
-from nimble_core.validation.equality import TOLERANCE, lowest_precision, relative_error, tolerance_for
+from nimble_core.validation.bounds import BOUNDS, lowest_precision, tolerance_for
+from nimble_core.validation.distances import relative_error
 from nimble_core.validation.float64_reference import Reference, reference_outputs
 from tests.support.models import CASES, make
 
@@ -245,148 +248,8 @@ def test_it_is_nearer_than_any_rounding(dtype: torch.dtype) -> None:
     model, x = nn.Linear(256, 64).to(dtype), torch.randn(4, 256).to(dtype)
     with torch.no_grad():
         error = relative_error([model(x)], truth(model, x))
-    assert 0 < error < TOLERANCE[str(dtype).removeprefix("torch.")]
+    assert 0 < error < tolerance_for([torch.ones(1, dtype=dtype)])
     assert math.isfinite(error)
-
-
-class Trained(nn.Module):
-    """Loss, output and gradients of everything that requires one, computed inside."""
-
-    def __init__(self, body: nn.Module, loss: Any = nn.functional.cross_entropy, autocast: bool = False) -> None:
-        super().__init__()
-        self.body, self.loss, self.autocast = body, loss, autocast
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wanted = [one for one in (*self.body.parameters(), x) if one.requires_grad]
-        with torch.enable_grad():
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                output = self.body(x)
-                loss = self.loss(output, target)
-            return loss, output, *torch.autograd.grad(loss, wanted)
-
-
-def trainable() -> nn.Module:
-    """With views, writes in place (of results, of views of them), BatchNorm statistics and a frozen parameter."""
-
-    class Body(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(64, 5)
-            self.conv.bias.requires_grad_(False)
-            self.scale = torch.rand(4, 4)  # neither parameter nor buffer
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.relu_(self.norm(self.conv(x)))
-            y = y * self.scale.to(y.dtype)
-            y[:, :2].mul_(3)
-            y.view(-1)[::2] += 1
-            return self.head(y.flatten(1).to(self.head.weight.dtype))
-
-    torch.manual_seed(0)
-    return Body()
-
-
-@pytest.mark.parametrize("loss", ["function", "module"])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_gradients_computed_inside_are_those_in_float64(dtype: torch.dtype, autocast: bool, loss: str) -> None:
-    body = trainable().to(dtype)
-    weighted = nn.CrossEntropyLoss(torch.rand(5).to(dtype), label_smoothing=0.1)
-    step = Trained(body, weighted if loss == "module" else nn.functional.cross_entropy, autocast)
-    x, target = torch.randn(3, 2, 6, 6).to(dtype).requires_grad_(), torch.tensor([0, 4, 2])
-    expected_body = copy.deepcopy(body).double()
-    expected_body.scale = body.scale.double()
-    wide = torch.nn.Identity() if loss == "function" else copy.deepcopy(weighted).double()
-    expected = Trained(expected_body, wide if loss == "module" else step.loss)(
-        x.detach().double().requires_grad_(), target
-    )
-    before, state = bits(body), torch.get_rng_state()
-    outputs = truth(step, x, target)
-    assert len(outputs) == 2 + 5 + 1  # five of six parameters, and the input
-    assert all(one.dtype is torch.float64 and not one.requires_grad for one in outputs)
-    assert outputs[0].shape == ()
-    assert all(relative_error([a], [b.detach()]) < 1e-12 for a, b in zip(outputs, expected, strict=True))
-    assert all(same(before[name], one) for name, one in bits(body).items())
-    assert torch.equal(state, torch.get_rng_state())
-    assert x.grad is None
-    assert all(one.grad is None and one.dtype is dtype for one in body.parameters())
-
-
-def test_gradients_of_weights_that_only_the_loss_reaches() -> None:
-    torch.manual_seed(0)
-    body, teacher = nn.Linear(4, 4), nn.Linear(4, 4)
-    step = Trained(body, lambda output, target: (teacher(target) - output).square().mean())
-    x, target = torch.randn(3, 4), torch.randn(3, 4)
-    gap = teacher.double()(target.double()) - body.double()(x.double())
-    expected = torch.autograd.grad(gap.square().mean(), list(body.parameters()))
-    body.float(), teacher.float()
-    assert (
-        relative_error(truth(step, x, target)[2:], expected) < 1e-7
-    )  # weights went through float64 and back unchanged
-
-
-def test_a_step_with_its_optimizer_leaves_no_trace() -> None:
-    torch.manual_seed(0)
-    body = nn.Linear(4, 3)
-    optimizer = torch.optim.Adam(body.parameters())
-
-    class Whole(Trained):
-        def __init__(self) -> None:
-            super().__init__(body)
-            self.optimizer = optimizer
-
-        def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            loss, output, *gradients = super().forward(x, target)
-            for parameter, gradient in zip(self.body.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            self.optimizer.step()
-            return loss, output, *gradients, *(one.detach() for one in self.body.parameters())
-
-    step, x, target = Whole(), torch.randn(2, 4), torch.tensor([0, 2])
-    step(x, target)
-    kept = copy.deepcopy((body.state_dict(), optimizer.state_dict()["state"], [one.grad for one in body.parameters()]))
-    outputs = truth(step, x, target)
-    now = (body.state_dict(), optimizer.state_dict()["state"], [one.grad for one in body.parameters()])
-    assert all(map(same, flatten(kept)[0], flatten(now)[0]))
-    with torch.no_grad():
-        eager = flatten(step(x, target))[0]
-    assert relative_error(eager, outputs) < 1e-5
-    assert relative_error(outputs[-2:], [one.double() for one in kept[0].values()]) > 1e-4
-
-
-def test_gradients_through_checkpoints_and_custom_functions() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            return 2 * x * gradients[0]
-
-    class Body(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
-            return self.second(Square.apply(hidden))
-
-    torch.manual_seed(0)
-    body, x, target = Body(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    expected = Trained(copy.deepcopy(body).double())(x.double(), target)
-    assert relative_error(truth(Trained(body), x, target), [one.detach() for one in expected]) < 1e-14
-
-
-def test_activations_kept_for_the_backward_do_not_count_against_the_limit() -> None:
-    body = nn.Sequential(*[part for _ in range(10) for part in (nn.Linear(8, 8, bias=False), nn.Tanh())])
-    x, target = torch.randn(64, 8), torch.randint(0, 8, (64,))
-    needed = sum(8 * one.numel() for one in (*body.parameters(), x, target))
-    assert reference_outputs(Trained(body), (x, target), {}, limit_bytes=needed + 100).outputs is not None
-    assert no_reference(reference_outputs(Trained(body), (x, target), {}, limit_bytes=needed - 1), "limit")
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -414,4 +277,4 @@ def test_recurrent_layers_in_float64_have_their_weights_in_one_piece(kind: type[
         torch.set_warn_always(warned)
     with torch.no_grad():
         expected, _ = flatten(model(x), what="output")
-    assert relative_error(expected, found) < 10 * TOLERANCE["tf32"]  # which cuDNN computes them in
+    assert relative_error(expected, found) < 10 * BOUNDS["tf32"].tolerance  # which cuDNN computes them in

@@ -10,93 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from nimble_core import Nimble
-from nimble_core.api.train_step import TrainStep
 from nimble_core.autotune.capture_pipeline import capture
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.ir.costs import uniform_costs
 from nimble_core.runtime.host.device import HostDevice
-from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies.single import single
-from nimble_core.tracing.recorded import Recorded, Stopwatch, record_static, state_kept
-from nimble_core.tracing.signature import Signature
+from nimble_core.tracing.recorded import Recorded, state_kept
+from nimble_core.validation.eager_cases import Cases, eager_cases
 from nimble_core.validation.equality import DROWNED
-from nimble_core.validation.judge import (
-    Cases,
-    Judge,
-    _Eager,
-    _of_same_sizes,
-    doubted,
-    eager_cases,
-    full_precision,
-    issued,
-)
-from nimble_viz import compare
+from nimble_core.validation.judge import Judge, check_sizes, full_precision, issued
+from tests.support.tent_maps import Chaotic, Remembering, Wrong, recorded_step
 
 DEVICE = HostDevice()
-
-
-class Chaotic(nn.Module):
-    """The tent map, again and again: each time differences grow by 1.9, and gradients in size."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 64))
-        self.register_buffer("one", torch.eye(64))
-        self.times = times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.sigmoid(x * self.scale)
-        for _ in range(self.times):
-            y = (1.9 * torch.minimum(y, 1 - y)) @ self.one
-        return y
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None
-
-
-class Wrong(Chaotic):
-    """Its gradients are off by a factor."""
-
-    def __init__(self, times: int, by: float) -> None:
-        super().__init__(times)
-        self.by = by
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(super().forward(x), self.by)
-
-
-class Remembering(Chaotic):
-    """Keeps a mean of its inputs, in which each counts ``by`` times."""
-
-    def __init__(self, times: int, by: float) -> None:
-        super().__init__(times)
-        self.register_buffer("mean", torch.zeros(64))
-        self.by = by
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1 * self.by)
-        return super().forward(x)
-
-
-def recorded(model: nn.Module) -> Recorded:
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    step = TrainStep(model, torch.sum, optimizer, options=Options(tune="off", policy="single"))
-    step.prepare(torch.randn(8, 64))
-    assert step.engine is not None
-    return step.engine.recorded
 
 
 def as_kernels_of(eager: Recorded, other: Recorded) -> Recorded:
@@ -138,53 +65,20 @@ def half_the_digits() -> Iterator[None]:
         matmul.fp32_precision = "none"
 
 
-DEEP, SHALLOW = 60, 10
-
-
-BETWEEN = 11
-"""Times after which rounding is far above the usual tolerance, and far below what inputs do."""
-
-
-def test_an_honest_replay_is_not_convicted_by_one_run_in_which_rounding_did_little() -> None:
-    found = recorded(Chaotic(BETWEEN))
-    eager = _Eager(found)
-    cases = eager_cases(found)
-    quiet = replace(cases, moved=[outputs for _, outputs in cases.eager], written=())
-
-    def honest(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return eager.run(inputs, 99)[0]
-
-    before = [one.detach().clone() for one in found.model.state_dict().values()]
-    assert quiet.judged("moved", found, honest).differs
-    assert doubted(found, quiet).judged("moved", found, honest).passed
-    assert all(map(torch.equal, before, found.model.state_dict().values()))
-
-
-def test_more_runs_never_make_a_judge_stricter_and_still_find_what_is_wrong() -> None:
-    found, wrong = recorded(Chaotic(BETWEEN)), recorded(Wrong(BETWEEN, 3.0))
-    cases = eager_cases(found)
-    more = doubted(found, cases)
-    for (_, eager), once, often in zip(cases.eager, cases.moved or (), more.moved or (), strict=True):
-        assert all((c - a).norm() >= (b - a).norm() for a, b, c in zip(eager, once, often, strict=True))
-    assert all(
-        (b.perturbed - b.eager).norm() >= (a.perturbed - a.eager).norm()
-        for a, b in zip(cases.written, more.written, strict=True)
-    )
-    other = as_kernels_of(found, wrong)
-    assert more.judged("wrong", other, executable(other).run).differs
+DEEP, BETWEEN, SHALLOW = 60, 11, 10
 
 
 def test_nothing_can_be_shown_at_once() -> None:
-    found = recorded(Chaotic(DEEP))
+    found = recorded_step(Chaotic(DEEP))
     assert eager_cases(found).judged("single", found, executable(found).run).reason.startswith(DROWNED)
-    other = recorded(Chaotic(SHALLOW))
+    other = recorded_step(Chaotic(SHALLOW))
     with half_the_digits():
         assert eager_cases(other).judged("single", other, executable(other).run).reason.startswith(DROWNED)
     assert eager_cases(other).judged("single", other, executable(other).run).passed
 
 
 def test_eagers_kernels_are_compared_with_themselves() -> None:
-    found = recorded(Chaotic(DEEP))
+    found = recorded_step(Chaotic(DEEP))
     with state_kept(found):
         judge = Judge(DEVICE, found)
         assert judge.judged("single", found, executable(found)).passed
@@ -192,28 +86,37 @@ def test_eagers_kernels_are_compared_with_themselves() -> None:
     assert not judge.notes
 
 
-@pytest.mark.parametrize(("by", "right"), [(1.0, True), (3.0, False), (0.0, False)])
-def test_other_kernels_are_compared_by_sizes_where_no_precision_helps(by: float, right: bool) -> None:
-    found = recorded(Chaotic(DEEP))
-    variant = as_kernels_of(found, recorded(Wrong(DEEP, by)))
+@pytest.mark.parametrize(
+    ("eager", "other", "said"),
+    [
+        (Chaotic(DEEP), Wrong(DEEP, 1.0), ""),
+        (Chaotic(DEEP), Wrong(DEEP, 3.0), "not of the size"),
+        (Chaotic(DEEP), Wrong(DEEP, 0.0), "not of the size"),
+        (Remembering(DEEP, 1.0), Remembering(DEEP, 1.0), ""),
+        (Remembering(DEEP, 1.0), Remembering(DEEP, 1.5), "mean"),
+    ],
+)
+def test_other_kernels_are_compared_by_sizes_where_no_precision_helps(eager: Any, other: Any, said: str) -> None:
+    found = recorded_step(eager)
+    variant = as_kernels_of(found, recorded_step(other))
     with state_kept(found):
         judge = Judge(DEVICE, found)
         check = judge.judged("library, single", variant, executable(variant))
-    assert check.passed is right, check
-    assert check.differs is not right
+    assert check.passed == (not said), check
+    assert check.differs == bool(said)
+    assert said in check.reason
     assert any("sizes of gradients" in note for note in judge.notes)
 
 
-@pytest.mark.parametrize(("by", "right"), [(1.0, True), (1.5, False)])
-def test_what_other_kernels_write_is_compared_where_gradients_have_no_digit(by: float, right: bool) -> None:
-    found = recorded(Remembering(DEEP, 1.0))
-    variant = as_kernels_of(found, recorded(Remembering(DEEP, by)))
+@pytest.mark.parametrize(("by", "right"), [(1.0, True), (3.0, False)])
+def test_a_step_with_digits_left_is_judged_at_once(by: float, right: bool) -> None:
+    found = recorded_step(Chaotic(BETWEEN))
+    variant = as_kernels_of(found, recorded_step(Wrong(BETWEEN, by)))
     with state_kept(found):
         judge = Judge(DEVICE, found)
         check = judge.judged("library, single", variant, executable(variant))
-    assert check.passed is right, check
-    assert right or "mean" in check.reason
-    assert any("sizes of gradients" in note for note in judge.notes)
+    assert check.differs is not right, check
+    assert not judge.notes
 
 
 @pytest.mark.parametrize("count", [64, 4096])
@@ -233,14 +136,8 @@ def test_gradients_that_are_zero_have_to_be_zero() -> None:
     assert same_sizes(zero, other, other).passed  # in exact arithmetic only
 
 
-def test_what_rounding_makes_infinite_allows_nothing() -> None:
-    ones = torch.ones(2, 64)
-    assert same_sizes(ones, ones * math.inf, ones).passed
-    assert same_sizes(ones, ones * math.inf, 2 * ones).differs
-
-
 def test_nothing_is_shown_where_zeros_would_pass() -> None:
-    check = _of_same_sizes(
+    check = check_sizes(
         "library", Cases([((), [torch.ones(4)])] * 2, None, "float32", moved=[[9 * torch.ones(4)]] * 2), lambda _: ZEROS
     )
     assert check.reason.startswith("void")
@@ -255,15 +152,15 @@ def same_sizes(eager: torch.Tensor, moved: torch.Tensor, mine: torch.Tensor) -> 
     runs = iter(mine)
     loss = torch.ones(())
     cases = Cases([((), [loss, one]) for one in eager], None, "float32", moved=[[loss, one] for one in moved])
-    return _of_same_sizes("library", cases, lambda inputs: [loss, next(runs)])
+    return check_sizes("library", cases, lambda inputs: [loss, next(runs)])
 
 
 def test_a_run_that_fails_outside_of_its_capture_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> Any:
         raise RuntimeError("seeds are on the device\nand more")
 
-    found = recorded(Chaotic(DEEP))
-    variant = as_kernels_of(found, recorded(Chaotic(DEEP)))
+    found = recorded_step(Chaotic(DEEP))
+    variant = as_kernels_of(found, recorded_step(Chaotic(DEEP)))
     monkeypatch.setattr("nimble_core.validation.judge.Issuer", fail)
     with state_kept(found):
         judge = Judge(DEVICE, found)
@@ -273,8 +170,8 @@ def test_a_run_that_fails_outside_of_its_capture_shows_nothing(monkeypatch: pyte
 
 
 def test_a_replay_that_is_not_what_its_kernels_do_is_found() -> None:
-    found = recorded(Chaotic(DEEP))
-    variant = as_kernels_of(found, recorded(Chaotic(DEEP)))
+    found = recorded_step(Chaotic(DEEP))
+    variant = as_kernels_of(found, recorded_step(Chaotic(DEEP)))
     stale = Replay(executable(variant), torch.randn(8, 64))
     with state_kept(found):
         assert Judge(DEVICE, found).judged("library, single", variant, stale).differs  # type: ignore[arg-type]
@@ -282,8 +179,8 @@ def test_a_replay_that_is_not_what_its_kernels_do_is_found() -> None:
 
 @pytest.mark.parametrize(("by", "right"), [(1.0, True), (1.3, False)])
 def test_kernels_are_compared_in_full_precision(by: float, right: bool) -> None:
-    found = recorded(Chaotic(SHALLOW))
-    variant = as_kernels_of(found, recorded(Wrong(SHALLOW, by)))
+    found = recorded_step(Chaotic(SHALLOW))
+    variant = as_kernels_of(found, recorded_step(Wrong(SHALLOW, by)))
     matmul: Any = torch.backends.mkldnn.matmul
     with half_the_digits(), state_kept(found):
         judge = Judge(DEVICE, found)
@@ -331,80 +228,10 @@ def test_operators_go_on_following_what_is_set_for_all(device: str) -> None:
             one.fp32_precision = precision
 
 
-class Counting(nn.Module):
-    """Outputs that say nothing of what it writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("seen", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.seen.mul_(0.9).add_(y.mean(0))
-        return y
-
-
-@pytest.mark.parametrize("loses", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_inference_writes_is_compared(loses: bool, dtype: torch.dtype) -> None:
-    model = Counting().eval().to(dtype)
-    x = torch.randn(16, 8, dtype=dtype)
-    signature = Signature((x,), {})
-    one = record_static(DEVICE, model, signature, strict=True, step=Stopwatch())
-
-    def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        before = model.seen.clone()
-        with torch.no_grad():
-            made = model(*inputs)
-            if loses:
-                model.seen.copy_(before)
-        return [made]
-
-    kept = model.seen.clone()
-    check = eager_cases(one, truth=True).judged("found", one, run)
-    assert torch.equal(model.seen, kept)
-    assert check.differs == loses, check.reason
-    assert check.passed != loses
-    assert ("seen was not updated" in check.reason) == loses
-
-
 def test_issued_calls_do_what_the_model_does() -> None:
-    found = recorded(Chaotic(3))
+    found = recorded_step(Chaotic(3))
     for inputs, outputs in eager_cases(found).eager:
         with state_kept(found):
             made = issued(DEVICE, found)(inputs)
         torch.testing.assert_close(list(made), list(outputs))
         assert all(one.data_ptr() != tensor.data_ptr() for one in made for tensor in found.recording.given.values())
-
-
-COMPILED = [pytest.mark.compiler, pytest.mark.slow]
-
-
-class Branches(nn.Module):
-    """Writes where the recorded calls do not: for other strides, and in any run but the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.last = nn.Linear(4, 4), None
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_contiguous():
-            self.seen.add_(1)
-        if self.last is not None:
-            self.seen.add_(10)
-        self.last = x
-        return self.layer(x).relu()
-
-
-@pytest.mark.filterwarnings("ignore:the forward changes attributes")
-@pytest.mark.parametrize("way", ["prepare", "compare"])
-@pytest.mark.parametrize("fuse", ["none", "library", pytest.param("inductor", marks=COMPILED)])
-def test_runs_that_take_another_branch_leave_no_trace(way: str, fuse: Any) -> None:
-    model, x = Branches(), torch.randn(3, 8)[:, ::2]
-    before = {name: one.clone() for name, one in model.state_dict().items()}
-    options = Options(fuse=fuse, tune="off", budget_s=0.1)
-    Nimble(model, options).prepare(x) if way == "prepare" else compare(model, x, options=options)
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert model.last is None

@@ -25,7 +25,7 @@ from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies.single import single
 from nimble_core.tracing.recorded import Recorded
 from nimble_core.utils.errors import CaptureError
-from nimble_core.validation.judge import eager_cases
+from nimble_core.validation.eager_cases import eager_cases
 from tests.support.rewrite_models import (
     lifted,
     recorded,

@@ -23,7 +23,7 @@ from nimble_core.scheduling.simulator import EXACT
 from nimble_core.tracing.recorded import Stopwatch, record_static, state_kept
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import DeviceError, ScheduleError
-from nimble_core.validation.judge import eager_cases, from_same_state
+from nimble_core.validation.eager_cases import eager_cases, from_same_state
 from tests.support import models
 from tests.support.host_models import (
     Prepared,

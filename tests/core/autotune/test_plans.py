@@ -1,0 +1,97 @@
+"""Which plans are captured: different ones, the most promising first, none of hopeless kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nimble_core.autotune.plans import (
+    Planned,
+    asked_plan,
+    best_kernels_first,
+    searched_plans,
+    simulated_ns,
+    variant_name,
+)
+from nimble_core.ir.costs import uniform_costs
+from nimble_core.ir.schedule import Schedule
+from nimble_core.runtime.fake import FakeDevice
+from nimble_core.scheduling.options import Options
+from nimble_core.scheduling.policies import POLICIES
+from nimble_core.tracing.recorded import Recorded, Stopwatch, check_inputs, record_static
+from tests.support.models import Wide
+
+DEVICE = FakeDevice()
+
+
+class LikeCuda(FakeDevice):
+    kind = "cuda"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    model, x = Wide().eval(), torch.randn(2, 16)
+    return record_static(DEVICE, model, check_inputs(model, (x,), {}), strict=True, step=Stopwatch())
+
+
+@pytest.mark.parametrize(("device", "captured"), [(DEVICE, 1), (LikeCuda(), 3)])
+@pytest.mark.parametrize("tune", ["fast", "full"])
+def test_plans_that_differ_are_found_the_most_promising_first(
+    device: FakeDevice, captured: int, tune: Any, recorded: Recorded
+) -> None:
+    costs = uniform_costs(recorded.graph.size)
+    single = POLICIES["single"](recorded.graph, costs)
+    plans = searched_plans(device, "none", recorded, Options(tune=tune, max_streams=5), costs, single)
+    kept = [plan for plan in plans if not plan.note]
+    assert len(kept) == (min(captured, len(plans)) if tune == "fast" else len(plans))
+    assert kept == plans[: len(kept)]
+    assert all(plan.note == "not captured: simulated slower" for plan in plans[len(kept) :])
+    if captured == 1 and tune == "fast":
+        assert kept[0].simulated_ns == min(plan.simulated_ns for plan in plans)
+    essences = [(one.schedule.stream, one.schedule.order, one.schedule.syncs) for one in plans]
+    assert len(set(essences)) == len(plans) > 1
+    assert (single.stream, single.order, single.syncs) not in essences
+    names = [plan.schedule.policy for plan in plans]
+    assert len(set(names)) == len(names)
+    assert any(name.endswith("2 streams") for name in names) == (tune == "full")
+    for plan in plans:
+        assert plan.schedule.streams <= 5
+        assert plan.simulated_ns == simulated_ns(device, recorded, plan.schedule, costs) > 0
+
+
+@pytest.mark.parametrize(
+    ("mine", "name"), [("mine", "mine"), ("single", "single of your own"), ("none", "none of your own")]
+)
+def test_a_function_is_a_policy_and_no_name_is_taken_from_others(mine: str, name: str, recorded: Recorded) -> None:
+    def policy(graph: Any, costs: Any) -> Schedule:
+        return replace(POLICIES["nimble"](graph, costs), policy=mine)
+
+    assert asked_plan("none", recorded, policy, None, None).schedule.policy == name
+    assert asked_plan("none", recorded, "single", None, None).schedule.policy == "single"
+
+
+def test_kernels_that_are_hopeless_are_not_captured() -> None:
+    def plan(kind: str, policy: str, ns: float) -> Planned:
+        return Planned(kind, Schedule(variant_name(kind, policy), (0,), (0,), ()), ns)
+
+    plans = [plan("none", "nimble", 126), plan("none", "opara", 130), plan("library", "nimble", 300)]
+    plans += [plan("inductor", "nimble", 124), plan("inductor", "opara", 150)]
+    ordered = best_kernels_first(plans, {"library": 100.0}, full=False)
+    assert [one.kind for one in ordered] == ["library", "inductor", "inductor", "none", "none"]
+    assert {one.schedule.policy for one in ordered if one.note} == {"nimble", "opara"}
+    assert [one.schedule for one in best_kernels_first(plans, {"library": 100.0}, full=True)] == [
+        one.schedule for one in ordered
+    ]
+    assert not any(one.note for one in best_kernels_first(plans, {"library": 100.0}, full=True))
+    assert [one.schedule.policy for one in best_kernels_first(plans, {}, full=False) if one.note] == ["library, nimble"]
+    assert best_kernels_first([], {}, full=False) == []
+
+
+def test_without_costs_nothing_is_simulated(recorded: Recorded) -> None:
+    assert (
+        simulated_ns(DEVICE, recorded, POLICIES["single"](recorded.graph, uniform_costs(recorded.graph.size)), None)
+        == 0
+    )
