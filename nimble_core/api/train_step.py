@@ -32,6 +32,7 @@ from nimble_core.torch_compat.dispatch import (
 )
 from nimble_core.tracing.autocast import autocast_name, autocast_type, no_autocast
 from nimble_core.tracing.grad_accumulators import require_no_node_hooks
+from nimble_core.tracing.input_windows import require_same_windows, windows_of
 from nimble_core.tracing.operator_traits import overlaps_itself, storage_address
 from nimble_core.tracing.out_of_memory import memory_explained
 from nimble_core.tracing.phase import phase
@@ -168,18 +169,20 @@ class WholeStep(Around):
                 fix="remove the hook, freeze the parameter, or prepare(x, training=True), which calls it",
             )
         data, around = flatten((inputs, targets), what="input")
-        names = (self.input_names[int(path[1])] + path[3:] for path in leaf_paths(around))
+        names = [self.input_names[int(path[1])] + path[3:] for path in leaf_paths(around)]
         _require_no_hooks(data, names)
         # On this thread: modes, phase and random state of a recording are bound to it.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"), self._casting():
                 inputs, targets = _without_history((inputs, targets))
                 given, around = flatten(((inputs, targets), {}))
+                windows = windows_of(given)
                 output = _called(self.model, inputs)
                 require_unchanged(around, given, ((inputs, targets), {}), self.input_names)
             with phase("loss"), self._casting():
                 loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
                 _require_loss(loss)
+                require_same_windows(windows, given, names)
                 scaled = loss if self.share == 1.0 else loss * self.share
                 if self.scaler is not None:
                     scaled = scaled * _scale_of(self.scaler, loss.device)[0]

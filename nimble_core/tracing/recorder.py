@@ -42,6 +42,7 @@ from nimble_core.torch_compat.dispatch import (
 from nimble_core.torch_compat.members import FREE_WEAK_STORAGE
 from nimble_core.torch_compat.public import IS_CAPTURING
 from nimble_core.tracing import unread_values
+from nimble_core.tracing.input_windows import require_same_windows, windows_of
 from nimble_core.tracing.kernel_launches import Launch, Relaunch, launches_seen, relative_window
 from nimble_core.tracing.operator_traits import (
     INDEXED,
@@ -114,6 +115,7 @@ _COPIES = (
     "aten.copy_.default",
     "aten._cudnn_rnn_flatten_weight.default",  # all weights of recurrent layers into one piece of memory
 )
+_CHOOSES = "compute both and choose: torch.where(condition, a, b)"
 _TO_HOST = "copies from the device to the host", "keep the tensor on the device, or copy it outside the model"
 _LOOKS = "gives the host a value computed on the device", "compute it on the device, or pass it as an input"
 _PUTS_WHERE_TRUE = (
@@ -195,6 +197,7 @@ def record(
         InputError: an output of an unknown type that holds tensors.
     """
     recorder = _Recorder(model, signature, counter, stand_in, rewritten)
+    windows = windows_of(signature.tensors)
     kept = preserved(model, live=counter is None, memory=False)  # which the recorder puts back: it knows the names
     with collector_paused(), _casts_forgotten(), kept as guard, torch.no_grad():
         recorder.before_write, recorder.before_draw = guard.before_write, guard.before_draw
@@ -208,6 +211,7 @@ def record(
             unread = unread_values.values_unread(recorder.knows)
             with escapes, unread, operator_by_operator(), _tensors_lifted_first(), _said_to_record(), seen, recorder:
                 result = rewritten.run(*signature.tensors) if rewritten else model(*args, **kwargs)
+            require_same_windows(windows, signature.tensors, signature.paths)
             if not rewritten:
                 signature.require_unchanged(args, kwargs)
             outputs, structure = flatten(result, what="output", given=(args, kwargs))
@@ -679,7 +683,7 @@ class _Recorder(TorchDispatchMode):
         else:
             self._step(func, template, named, outputs, places_of(result), reads, None)
             if func is _LIFT_FRESH:
-                self._fresh.update((self._storage(tensor), tensor) for tensor in returned)
+                self._fresh.update((self._storage(tensor), tensor.detach()) for tensor in returned)
         return result
 
     @staticmethod
@@ -1360,7 +1364,10 @@ class _Recorder(TorchDispatchMode):
         """
         tensors = flat_tensors([*args, *kwargs.values()])
         if traits.looks or (self.device.type != "cpu" and traits.name == "aten::_linalg_check_errors"):
-            why, fix = _LOOKS[0], next((fix for file, fix in _FIXES.items() if issued_in(frame, file)), _LOOKS[1])
+            why, fix = _LOOKS
+            if isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool:
+                fix = _CHOOSES  # `if condition:`, or x[condition] = value where the condition has no dimension
+            fix = next((other for file, other in _FIXES.items() if issued_in(frame, file)), fix)
         elif shape_depends_on_data(func, args, kwargs):
             if traits.puts and self.device.type == "cpu":
                 return False  # its result has a known shape, and nobody waits
@@ -1538,5 +1545,5 @@ class _Recorder(TorchDispatchMode):
                 storage = self._storage_of[self._give(tensor, "constant")]
                 self._constant.add(storage)
                 if storage >= known:
-                    self._fresh[storage] = tensor
+                    self._fresh[storage] = tensor.detach()
         return result

@@ -97,6 +97,7 @@ _NAMES = {
 """What users write for a function of torch (empty: its name says it), its kind, and what to do if not as usual."""
 _GENERAL = (
     "compute it on the device, or pass it as an input",
+    "compute both and choose: torch.where(condition, a, b)",
     "keep the tensor on the device, or copy it outside the model",
     "use a form with a fixed shape (torch.where, a mask, a size argument)",
     "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
