@@ -39,8 +39,8 @@ from nimble_core.tracing.recorded import (
     state_kept,
     whole_note,
 )
-from nimble_core.tracing.recorder import recording_here
 from nimble_core.tracing.recording import Recording
+from nimble_core.tracing.recording_contexts import recording_here
 from nimble_core.tracing.side_effects import requirements_kept
 from nimble_core.tracing.signature import Signature
 from nimble_core.tracing.signature_mismatch import nearest

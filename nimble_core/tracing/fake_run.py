@@ -30,8 +30,9 @@ from nimble_core.torch_compat.dispatch import (
 from nimble_core.tracing.operator_traits import makes_memory_only, parts_of, storage_address, written_tensors
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import builder
-from nimble_core.tracing.recorder import announced, record
+from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Recording, flat_tensors
+from nimble_core.tracing.recording_contexts import announced
 from nimble_core.tracing.signature import Signature, require_plain, take_apart
 from nimble_core.utils.errors import CaptureError, InputError
 

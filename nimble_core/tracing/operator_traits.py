@@ -16,7 +16,6 @@ from nimble_core.utils.errors import CaptureError
 
 __all__ = [
     "INDEXED",
-    "TOLD_BY_VALUE",
     "Shown",
     "Traits",
     "argument_texts",
@@ -30,7 +29,6 @@ __all__ = [
     "overlaps_itself",
     "owned_tensors",
     "parts_of",
-    "same_arguments",
     "shape_depends_on_data",
     "shown_by",
     "storage_address",
@@ -342,32 +340,6 @@ def argument_texts(
         *[(name, text(value)) for name, value in zip(names, args, strict=False)],
         *[(name, text(value)) for name, value in kwargs],
     )
-
-
-TOLD_BY_VALUE = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_TOLD_BY_TEXT = frozenset((float, complex))
-
-
-def same_arguments(one: Any, other: Any) -> bool:
-    """Whether two arguments with slots in place of tensors, or lists of such, are the same in type and value.
-
-    1, 1.0 and True are three arguments, 0.0 and -0.0 two. False also for what cannot be told so, such as generators.
-
-    >>> same_arguments((Slot(1), [2, 3], 0.5), (Slot(1), [2, 3], 0.5))
-    True
-    >>> same_arguments([2, 0.0], [2.0, 0.0]), same_arguments(0.0, -0.0), same_arguments([1], (1,))
-    (False, False, False)
-    """
-    kind = type(one)
-    if kind is not type(other):
-        return False
-    if kind in TOLD_BY_VALUE:
-        return bool(one == other)
-    if kind is Slot:
-        return bool(one.index == other.index)
-    if kind is list or kind is tuple:
-        return len(one) == len(other) and all(map(same_arguments, one, other))
-    return kind in _TOLD_BY_TEXT and repr(one) == repr(other)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

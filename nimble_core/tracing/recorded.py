@@ -19,8 +19,8 @@ from nimble_core.torch_compat.cuda import clear_cublas_workspaces
 from nimble_core.tracing.operator_traits import owned_tensors
 from nimble_core.tracing.out_of_memory import memory_explained
 from nimble_core.tracing.pytree import flatten
-from nimble_core.tracing.recorder import announced, expecting
-from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
+from nimble_core.tracing.recording_contexts import announced, following
+from nimble_core.tracing.rng_state import TORCH, RandomStates, random_state_kept, seed_otherwise
 from nimble_core.tracing.side_effects import Saved, after_a_run
 from nimble_core.tracing.signature import Signature, require_initialised, require_plain
 from nimble_core.tracing.static_check import (
@@ -286,13 +286,11 @@ def record_static(
 
             def again(values: Sequence[torch.Tensor]) -> Recording:
                 other_args, other_kwargs = signature.arguments(values)
-                with (
-                    random_state_kept(signature.device, recording.generators, recording.draws),
-                    announced(refused is not None),
-                    expecting(recording),
-                ):
-                    seed_otherwise(signature.device, recording.generators, recording.draws)
-                    return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
+                generators, draws = recording.generators, recording.draws
+                with random_state_kept(signature.device, generators, draws), announced(refused is not None):
+                    seed_otherwise(signature.device, generators, draws)
+                    with following(RandomStates(generators) if TORCH in draws else None):
+                        return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
 
             others, second = on_other_values(again, signature.tensors)
             check_static(recording, second)

@@ -284,16 +284,17 @@ def test_other_errors_of_a_model_stay_its_own() -> None:
 class Binary(nn.Module):
     """Puts other memory in the place of its own, and of its input's."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: Exception | None, inputs: bool = True) -> None:
         super().__init__()
-        self.error = error
+        self.error, self.inputs = error, inputs
         self.weight = nn.Parameter(torch.randn(3))
         self.register_buffer("last", torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.data = self.weight.sign()
         self.last.data = x * self.weight
-        x.data = x.half()
+        if self.inputs:
+            x.data = x.half()
         if self.error:
             raise self.error
         return self.last
@@ -394,7 +395,7 @@ def test_versions_are_kept_under_a_capture_too() -> None:
 
 
 def test_candidates_are_judged_without_giving_weights_other_memory() -> None:
-    model = Binary(None)
+    model = Binary(None, inputs=False)
     x = torch.randn(3)
     pointers = [model.weight.data_ptr(), model.last.data_ptr()]
     with pytest.warns(NimbleWarning) as given:
