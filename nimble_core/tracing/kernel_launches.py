@@ -1,4 +1,4 @@
-"""Kernels that do not go through torch's dispatcher, seen where they are launched.
+"""See kernels that bypass torch's dispatcher, where they are launched.
 
 Three launchers are known: Inductor's for its Triton kernels (``CachingAutotuner.run``), Triton's own for kernels that
 users write (``JITFunction.run``), and the functions that Inductor compiles for the host. Buffers and views that
@@ -59,7 +59,7 @@ class Launch:
 
 
 class Relaunch:
-    """A kernel as something to call, by the way its launcher is found: a recorder sees it when it runs again.
+    """A kernel as a callable that goes through its launcher, so that a recorder sees it when it runs again.
 
     Args:
         name: of the kernel, which a graph that calls it shows.
@@ -142,7 +142,7 @@ def launches_seen(
 
 
 def generated_modules() -> list[ModuleType]:
-    """Those that Inductor has made, also where it is told to forget them at once (``force_disable_caches``)."""
+    """Return the modules that Inductor has generated, also those it was told to forget (``force_disable_caches``)."""
     known = list(GENERATED_CACHE.require()) if GENERATED_CACHE.loaded else []
     loaded = [one for name, one in list(sys.modules.items()) if name.startswith(GENERATED)]
     return list({id(one): one for one in (*known, *loaded)}.values())
@@ -188,13 +188,13 @@ def _seen_by_triton(on_launch: Any, watched: Callable[[], bool], launched: Calla
 
 
 def _code(compiled: Any) -> str:
-    """The intermediate code of a compiled kernel, empty if it has none: of Gluon's the first that there is."""
+    """Return the intermediate code of a compiled kernel (of Gluon's the first stage); empty if it has none."""
     kept = getattr(compiled, "asm", {})
     return kept.get("ttir") or kept.get("ttgir") or ""
 
 
 def _outside_triton(frame: FrameType) -> FrameType:
-    """The frame that launches: ``kernel[grid](...)`` and tuners run through Triton's own code."""
+    """Return the frame that launches: ``kernel[grid](...)`` and tuners run through Triton's own code."""
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("triton."):
         frame = frame.f_back
     return frame
@@ -267,9 +267,9 @@ def _empty_strided(device: str) -> Callable[..., torch.Tensor]:
 
 
 def relative_window(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A window that starts ``offset`` elements after ``tensor`` does.
+    """Return a window that starts ``offset`` elements after ``tensor`` does.
 
-    In operators that keep that relation wherever a replay has the memory; ``as_strided`` counts from its start.
+    Its operators keep that relation wherever a replay has the memory; ``as_strided`` counts from the memory's start.
     """
     alias: Callable[..., torch.Tensor] = torch.ops.aten._reshape_alias.default
     if offset:

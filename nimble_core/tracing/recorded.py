@@ -1,4 +1,4 @@
-"""From a model and its inputs to a recording that is known to be static."""
+"""Turn a model and its inputs into a recording that is known to be static."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Records(Protocol):
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times named steps: ``with watch("record"): …``; ``seconds`` keeps them in order."""
+    """Times named steps, as ``with watch("record"):``; ``seconds`` keeps them in order."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -106,7 +106,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """Memory to be used up by what runs next. Tensors in it that have storages of their own share none with others.
+    """Memory that what runs next may overwrite. Tensors in it with storages of their own share memory with no others.
 
     Args:
         memory: bytes on the device, of an executable that stays open.
@@ -117,7 +117,7 @@ class Lender:
     kept: tuple[tuple[int, int], ...] = ()
 
     def to(self, recording: Recording) -> Lent:
-        """What ``recording`` reads of it, and may overwrite then: numbers, which cannot lead anywhere, wrong or not."""
+        """Return what ``recording`` reads of it and may then overwrite: no positions, which lead elsewhere."""
         program, start = recording.program, self.memory.data_ptr()
         stays = written_or_returned(program)
         spans: set[tuple[int, tuple[int, int]]] = set()
@@ -137,13 +137,13 @@ class Lender:
 
 
 def written_or_returned(program: Program) -> set[int]:
-    """Storages that calls write, or that are given out: they are not the program's alone to use up."""
+    """Return storages that calls write or that are outputs: the program must not overwrite them otherwise."""
     written = {ref.storage for call in program.calls for ref in call.writes}
     return written | {ref.storage for ref in program.outputs}
 
 
 def may_be_spoilt(tensor: torch.Tensor) -> bool:
-    """Whether calls that find anything at all in it still stay within their memory: it holds no positions."""
+    """Return whether arbitrary values in it keep calls within their memory: it holds no positions."""
     return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
 
 
@@ -186,11 +186,10 @@ class Recorded:
 
 @contextmanager
 def preparing(model: Callable[..., Any], timeout_s: float = -1.0) -> Iterator[None]:
-    """One preparation at a time: random state is put back for the whole process, and captures exclude each other.
+    """Let one preparation run at a time: it restores the process's random state, and captures exclude each other.
 
-    cuBLAS's workspaces go at the end: replays have their own, and eager, which may not run again, would hold 32 MiB for
-    each stream on a large GPU. So do autocast's casts of weights: the user's region around this would go on using them
-    after a write that torch does not tell it of.
+    At the end cuBLAS's workspaces are freed, 32 MiB a stream on a large GPU: replays have their own. So are autocast's
+    casts of weights, which the user's region around this would go on using after a write that it does not notice.
 
     Args:
         model: what is prepared.
@@ -322,9 +321,10 @@ def record_static(
 def _record_as_eager(
     device: Records, model: Callable[..., Any], signature: Signature
 ) -> tuple[Recording, CaptureError | None]:
-    """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures; untraced.
+    """Record eager's branch if it can be captured, else the one that libraries keep for captures; untraced.
 
-    Also why it is not eager's, if the model was told that it is being captured.
+    Returns:
+        The recording, and why eager's branch was refused; None if it was not.
     """
     try:
         with announced(False):
@@ -336,7 +336,7 @@ def _record_as_eager(
 
 
 def _hold_to_seen(device: Records, recording: Recording, second: Recording) -> Recording:
-    """Refuse, or on the host mark as incomplete, a recording with a value that was computed out of sight."""
+    """Refuse, or on the host mark as incomplete, a recording with a value computed outside of torch."""
     where = "" if recording.unseen else changed_constant(recording, second)
     if not where:
         return recording
@@ -355,7 +355,7 @@ def _hold_to_contrary(
     again: Callable[[Sequence[torch.Tensor]], Recording],
     tensors: Sequence[torch.Tensor],
 ) -> Recording:
-    """The same for a model that hands memory out: what is made of it there need not show on values that are alike."""
+    """Record a model that hands memory out once more, on contrary values: similar ones may hide what is read there."""
     try:
         third = again(other_values(tensors, how="contrary"))
     except NimbleError:
@@ -390,7 +390,7 @@ def _hold_to_next(
 
 
 def whole_note(device: Records, recorded: Recorded) -> str:
-    """Why the model is not replayed call by call, and what is done instead."""
+    """Say why the model is not replayed call by call, and what is done instead."""
     recording = recorded.recording
     if device.kind == "cuda":
         done, why = "captured as a whole, on one stream", f"{recording.unseen} launches belong to no call that was seen"
@@ -401,9 +401,9 @@ def whole_note(device: Records, recorded: Recorded) -> str:
 
 @contextmanager
 def state_kept(recorded: Recorded) -> Iterator[None]:
-    """Put back, at the end, what replays inside write: parameters, buffers, example inputs, lent memory, random state.
+    """Restore what replays inside write: parameters, buffers, example inputs, lent memory, random state.
 
-    Replays run for real on the model's own tensors (BatchNorm in training mode updates its statistics).
+    Replays run on the model's own tensors: BatchNorm in training mode updates its statistics.
     """
     recording = recorded.recording
     written = {ref.storage for call in recording.program.calls for ref in call.writes}

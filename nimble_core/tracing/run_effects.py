@@ -169,7 +169,7 @@ def _made_alike(change: Change, makers: Sequence[Call]) -> bool:
 
 
 def _writers(calls: Sequence[Call], window: TensorRef) -> Iterator[Call]:
-    """Calls that write some of a window."""
+    """Yield calls that write some of a window."""
     start, end = window.span
     for call in calls:
         if any(one.storage == window.storage and one.span[0] < end and start < one.span[1] for one in call.writes):

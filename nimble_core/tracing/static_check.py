@@ -1,4 +1,4 @@
-"""Is a model static? Two recordings on different input values, compared call by call."""
+"""Is a model static? Compare two recordings on different input values call by call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WAYS: tuple[How, ...] = ("", "scaled", "moved")
 def on_other_values(
     run: Callable[[list[torch.Tensor]], T], tensors: Sequence[torch.Tensor], seed: int = 0
 ) -> tuple[list[torch.Tensor], T]:
-    """Run on ``other_values``; where torch refuses those (a matrix that has no inverse), on more and more alike ones.
+    """Run on ``other_values``, or where torch refuses those, as a matrix without an inverse, on more similar ones.
 
     Args:
         run: the model, which it leaves as it was where it raises.
@@ -72,12 +72,12 @@ def on_other_values(
 
 
 def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") -> list[torch.Tensor]:
-    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
+    """Return other inputs of the same kind: elements in another order, floating ones also scaled by 0.5 to 1.5.
 
-    Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
-    (offsets, positions) stay as they are where another input changes. Numbers none of which is beyond 1 are scaled by
-    a third to 1: they may be probabilities, of which on CUDA one out of range ends the process's use of the device.
-    Strides stay, and tensors that share memory do so again.
+    Integers stay values that the model has already accepted (indices stay in range); those in ascending order, such as
+    offsets, stay as they are where another input changes. Numbers up to 1 are scaled by a third to 1: they may be
+    probabilities, and on CUDA one out of range ends the process's use of the device. Strides stay, and tensors that
+    share memory do so again.
 
     Args:
         tensors: inputs.
@@ -109,7 +109,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
 
 
 def _contrary(flat: torch.Tensor) -> torch.Tensor:
-    """Every element another one than before at its place: numbers that the host reads there show."""
+    """Change every element, so that a number that the host reads anywhere shows."""
     if flat.dtype is torch.bool:
         return ~flat
     if flat.is_floating_point() or flat.is_complex():
@@ -212,7 +212,7 @@ _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 
 
 def _windows(program: Program) -> Callable[[TensorRef], tuple[object, ...]]:
-    """What is comparable between runs of a window: offsets relative to the inputs that share its memory."""
+    """Return what is comparable of a window between runs: its offset counts from the inputs that share its memory."""
     starts: dict[int, int] = {}
     for ref in program.inputs:
         starts[ref.storage] = min(starts.get(ref.storage, ref.offset), ref.offset)
@@ -225,17 +225,17 @@ def _windows(program: Program) -> Callable[[TensorRef], tuple[object, ...]]:
 
 
 def _owner(home: Storage) -> tuple[str, str]:
-    """Role and name; inputs are known by their order, and may go by other names."""
+    """Return role and name; inputs are known by their order, and may go by other names."""
     return home.role, "" if home.role == "input" else home.name
 
 
 def _lazy_steps(recording: Recording) -> list[tuple[object, ...]]:
-    """Views that conjugate or negate, which shows in no window."""
+    """Return views that conjugate or negate, which shows in no window."""
     return [(step.func, step.args) for step in recording.steps if step.call is None and step.func in _LAZY]
 
 
 def _moved(ref: TensorRef, first: Program, then: TensorRef, second: Program) -> str:
-    """How two windows of the same shape differ, in words."""
+    """Say how two windows of the same shape differ."""
     was, now = first.storages[ref.storage], second.storages[then.storage]
     names = [f"{home.role} {home.name}".strip() for home in (was, now)]
     if _owner(was) != _owner(now):
@@ -282,7 +282,7 @@ def _differing_call(a: Call, first: Program, b: Call, second: Program, seen: str
 
 
 def check_outputs(first: Structure, second: Structure) -> None:
-    """Compare what is around the output tensors of two recordings of one model on different input values.
+    """Compare the structures around the outputs of two recordings of one model on different input values.
 
     Raises:
         NotStaticError: naming the first place that differs.
@@ -297,10 +297,10 @@ def check_outputs(first: Structure, second: Structure) -> None:
 
 
 def changed_constant(first: Recording, second: Recording) -> str:
-    """Where the first constant is used that is another value in another recording; empty if there is none.
+    """Say where the first constant is used that has another value in the other recording; empty if there is none.
 
-    A constant is a tensor that no seen call made. One that changes with the inputs was computed out of sight: in
-    numpy, in Python numbers, in a compiled region.
+    A constant is a tensor that no recorded call made. One that changes with the inputs was computed outside of torch:
+    in numpy, in Python numbers, in a compiled region.
     """
     for slot, tensor in first.given.items():
         storage = first.storage_of[slot]

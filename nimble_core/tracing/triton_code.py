@@ -22,7 +22,7 @@ _NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
 
 
 def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role]:
-    """Roles of the arguments of a kernel that Inductor wrote, by the way it names them.
+    """Return roles of the arguments of a kernel that Inductor wrote, by the way it names them.
 
     >>> kernel_roles(["in_ptr0", "out_ptr0", "in_out_ptr0", "arg_A", "whatever"], ["in_out_ptr0"])
     {'in_ptr0': (True, False), 'out_ptr0': (False, True), 'in_out_ptr0': (True, True), 'arg_A': (True, False)}
@@ -39,7 +39,7 @@ def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role
 
 
 def reaches_elsewhere(code: str, tensors: int) -> bool:
-    r"""Whether a Triton kernel may reach other memory than that of the tensors it is given.
+    r"""Return whether a Triton kernel may reach other memory than that of the tensors it is given.
 
     Args:
         code: its intermediate code (TTIR); empty if it is not known.
@@ -60,7 +60,7 @@ def reaches_elsewhere(code: str, tensors: int) -> bool:
 
 
 def waits_first(source: str) -> bool:
-    r"""Whether a Triton kernel waits for what it may have been launched ahead of before it does anything else.
+    r"""Return whether a Triton kernel first waits for the kernels that it may have been launched ahead of.
 
     >>> waits_first("def kernel(p):\n    xnumel = 8\n    tl.extra.cuda.gdc_wait()\n    x = tl.load(p)")
     True

@@ -1,4 +1,4 @@
-"""Functions of torch that read values only to show or to check them: inside a recording they do without.
+"""Functions of torch that read values only to print or to check them: in a recording they read none.
 
 Texts get a placeholder, a check of all elements becomes an operator, and ``one_hot`` with its number of classes leaves
 the check of its values to ``scatter_``, as it does on a GPU. Values that every run finds are read as always.
@@ -25,10 +25,10 @@ _numbers = count(1)
 
 @contextmanager
 def values_unread(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Let texts, checks and ``one_hot`` of this thread read no values of tensors but those that are ``known``.
+    """Let texts and checks of this thread read no values of tensors but those that are ``known``; ``one_hot`` none.
 
-    Each placeholder is another one: a model that returns a text, or looks something up by it, differs from run to run.
-    Not while modes are off.
+    Each placeholder differs: a model that returns a text, or looks something up by it, differs from run to run. Nothing
+    changes while dispatch modes are off.
 
     >>> with values_unread(lambda tensor: False), torch.utils._python_dispatch.TorchDispatchMode():
     ...     print(f"{torch.ones(()):.3f}"[:16])
