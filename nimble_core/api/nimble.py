@@ -22,7 +22,7 @@ from nimble_core.scheduling.saved_plan import Plan
 from nimble_core.tracing.provenance import warn
 from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recorded import preparing
-from nimble_core.tracing.recorder import recording_here
+from nimble_core.tracing.recording_contexts import recording_here
 from nimble_core.tracing.side_effects import requirements_kept
 from nimble_core.training.autograd_function import Backward
 from nimble_core.utils.errors import DeviceError, InputError

@@ -1,4 +1,4 @@
-"""What autocast makes of products and convolutions around a preparation, and around a call."""
+"""Autocast at preparation and at a call: which type products and convolutions are cast to."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Autocast", "autocast_name", "autocast_type", "no_autocast"]
 
 
 def autocast_type(device: str) -> torch.dtype | None:
-    """What autocast casts products to here, None if it is off."""
+    """Return the type that autocast casts products to here; None if it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def autocast_name(casts: torch.dtype | None) -> str:
-    """That in words."""
+    """Name such a type: ``"bfloat16"``, or ``"off"``."""
     return "off" if casts is None else str(casts).removeprefix("torch.")
 
 
 @contextmanager
 def no_autocast(device: str) -> Iterator[None]:
-    """Inside, nothing is cast, as in a backward, or where casts are calls already: what was to be cast has been.
+    """Turn autocast off inside: in a backward, and where casts were recorded as calls.
 
     Source:
         PyTorch documentation, "Automatic Mixed Precision package": backward passes under autocast are not recommended,
@@ -35,11 +35,11 @@ def no_autocast(device: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """What was recorded holds under: its casts are calls like all else.
+    """The autocast under which something was recorded: its casts are calls of the recording.
 
     Args:
-        device: whose autocast, e.g. ``"cuda"``.
-        casts: type that it cast to; None if it was off.
+        device: type of the device, e.g. ``"cuda"``.
+        casts: type that autocast cast to; None if it was off.
     """
 
     device: str
@@ -47,13 +47,13 @@ class Autocast:
 
     @classmethod
     def here(cls, device: str) -> Autocast:
-        """The one in force."""
+        """Return the autocast in force."""
         return cls(device, autocast_type(device))
 
     def holds(self) -> bool:
-        """Whether it is in force."""
+        """Return whether this autocast is in force."""
         return autocast_type(self.device) is self.casts
 
     def change(self) -> str:
-        """How the one in force differs from it, in words."""
+        """Say how the autocast in force differs from this one."""
         return f"autocast was {autocast_name(self.casts)} then, and is {autocast_name(autocast_type(self.device))} now"

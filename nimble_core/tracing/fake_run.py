@@ -1,8 +1,7 @@
-"""Recording without running: the model sees fake tensors, which have shapes, types and a device, but no memory.
+"""Record without running: the model sees fake tensors, which have shapes, types and a device, but no memory.
 
-The device need not be there, and models that would not fit it, or were built on ``meta``, are recorded as well. What
-a real recording learns from storages (views, writes in place, tied weights) fake ones tell too: each real storage has
-one fake storage as its stand-in.
+The device need not be there, and models that would not fit it, or were built on ``meta``, are recorded as well. Views,
+writes in place and tied weights show as in a real recording: each real storage has one fake storage.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from nimble_core.torch_compat.dispatch import (
 from nimble_core.tracing.operator_traits import makes_memory_only, parts_of, storage_address, written_tensors
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.tracing.pytree import builder
-from nimble_core.tracing.recorder import announced, record
+from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Recording, flat_tensors
+from nimble_core.tracing.recording_contexts import announced
 from nimble_core.tracing.signature import Signature, require_plain, take_apart
 from nimble_core.utils.errors import CaptureError, InputError
 
@@ -50,7 +50,7 @@ def dry_run(
     *,
     remote: bool = False,
 ) -> tuple[Recording, Signature]:
-    """What ``record`` would write down if model and inputs were on ``device``; no kernel runs.
+    """Return what ``record`` would write down if model and inputs were on ``device``; no kernel runs.
 
     Tensors that exist before (parameters, buffers, inputs, others that the model reads) count as moved to ``device``.
     The model is left as it was. The recording is for its Program: its tensors have no memory, and cannot be re-issued.
@@ -151,7 +151,7 @@ class _StandIns:
 
 @contextmanager
 def _in_place_of_parameters(model: Callable[..., Any], fakes: _StandIns) -> Iterator[None]:
-    """Let the model's parameters and buffers be fake inside: code that asks where they are gets the planned device."""
+    """Replace parameters and buffers by fake ones inside: code that asks for their device gets the planned one."""
     taken: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
@@ -168,7 +168,7 @@ def _in_place_of_parameters(model: Callable[..., Any], fakes: _StandIns) -> Iter
 
 
 class _Unnoticed(type):
-    """``isinstance(x, torch._subclasses.FakeTensor)`` as torch itself and other threads know it, else False."""
+    """Answers ``isinstance(x, FakeTensor)`` truly to torch and to other threads, and with False to all else."""
 
     thread = 0
 
@@ -226,17 +226,17 @@ class _DeviceWork(TorchDispatchMode):
         return result
 
     def nodes(self) -> int:
-        """Calls that reached the device so far."""
+        """Return how many calls reached the device so far."""
         return self._nodes
 
     def begin(self, label: str) -> None:
-        """Allocations are not known here."""
+        """Do nothing: allocations are not known here."""
 
     def end(self) -> None:
-        """Nor whose they are."""
+        """Do nothing."""
 
     def asks(self, windows: Sequence[Window]) -> tuple[tuple[Ask, ...], ...]:
-        """Not known."""
+        """Return nothing: not known."""
         return ()
 
     @contextmanager

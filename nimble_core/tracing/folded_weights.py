@@ -1,4 +1,4 @@
-"""Constants computed from a model's weights, and how to compute them again in place.
+"""Constants that are computed from a model's weights, and how to compute them again in place.
 
 A rewritten program may read tensors that no model has: a convolution's weight with the batch norm behind it folded in,
 query, key and value weights side by side, a weight in another memory layout. They are right for the values that the
@@ -79,7 +79,7 @@ class Folded:
 
 
 def with_held(folded: Folded | None, held: tuple[Held, ...]) -> Folded | None:
-    """``folded``, if there is any, together with reads that have to go on finding what they found."""
+    """Return ``folded``, which may be None, together with reads that have to keep finding what they found."""
     if not held:
         return folded
     folded = folded or Folded(tuple, (), ())

@@ -1,9 +1,9 @@
-"""Autograd's nodes that gather the gradients of leaves (``AccumulateGrad``): who holds them, and their hooks.
+"""Autograd's nodes that accumulate gradients of leaves (``AccumulateGrad``): who holds them, and their hooks.
 
 A leaf has one such node for as long as any graph holds it: a loss that a notebook keeps is enough. It belongs to the
 stream on which it was made, and every backward hands its gradients over there. Under capture that pulls a stream into
-the graph which is none of its own, and CUDA ends the capture. torch 2.13 can redirect it
-(``torch.autograd.graph.set_override_stale_capture_stream``); before, all there is to do is to say who is in the way.
+the graph that is not the capture's, and CUDA ends the capture. torch 2.13 can redirect it
+(``torch.autograd.graph.set_override_stale_capture_stream``); before, the error can only name the leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MARK = "nimble_core.tracing.grad_accumulators"
 
 @contextmanager
 def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Around a capture of a backward: graphs that are kept do not get into it, or are what its error speaks of.
+    """Keep graphs of earlier steps out of a capture of a backward, or name them in its error.
 
     Args:
         leaves: whose gradients are captured, by name.
@@ -61,7 +61,7 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
-    """Of the graphs in frames that ended with ``error``: who keeps it (a notebook does) would keep those, too.
+    """Clear the frames that ended with ``error``: a notebook keeps the error, and with it graphs in those frames.
 
     Args:
         error: with all that it came of.
@@ -79,12 +79,12 @@ def _and_more(count: int) -> str:
 
 
 def held_by_graphs(leaves: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of leaves whose nodes a graph holds, or whoever asked for them."""
+    """Return names of leaves whose nodes something holds, such as a graph."""
     return [name for name, leaf in leaves.items() if _has_node(leaf) and _is_held(leaf)]
 
 
 def has_node_hooks(leaf: torch.Tensor) -> bool:
-    """Whether hooks are registered on the node of ``leaf``, which a gradient that does not come by there passes."""
+    """Return whether hooks are registered on the node of ``leaf``; a replay would not call them."""
     node = _node(leaf)
     probes = node.register_hook(_nothing), node.register_prehook(_nothing)
     # Handles lead to all hooks that are registered in the same place.
@@ -95,7 +95,7 @@ def has_node_hooks(leaf: torch.Tensor) -> bool:
 
 
 def require_no_node_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise InputError for a leaf with hooks on its node: gradients of a replay do not come by there."""
+    """Raise InputError for a leaf with hooks on its node: a replay would not call them."""
     for name, leaf in named:
         if _has_node(leaf) and has_node_hooks(leaf):
             raise InputError(
@@ -106,7 +106,7 @@ def require_no_node_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _nothing(*gradients: Any) -> None:
-    """A hook that changes nothing."""
+    """Do nothing, as a hook."""
 
 
 def _has_node(leaf: torch.Tensor) -> bool:

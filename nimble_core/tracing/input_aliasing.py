@@ -1,4 +1,4 @@
-"""Do tensors share memory? Told element by element, so that interleaved windows of one tensor do not."""
+"""Do tensors share memory? Compared element by element: interleaved windows of one tensor do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Steps = tuple[tuple[int, int], ...]
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors have a byte in common.
+    """Return whether two dense tensors have a byte in common.
 
     >>> rows = torch.zeros(4, 6)
     >>> share_memory(rows[:3], rows[1:]), share_memory(rows[:, :3], rows[:, 3:]), share_memory(rows, rows.t())
@@ -57,9 +57,9 @@ def _reach(steps: Steps) -> int:
 
 
 class Apart:
-    """Asks of inputs at each call that none shares memory with one that the replay writes.
+    """Refuses inputs that share memory with one that the replay writes.
 
-    Recorded calls are ordered, and given memory, for inputs that do not: those of a preparation never do.
+    Recorded calls are ordered, and their memory is planned, for inputs that do not.
 
     Args:
         tensors: inputs as they were at preparation.

@@ -1,4 +1,4 @@
-"""Kernels that do not go through torch's dispatcher, seen where they are launched.
+"""See kernels that bypass torch's dispatcher, where they are launched.
 
 Three launchers are known: Inductor's for its Triton kernels (``CachingAutotuner.run``), Triton's own for kernels that
 users write (``JITFunction.run``), and the functions that Inductor compiles for the host. Buffers and views that
@@ -24,32 +24,16 @@ import torch
 from nimble_core.torch_compat.compiler import AUTOTUNER_RUN, GENERATED, GENERATED_CACHE, TRITON_ANALYSIS, TRITON_RUN
 from nimble_core.torch_compat.cuda import current_raw_stream
 from nimble_core.torch_compat.dispatch import pytree
+from nimble_core.tracing.triton_code import BOTH, Role, kernel_roles, reaches_elsewhere, waits_first
 
 __all__ = [
     "Launch",
     "Relaunch",
-    "Role",
     "generated_modules",
-    "kernel_roles",
     "launches_seen",
-    "reaches_elsewhere",
     "relative_window",
-    "waits_first",
 ]
 
-Role = tuple[bool, bool]
-"""Whether a kernel reads a tensor, and whether it writes it."""
-
-_BOTH: Role = (True, True)
-_ANYWHERE = ("tt.int_to_ptr", "pure = false")
-"""What leads to any memory: numbers that are taken for addresses, inline assembly that does more than compute."""
-_ONLY_WAITS = re.compile(r'inline_asm "griddepcontrol\.\w+;( //[^;"\\]*)?"')
-"""Assembly that waits for other kernels, or lets others be launched."""
-_HEAD = re.compile(r"def \w+\(.*\):\n")
-_WAIT = "tl.extra.cuda.gdc_wait()"
-_NAMED = re.compile(r"\s*\w+(: tl\.constexpr)? = [\w.]+\s*")
-"""A line that gives a name to a number or to something that has one: it touches no memory."""
-"""How names of modules begin that Inductor has made."""
 _HOST_KERNEL = re.compile(r"^(cpp_\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.MULTILINE)
 
 
@@ -74,63 +58,8 @@ class Launch:
     roles: Mapping[str, Role]
 
 
-def kernel_roles(names: Sequence[str], mutated: Sequence[str]) -> dict[str, Role]:
-    """Roles of the arguments of a kernel that Inductor wrote, by the way it names them.
-
-    >>> kernel_roles(["in_ptr0", "out_ptr0", "in_out_ptr0", "arg_A", "whatever"], ["in_out_ptr0"])
-    {'in_ptr0': (True, False), 'out_ptr0': (False, True), 'in_out_ptr0': (True, True), 'arg_A': (True, False)}
-    """
-    roles: dict[str, Role] = {}
-    for name in names:
-        if name in mutated or name.startswith("in_out_ptr"):
-            roles[name] = _BOTH
-        elif name.startswith("out_ptr"):
-            roles[name] = (False, True)
-        elif name.startswith(("in_ptr", "arg_")):
-            roles[name] = (True, False)
-    return roles
-
-
-def reaches_elsewhere(code: str, tensors: int) -> bool:
-    r"""Whether a Triton kernel may reach other memory than that of the tensors it is given.
-
-    Args:
-        code: its intermediate code (TTIR); empty if it is not known.
-        tensors: how many tensors it is given. Pointers beyond these come out of something else (descriptors, tuples).
-
-    >>> reaches_elsewhere("tt.func public @copy(%x: !tt.ptr<f32>, %out: !tt.ptr<f32>) {", 2)
-    False
-    >>> waits = 'tt.elementwise_inline_asm "griddepcontrol.wait; // dummy $0" {constraints = "=r", pure = false}'
-    >>> reaches_elsewhere(f"tt.func public @copy(%x: !tt.ptr<f32>) {{\n{waits}", 1)
-    False
-    >>> reaches_elsewhere("tt.func public @fill(%address: i64) { %out = tt.int_to_ptr %address", 0)
-    True
-    """
-    signature = code.partition("tt.func public")[2].partition("\n")[0]
-    pointers = signature.count("!tt.ptr<") + signature.count("tensordesc<")
-    lines = (line for line in code.splitlines() if not _ONLY_WAITS.search(line))
-    return not signature or pointers > tensors or any(one in line for line in lines for one in _ANYWHERE)
-
-
-def waits_first(source: str) -> bool:
-    r"""Whether a Triton kernel waits for what it may have been launched ahead of before it does anything else.
-
-    >>> waits_first("def kernel(p):\n    xnumel = 8\n    tl.extra.cuda.gdc_wait()\n    x = tl.load(p)")
-    True
-    >>> waits_first("def kernel(p):\n    x = tl.load(p)\n    tl.extra.cuda.gdc_wait()")
-    False
-    """
-    head = _HEAD.match(source)
-    for line in source[head.end() :].splitlines() if head else ():
-        if line.strip() == _WAIT:
-            return True
-        if not _NAMED.fullmatch(line):
-            return False
-    return False
-
-
 class Relaunch:
-    """A kernel as something to call, by the way its launcher is found: a recorder sees it when it runs again.
+    """A kernel as a callable that goes through its launcher, so that a recorder sees it when it runs again.
 
     Args:
         name: of the kernel, which a graph that calls it shows.
@@ -213,7 +142,7 @@ def launches_seen(
 
 
 def generated_modules() -> list[ModuleType]:
-    """Those that Inductor has made, also where it is told to forget them at once (``force_disable_caches``)."""
+    """Return the modules that Inductor has generated, also those it was told to forget (``force_disable_caches``)."""
     known = list(GENERATED_CACHE.require()) if GENERATED_CACHE.loaded else []
     loaded = [one for name, one in list(sys.modules.items()) if name.startswith(GENERATED)]
     return list({id(one): one for one in (*known, *loaded)}.values())
@@ -259,13 +188,13 @@ def _seen_by_triton(on_launch: Any, watched: Callable[[], bool], launched: Calla
 
 
 def _code(compiled: Any) -> str:
-    """The intermediate code of a compiled kernel, empty if it has none: of Gluon's the first that there is."""
+    """Return the intermediate code of a compiled kernel (of Gluon's the first stage); empty if it has none."""
     kept = getattr(compiled, "asm", {})
     return kept.get("ttir") or kept.get("ttgir") or ""
 
 
 def _outside_triton(frame: FrameType) -> FrameType:
-    """The frame that launches: ``kernel[grid](...)`` and tuners run through Triton's own code."""
+    """Return the frame that launches: ``kernel[grid](...)`` and tuners run through Triton's own code."""
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("triton."):
         frame = frame.f_back
     return frame
@@ -286,7 +215,7 @@ def _analysed(kernel: Any, named: Mapping[str, Any]) -> dict[str, Role]:
             mutated = set(wrap.identify_mutated_tensors(kernel, known, {}))  # torch 2.11
     except Exception:  # an analysis of another library's intermediate code: whatever it trips over, both is safe
         return {}
-    return {name: _BOTH if name in mutated else (True, False) for name in tensors}
+    return {name: BOTH if name in mutated else (True, False) for name in tensors}
 
 
 def _watch_generated(module: ModuleType, on_launch: Any, watched: Callable[[], bool], undo: ExitStack) -> None:
@@ -338,9 +267,9 @@ def _empty_strided(device: str) -> Callable[..., torch.Tensor]:
 
 
 def relative_window(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A window that starts ``offset`` elements after ``tensor`` does.
+    """Return a window that starts ``offset`` elements after ``tensor`` does.
 
-    In operators that keep that relation wherever a replay has the memory; ``as_strided`` counts from its start.
+    Its operators keep that relation wherever a replay has the memory; ``as_strided`` counts from the memory's start.
     """
     alias: Callable[..., torch.Tensor] = torch.ops.aten._reshape_alias.default
     if offset:

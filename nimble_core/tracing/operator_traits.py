@@ -16,7 +16,6 @@ from nimble_core.utils.errors import CaptureError
 
 __all__ = [
     "INDEXED",
-    "TOLD_BY_VALUE",
     "Shown",
     "Traits",
     "argument_texts",
@@ -30,7 +29,6 @@ __all__ = [
     "overlaps_itself",
     "owned_tensors",
     "parts_of",
-    "same_arguments",
     "shape_depends_on_data",
     "shown_by",
     "storage_address",
@@ -63,7 +61,7 @@ _OF_LAYOUT = ("aten::_assert_tensor_metadata", "aten::record_stream")
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the schema and tags of an operator say about every call of it: asking torch each time takes microseconds.
+    """What schema and tags of an operator say about every call of it, kept since asking torch takes microseconds.
 
     Args:
         name: e.g. ``"aten::addmm"``.
@@ -93,7 +91,7 @@ class Traits:
 
 @cache
 def traits_of(func: Any) -> Traits:
-    """Traits of an operator."""
+    """Return the traits of an operator."""
     name, tags = func._schema.name, func.tags
     looks = torch.Tag.data_dependent_output in tags
     return Traits(
@@ -111,10 +109,10 @@ def traits_of(func: Any) -> Traits:
 
 
 def parts_of(func: Any) -> Callable[..., Any] | None:
-    """What makes ``func`` of other operators, where dispatch modes see it whole instead of those; None elsewhere.
+    """Return what decomposes ``func`` where a dispatch mode sees a composite operator whole; None elsewhere.
 
-    Autograd takes composite operators (``linear``, ``batch_norm``) apart before a mode sees anything, and has no part
-    in ``inference_mode``. A mode calls this with itself entered, and so sees the same operators everywhere.
+    Autograd decomposes ``linear`` or ``batch_norm`` before a mode sees them, but ``inference_mode`` leaves autograd
+    out. A mode that calls this with itself entered sees the same operators in both.
     """
     return _composite(func) if torch.is_inference_mode_enabled() else None
 
@@ -160,7 +158,7 @@ def _written_by(func: Any) -> _Written:
 
 @cache
 def view_form(func: Any) -> Any:
-    """The operator that makes a new view where ``func`` changes its argument's: ``squeeze`` for ``squeeze_``."""
+    """Return the operator that makes a new view where ``func`` changes its argument: ``squeeze`` for ``squeeze_``."""
     packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
     view = getattr(packet, func._overloadname, None)
     return view if view is not None and view._schema.returns[0].alias_info is not None else None
@@ -179,13 +177,13 @@ _FILLS = {
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Tensors that this call of ``func`` writes, by its schema or by the table of operators whose schema is silent."""
+    """Return tensors that this call writes, by its schema or by the table of operators whose schema is silent."""
     written = written_arguments(func, args, kwargs)
     return flat_tensors(written) if written else written
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments, lists among them, whose tensors this call of ``func`` writes."""
+    """Return the arguments, lists among them, whose tensors this call of ``func`` writes."""
     written = _written_by(func)
     places = written.marked
     if written.silent and _argument(written.condition, args, kwargs, True):
@@ -211,7 +209,7 @@ def fills(func: Any) -> bool:
 
 
 def _only_mask(func: Any, args: tuple[Any, ...]) -> tuple[int, torch.Tensor] | None:
-    """Of ``x[mask] = value``, nothing else that indexes: how many dimensions come first, and the mask."""
+    """Return, of ``x[mask] = value`` with one mask and no other index, its dimension and the mask; else None."""
     if not traits_of(func).puts or any(args[3:]):  # the fourth: add to what is there
         return None
     found = [(at, one) for at, one in enumerate(args[1]) if one is not None]
@@ -229,9 +227,9 @@ def fills_where_true(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.Tensor] | None:
-    """For ``x[mask] = value``, the same at all places, on ``x``'s device: what does so and counts none; else None.
+    """Return what does ``x[mask] = value``, for one value at all places, without counting these; None otherwise.
 
-    Torch itself looks for the places, and for their number, since there could be a value for each.
+    Torch itself counts the places, since there could be a value for each, and the host would wait for that.
     """
     found = _only_mask(func, args)
     if found is None:
@@ -261,7 +259,7 @@ def written_where_true(func: Any, args: tuple[Any, ...]) -> Callable[[], torch.T
 
 
 def masks_among(indices: Any) -> list[torch.Tensor]:
-    """Those of the tensors that index which say where, not at which places."""
+    """Return those of the indices that are masks."""
     return [index for index in flat_tensors(indices) if index.dtype in (torch.bool, torch.uint8)]
 
 
@@ -291,7 +289,7 @@ def copies_to_host(
 
 
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
-"""Names that torch gives results of attention which its backward takes as seeds."""
+"""Names of such results in torch's schemas."""
 
 
 def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -309,7 +307,7 @@ def draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def seeds_among(func: Any, result: Any) -> list[torch.Tensor]:
-    """Results that keep, for the backward, what a call drew from: of attention, for the masks of its dropout."""
+    """Return results that keep the seeds of attention's dropout for the backward."""
     values = result if isinstance(result, tuple) else (result,)
     pairs = zip(func._schema.returns, values, strict=False)
     return [value for one, value in pairs if one.name in _SEEDS and isinstance(value, torch.Tensor)]
@@ -344,32 +342,6 @@ def argument_texts(
     )
 
 
-TOLD_BY_VALUE = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_TOLD_BY_TEXT = frozenset((float, complex))
-
-
-def same_arguments(one: Any, other: Any) -> bool:
-    """Whether two arguments with slots in place of tensors, or lists of such, are the same in type and value.
-
-    1, 1.0 and True are three arguments, 0.0 and -0.0 two. False also for what cannot be told so, such as generators.
-
-    >>> same_arguments((Slot(1), [2, 3], 0.5), (Slot(1), [2, 3], 0.5))
-    True
-    >>> same_arguments([2, 0.0], [2.0, 0.0]), same_arguments(0.0, -0.0), same_arguments([1], (1,))
-    (False, False, False)
-    """
-    kind = type(one)
-    if kind is not type(other):
-        return False
-    if kind in TOLD_BY_VALUE:
-        return bool(one == other)
-    if kind is Slot:
-        return bool(one.index == other.index)
-    if kind is list or kind is tuple:
-        return len(one) == len(other) and all(map(same_arguments, one, other))
-    return kind in _TOLD_BY_TEXT and repr(one) == repr(other)
-
-
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain window on memory (sparse and nested ones are not)."""
     return tensor.layout is torch.strided and not tensor.is_nested
@@ -392,7 +364,7 @@ complex), whether negative."""
 
 
 def shown_by(tensor: torch.Tensor) -> Shown:
-    """What ``tensor`` shows now. Raises CaptureError if it has no memory."""
+    """Return what ``tensor`` shows now. Raises CaptureError if it has no memory."""
     home, dtype = storage_address(tensor), tensor.dtype
     conjugate = tensor.is_conj() if dtype.is_complex else None
     return home, int(tensor.storage_offset()), tensor.shape, tensor.stride(), dtype, conjugate, tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Out of memory: who asked for how much, and what to do, in place of what an allocator says."""
+"""Say who ran out of memory, by how much, and what to do, in place of the allocator's error."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FIX = (
 
 @contextmanager
 def memory_explained(model: Callable[..., Any]) -> Iterator[None]:
-    """Raise DeviceError where memory runs out inside, which names the amount and the line of ``model`` that asked.
+    """Raise DeviceError where memory runs out inside, with the amount and the line of ``model`` that asked for it.
 
-    What the failed work holds is let go: who catches the error can go on in what memory there is.
+    Frames of the failed work are cleared, which frees its memory for whoever catches the error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which part of a training step is running; what is recorded meanwhile belongs to it."""
+"""The part of a training step that is running: recorded calls belong to it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _now: ContextVar[Phase] = ContextVar("phase", default="forward")
 
 
 def current_phase() -> Phase:
-    """The phase that is running on this thread; ``"forward"`` where nobody said."""
+    """Return the phase that is running on this thread; ``"forward"`` by default."""
     return _now.get()
 
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Inside, calls belong to phase ``name``.
+    """Let calls inside belong to phase ``name``.
 
     >>> with phase("backward"):
     ...     current_phase()

@@ -1,4 +1,4 @@
-"""Where a call comes from: module path, file and line, read off the running frames."""
+"""Find out where a call comes from: module path, file and line, read off the running frames."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _passed: tuple[str, ...] = (_TORCH_ROOT, _PACKAGE_ROOT, _FROZEN, contextlib.__fi
 
 
 def module_paths(model: Callable[..., Any]) -> dict[int, str]:
-    """Path of every submodule, by ``id``; empty for a function."""
+    """Return the path of every submodule, by ``id``; empty for a function."""
     if not isinstance(model, torch.nn.Module):
         return {}
     return {id(module): name for name, module in model.named_modules()}
 
 
 def pass_over(place: str) -> None:
-    """Code in this directory, or file, stands for nobody, like torch's and this package's: lines are its callers'."""
+    """Skip frames of this directory or file when attributing calls, as those of torch and this package."""
     global _passed
     _passed = (*dict.fromkeys((*_passed, place if place.endswith(".py") else f"{place.rstrip('/')}/")),)
 
 
 def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, str, int]:
-    """``(module path, file, line)`` of the code that issued a call.
+    """Return ``(module path, file, line)`` of the code that issued a call.
 
-    The module is the innermost one running, the line the innermost one outside torch and what is passed over.
+    The module is the innermost one running, the line the innermost one outside of torch and of skipped files.
     """
     file, line, fallback = "", 0, ("", 0)
     while frame is not None:
@@ -58,7 +58,7 @@ def place_of(frame: FrameType | None, modules: Mapping[int, str]) -> tuple[str, 
 
 
 def running_module(frame: FrameType | None) -> Any:
-    """The innermost module that is running; None if none is."""
+    """Return the innermost module that is running; None if none is."""
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and frame.f_code.co_filename.startswith(_TORCH_ROOT):
             return frame.f_locals.get("self")
@@ -67,7 +67,7 @@ def running_module(frame: FrameType | None) -> Any:
 
 
 def issued_in(frame: FrameType | None, file: str) -> bool:
-    """Whether a call was issued by code of this file of torch's own, before any line of the user's."""
+    """Return whether code of this file of torch issued a call, with no line of the user's in between."""
     while frame is not None and frame.f_code.co_filename.startswith(_passed):
         if frame.f_code.co_filename == file:
             return True
@@ -76,9 +76,9 @@ def issued_in(frame: FrameType | None, file: str) -> bool:
 
 
 def line_inside(frame: FrameType | None) -> tuple[str, int]:
-    """File and line of the user's code that is running inside of what this package runs; ``("", 0)`` if none is.
+    """Return file and line of user code that runs inside of this package; ``("", 0)`` if none does.
 
-    In a backward that is the code of an autograd function or a hook, where operators of torch have none.
+    In a backward that is an autograd function or a hook; torch's own operators have none.
     """
     while frame is not None and not frame.f_code.co_filename.startswith(_passed[1:]):
         if not frame.f_code.co_filename.startswith(_TORCH_ROOT):
@@ -88,10 +88,7 @@ def line_inside(frame: FrameType | None) -> tuple[str, int]:
 
 
 def warn(what: str) -> None:
-    """Give a ``NimbleWarning`` at the innermost running line outside torch and what is passed over: the user's.
-
-    However many frames are between, such as those of ``Module.__call__``, its hooks or a container.
-    """
+    """Give a ``NimbleWarning`` at the user's line: the innermost one outside of torch and of skipped files."""
     frame: FrameType | None = sys._getframe()
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_passed):
@@ -100,16 +97,15 @@ def warn(what: str) -> None:
 
 
 def label_of(file: str) -> str:
-    """``file`` relative to the import path it lies on: reports travel, absolute paths do not.
+    """Return ``file`` relative to the import path it lies on: absolute paths mean nothing on another machine.
 
-    A notebook's cell is called by its number, ``"In[12]"``: the file that stands for it has a name nobody has seen. A
-    cell that is run again has another number from then on.
+    A notebook's cell goes by its number, ``"In[12]"``, and by another one once it has run again.
     """
     return _cell(file) or _relative(file)
 
 
 def _cell(file: str) -> str:
-    """``"In[12]"`` for the code of a cell of the running IPython, else nothing."""
+    """Return ``"In[12]"`` for the code of a cell of the running IPython, else nothing."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
     return str(named[1]) if named and named[0] == "Cell" else ""

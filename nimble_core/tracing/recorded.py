@@ -1,13 +1,12 @@
-"""From a model and its inputs to a recording that is known to be static."""
+"""Turn a model and its inputs into a recording that is known to be static."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,17 +15,14 @@ from nimble_core.ir.call_graph import CallGraph, build_graph
 from nimble_core.scheduling.memory_planner import ALIGNMENT, Lent
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
-from nimble_core.tracing.operator_traits import owned_tensors
 from nimble_core.tracing.out_of_memory import memory_explained
-from nimble_core.tracing.pytree import flatten
-from nimble_core.tracing.recorder import announced, expecting
-from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
+from nimble_core.tracing.recording_contexts import announced, following
+from nimble_core.tracing.rng_state import TORCH, RandomStates, random_state_kept, seed_otherwise
 from nimble_core.tracing.side_effects import Saved, after_a_run
 from nimble_core.tracing.signature import Signature, require_initialised, require_plain
 from nimble_core.tracing.static_check import (
     changed_constant,
     check_static,
-    identical,
     on_other_values,
     other_values,
 )
@@ -94,7 +90,7 @@ class Records(Protocol):
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times named steps: ``with watch("record"): …``; ``seconds`` keeps them in order."""
+    """Times named steps, as ``with watch("record"):``; ``seconds`` keeps them in order."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -110,7 +106,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """Memory to be used up by what runs next. Tensors in it that have storages of their own share none with others.
+    """Memory that what runs next may overwrite. Tensors in it with storages of their own share memory with no others.
 
     Args:
         memory: bytes on the device, of an executable that stays open.
@@ -121,7 +117,7 @@ class Lender:
     kept: tuple[tuple[int, int], ...] = ()
 
     def to(self, recording: Recording) -> Lent:
-        """What ``recording`` reads of it, and may overwrite then: numbers, which cannot lead anywhere, wrong or not."""
+        """Return what ``recording`` reads of it and may then overwrite: no positions, which lead elsewhere."""
         program, start = recording.program, self.memory.data_ptr()
         stays = written_or_returned(program)
         spans: set[tuple[int, tuple[int, int]]] = set()
@@ -141,13 +137,13 @@ class Lender:
 
 
 def written_or_returned(program: Program) -> set[int]:
-    """Storages that calls write, or that are given out: they are not the program's alone to use up."""
+    """Return storages that calls write or that are outputs: the program must not overwrite them otherwise."""
     written = {ref.storage for call in program.calls for ref in call.writes}
     return written | {ref.storage for ref in program.outputs}
 
 
 def may_be_spoilt(tensor: torch.Tensor) -> bool:
-    """Whether calls that find anything at all in it still stay within their memory: it holds no positions."""
+    """Return whether arbitrary values in it keep calls within their memory: it holds no positions."""
     return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
 
 
@@ -190,11 +186,10 @@ class Recorded:
 
 @contextmanager
 def preparing(model: Callable[..., Any], timeout_s: float = -1.0) -> Iterator[None]:
-    """One preparation at a time: random state is put back for the whole process, and captures exclude each other.
+    """Let one preparation run at a time: it restores the process's random state, and captures exclude each other.
 
-    cuBLAS's workspaces go at the end: replays have their own, and eager, which may not run again, would hold 32 MiB for
-    each stream on a large GPU. So do autocast's casts of weights: the user's region around this would go on using them
-    after a write that torch does not tell it of.
+    At the end cuBLAS's workspaces are freed, 32 MiB a stream on a large GPU: replays have their own. So are autocast's
+    casts of weights, which the user's region around this would go on using after a write that it does not notice.
 
     Args:
         model: what is prepared.
@@ -286,13 +281,11 @@ def record_static(
 
             def again(values: Sequence[torch.Tensor]) -> Recording:
                 other_args, other_kwargs = signature.arguments(values)
-                with (
-                    random_state_kept(signature.device, recording.generators, recording.draws),
-                    announced(refused is not None),
-                    expecting(recording),
-                ):
-                    seed_otherwise(signature.device, recording.generators, recording.draws)
-                    return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
+                generators, draws = recording.generators, recording.draws
+                with random_state_kept(signature.device, generators, draws), announced(refused is not None):
+                    seed_otherwise(signature.device, generators, draws)
+                    with following(RandomStates(generators) if TORCH in draws else None):
+                        return device.record(model, Signature(other_args, other_kwargs), other_args, other_kwargs)
 
             others, second = on_other_values(again, signature.tensors)
             check_static(recording, second)
@@ -328,9 +321,10 @@ def record_static(
 def _record_as_eager(
     device: Records, model: Callable[..., Any], signature: Signature
 ) -> tuple[Recording, CaptureError | None]:
-    """A recording of eager's branch if it can be captured, else of the one that libraries keep for captures; untraced.
+    """Record eager's branch if it can be captured, else the one that libraries keep for captures; untraced.
 
-    Also why it is not eager's, if the model was told that it is being captured.
+    Returns:
+        The recording, and why eager's branch was refused; None if it was not.
     """
     try:
         with announced(False):
@@ -342,7 +336,7 @@ def _record_as_eager(
 
 
 def _hold_to_seen(device: Records, recording: Recording, second: Recording) -> Recording:
-    """Refuse, or on the host mark as incomplete, a recording with a value that was computed out of sight."""
+    """Refuse, or on the host mark as incomplete, a recording with a value computed outside of torch."""
     where = "" if recording.unseen else changed_constant(recording, second)
     if not where:
         return recording
@@ -361,7 +355,7 @@ def _hold_to_contrary(
     again: Callable[[Sequence[torch.Tensor]], Recording],
     tensors: Sequence[torch.Tensor],
 ) -> Recording:
-    """The same for a model that hands memory out: what is made of it there need not show on values that are alike."""
+    """Record a model that hands memory out once more, on contrary values: similar ones may hide what is read there."""
     try:
         third = again(other_values(tensors, how="contrary"))
     except NimbleError:
@@ -379,56 +373,24 @@ def _hold_to_next(
     again: Callable[[Sequence[torch.Tensor]], Recording],
     others: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse a model that computes something else in its next run, because of an attribute that is no tensor.
-
-    What it makes in its first run alone, to find it there later, may be made in each replay.
-    """
+    """Refuse a model whose next run computes something else because of an attribute that is no tensor."""
     with after_a_run(model, *signature.arguments()):
         later = again(others)
-        try:
-            check_static(recording, later)
-            return
-        except NimbleError as error:
-            found = error
-        settled = False
-        with after_a_run(model, *signature.arguments()), suppress(NimbleError):
-            check_static(later, again(others))
-            settled = True
-    if settled and _goes_on_as_replays(recording, model, signature, others):
-        return
-    name = recording.counters[0].rpartition(".")[2]
-    raise NotStaticError(
-        f"the model is not static: a run changes {', '.join(recording.counters[:3])}, and the next one computes "
-        "something else because of that; replays would go on with the first value",
-        where=found.where,
-        fix=f"keep it in a buffer that is written in place (register_buffer({name!r}, torch.tensor(0)), "
-        f"self.{name}.add_(1)), or pass it as an input",
-    ) from found
-
-
-def _goes_on_as_replays(
-    recording: Recording, model: Callable[..., Any], signature: Signature, others: Sequence[torch.Tensor]
-) -> bool:
-    """Whether a second run gives the same where attributes, but not the values of tensors, are as before the first."""
-    program = recording.program
-    written = {program.storages[ref.storage].name for call in program.calls for ref in call.writes}
-
-    def second(*, attributes: bool) -> list[torch.Tensor]:
-        with (
-            random_state_kept(signature.device, recording.generators, recording.draws),
-            after_a_run(model, *signature.arguments(), attributes=attributes),
-            after_a_run(model, *signature.arguments(others)) as result,
-        ):
-            state = [tensor for _, name, tensor in owned_tensors(model) if name in written]
-            return [tensor.detach().clone() for tensor in (*flatten(result)[0], *state)]
-
-    loose = 0.0 if signature.device.type == "cpu" else 0.01  # kernels may add in any order
-    eager, replayed = second(attributes=True), second(attributes=False)
-    return len(eager) == len(replayed) and all(map(identical, eager, replayed, repeat(loose)))
+    try:
+        check_static(recording, later)
+    except NimbleError as error:
+        name = recording.counters[0].rpartition(".")[2]
+        raise NotStaticError(
+            f"the model is not static: a run changes {', '.join(recording.counters[:3])}, and the next one computes "
+            "something else because of that; replays would go on with the first value",
+            where=error.where,
+            fix=f"keep it in a buffer that is written in place (register_buffer({name!r}, torch.tensor(0)), "
+            f"self.{name}.add_(1)), or pass it as an input; if only the first run sets it, run the model once before",
+        ) from error
 
 
 def whole_note(device: Records, recorded: Recorded) -> str:
-    """Why the model is not replayed call by call, and what is done instead."""
+    """Say why the model is not replayed call by call, and what is done instead."""
     recording = recorded.recording
     if device.kind == "cuda":
         done, why = "captured as a whole, on one stream", f"{recording.unseen} launches belong to no call that was seen"
@@ -439,9 +401,9 @@ def whole_note(device: Records, recorded: Recorded) -> str:
 
 @contextmanager
 def state_kept(recorded: Recorded) -> Iterator[None]:
-    """Put back, at the end, what replays inside write: parameters, buffers, example inputs, lent memory, random state.
+    """Restore what replays inside write: parameters, buffers, example inputs, lent memory, random state.
 
-    Replays run for real on the model's own tensors (BatchNorm in training mode updates its statistics).
+    Replays run on the model's own tensors: BatchNorm in training mode updates its statistics.
     """
     recording = recorded.recording
     written = {ref.storage for call in recording.program.calls for ref in call.writes}

@@ -1,4 +1,4 @@
-"""The Program's effectful twin: the tensors and operators that re-issue its calls.
+"""The tensors and operators that re-issue the calls of a Program.
 
 Tensors live in numbered slots. A recording holds the steps (calls, and the views and allocations between them) as
 templates over slots; an ``Issuer`` runs them, in any order that a schedule allows, on whatever stream or thread the
@@ -90,11 +90,11 @@ class Held:
 
     @property
     def names(self) -> str:
-        """What it reads, in words."""
+        """The tensors that it reads, in words."""
         return ", ".join(dict.fromkeys(name or "a tensor without a name" for name, _ in self.sources))
 
     def again(self) -> tuple[Any, str]:
-        """What it returns now, also as text: all numbers of tensors."""
+        """Return what the read finds now, also as text with all numbers of tensors."""
         tensors, result = dict(self.given), None
         for step in self.steps:
             result = run_step(step, tensors)
@@ -164,10 +164,10 @@ class Recording:
 
 
 def rewinding(recording: Recording, inputs: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """A function that puts counters back: integers that a run writes; None if there are none.
+    """Return a function that puts counters back: integers that a run writes; None if there are none.
 
-    Positions in a cache are such: many replays of one input would count them out of range, which ends the process's use
-    of a GPU. Of the model's own those count that other calls read (not how many batches a normalisation saw).
+    Positions in a cache are counters: many replays of one input would count them out of range, which ends the process's
+    use of a GPU. Of the model's own tensors only those count that other calls read.
 
     Args:
         recording: what is replayed.
@@ -185,7 +185,7 @@ def rewinding(recording: Recording, inputs: Sequence[torch.Tensor]) -> Callable[
 
 
 def _floats(tensor: torch.Tensor) -> bool:
-    """Also of those that may be written under inference_mode only."""
+    """Whether it holds no counter that can be put back: inference tensors cannot be written here."""
     return tensor.is_floating_point() or tensor.is_complex() or tensor.is_inference()
 
 
@@ -222,13 +222,13 @@ class Issuer:
             self._slots_of_storage.setdefault(storage, []).append(slot)
 
     def issue(self, call: int) -> None:
-        """Run one call, after the host steps it needs."""
+        """Run one call, after the host steps that it needs."""
         step = self._calls[call]
         self._ready(step)
         self._run(step)
 
     def skip(self, call: int) -> None:
-        """Zeros for what one call would make or write; what exists outside of the program stays as it is."""
+        """Put zeros in place of what one call would make or write; what exists outside of the program stays."""
         step, recording = self._calls[call], self.recording
         refs, written = recording.refs, recording.program.calls[call].writes
         self._ready(step)
@@ -248,7 +248,7 @@ class Issuer:
                 self._make(slot)
 
     def outputs(self) -> list[torch.Tensor]:
-        """The output tensors; valid once all calls were issued."""
+        """Return the output tensors; valid once all calls were issued."""
         for slot in self.recording.outputs:
             if self.tensors[slot] is None:
                 self._make(slot)
@@ -256,12 +256,12 @@ class Issuer:
         return [tensor for tensor in found if tensor is not None]
 
     def release(self, storage: int) -> None:
-        """Let go of every tensor on ``storage``."""
+        """Drop every tensor on ``storage``."""
         for slot in self._slots_of_storage.get(storage, ()):
             self.tensors[slot] = None
 
     def tensor_on(self, storage: int) -> torch.Tensor | None:
-        """Any tensor on ``storage`` that exists now."""
+        """Return any tensor on ``storage`` that exists now."""
         slots = self._slots_of_storage.get(storage, ())
         return next((tensor for slot in slots if (tensor := self.tensors[slot]) is not None), None)
 
@@ -293,14 +293,14 @@ def run_step(step: Step, tensors: Any) -> Any:
 
 
 def _zeros(ref: TensorRef, device: torch.device) -> torch.Tensor:
-    """Zeros that lie as ``ref`` does, in memory of their own."""
+    """Return zeros with the layout of ``ref``, in memory of their own."""
     reach = sum((size - 1) * stride for size, stride in zip(ref.sizes, ref.strides, strict=True))
     length = 0 if 0 in ref.sizes else 1 + reach
     return torch.zeros(length, dtype=getattr(torch, ref.dtype), device=device).as_strided(ref.sizes, ref.strides)
 
 
 def fill(arg: Any, tensors: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]) -> Any:
-    """``arg`` with tensors for its slots."""
+    """Return ``arg`` with tensors in place of its slots."""
     if type(arg) is Slot:
         return tensors[arg.index]
     if type(arg) in (list, tuple):
@@ -309,7 +309,7 @@ def fill(arg: Any, tensors: Sequence[torch.Tensor | None] | Mapping[int, torch.T
 
 
 def flat_tensors(result: Any) -> list[torch.Tensor]:
-    """Tensors of an operator's result, in order; ``None`` and numbers left out."""
+    """Return the tensors of an operator's result, in order, without ``None`` and numbers."""
     if isinstance(result, torch.Tensor):
         return [result]
     found: list[torch.Tensor] = []
@@ -323,7 +323,7 @@ def flat_tensors(result: Any) -> list[torch.Tensor]:
 
 
 def places_of(result: Any) -> tuple[tuple[int, ...], ...]:
-    """Where each of ``flat_tensors`` lies in an operator's result: the index to take, and of a list in it the next.
+    """Return where each of ``flat_tensors`` lies in an operator's result, as indices to take one after the other.
 
     >>> places_of((None, torch.ones(1), [torch.ones(1), torch.ones(1)]))
     ((1,), (2, 0), (2, 1))
@@ -339,6 +339,6 @@ def places_of(result: Any) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def issuing(device_type: str) -> Iterator[None]:
-    """Modes under which recorded operators run again: no autograd, no autocast (its casts were recorded)."""
+    """Run recorded operators inside without autograd and autocast, whose casts were recorded."""
     with torch.no_grad(), torch.autocast(device_type, enabled=False):
         yield

@@ -18,7 +18,7 @@ Provenance = Callable[[Any, FrameType], tuple[tuple[Origin, ...], tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What computes the same as the model, in other calls.
+    """A function that computes the same as the model by other calls.
 
     Args:
         fuse: whose kernels it runs.

@@ -1,11 +1,10 @@
-"""Is a model static? Two recordings on different input values, compared call by call."""
+"""Is a model static? Compare two recordings on different input values call by call."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain
-from math import gcd
 from traceback import walk_tb
 from typing import Literal, TypeVar
 
@@ -36,14 +35,11 @@ OF_VALUES = (RuntimeError, IndexError)
 How = Literal["", "scaled", "moved", "contrary"]
 _WAYS: tuple[How, ...] = ("", "scaled", "moved")
 
-_SHUFFLED = 1 << 16
-"""Elements to be shuffled at most: with 5 million that would take 0.2 s. More are dealt out in a fixed stride."""
-
 
 def on_other_values(
     run: Callable[[list[torch.Tensor]], T], tensors: Sequence[torch.Tensor], seed: int = 0
 ) -> tuple[list[torch.Tensor], T]:
-    """Run on ``other_values``; where torch refuses those (a matrix that has no inverse), on more and more alike ones.
+    """Run on ``other_values``, or where torch refuses those, as a matrix without an inverse, on more similar ones.
 
     Args:
         run: the model, which it leaves as it was where it raises.
@@ -76,12 +72,12 @@ def on_other_values(
 
 
 def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") -> list[torch.Tensor]:
-    """Other inputs of the same kind: the elements in another order, floating ones also scaled by 0.5 to 1.5.
+    """Return other inputs of the same kind: elements in another order, floating ones also scaled by 0.5 to 1.5.
 
-    Every integer stays a value the model has already accepted (indices stay in range), and integers in ascending order
-    (offsets, positions) stay as they are where another input changes. Numbers none of which is beyond 1 are scaled by
-    a third to 1: they may be probabilities, of which on CUDA one out of range ends the process's use of the device.
-    Strides stay, and tensors that share memory do so again.
+    Integers stay values that the model has already accepted (indices stay in range); those in ascending order, such as
+    offsets, stay as they are where another input changes. Numbers up to 1 are scaled by a third to 1: they may be
+    probabilities, and on CUDA one out of range ends the process's use of the device. Strides stay, and tensors that
+    share memory do so again.
 
     Args:
         tensors: inputs.
@@ -113,7 +109,7 @@ def other_values(tensors: Sequence[torch.Tensor], seed: int = 0, how: How = "") 
 
 
 def _contrary(flat: torch.Tensor) -> torch.Tensor:
-    """Every element another one than before at its place: numbers that the host reads there show."""
+    """Change every element, so that a number that the host reads anywhere shows."""
     if flat.dtype is torch.bool:
         return ~flat
     if flat.is_floating_point() or flat.is_complex():
@@ -129,7 +125,7 @@ def _other(tensor: torch.Tensor, keep: bool, how: str, generator: torch.Generato
     core = elements_once(tensor)  # an expanded dimension stays one
     other = core.reshape(-1)
     if not keep:
-        other = other[_order(other.numel(), generator, core.device)]
+        other = other[torch.randperm(other.numel(), generator=generator, device="cpu").to(core.device)]
     other = (_contrary(other) if how == "contrary" else other).reshape(core.shape)
     if how in ("", "scaled") and (core.is_floating_point() or core.is_complex()):
         shape = () if how == "scaled" else core.shape
@@ -145,17 +141,6 @@ def _raised_at(error: Exception) -> str:
     *_, (frame, _) = walk_tb(error.__traceback__)
     _, file, line = place_of(frame, {})
     return f"{file}:{line}"
-
-
-def _order(count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
-    """Positions below ``count``, each once, in an order in which neighbours do not stay neighbours."""
-    host = torch.device("cpu")  # whatever the default device is
-    if count <= _SHUFFLED:
-        return torch.randperm(count, generator=generator, device=host).to(device)
-    first, wanted = torch.randint(count // 2, (2,), generator=generator, device=host).tolist()
-    step = next(one for one in range(count // 3 + wanted, 2 * count) if gcd(one, count) == 1)
-    order: torch.Tensor = (torch.arange(count, device=device) * step + first) % count
-    return order
 
 
 def _ascending(tensor: torch.Tensor) -> bool:
@@ -227,7 +212,7 @@ _LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 
 
 def _windows(program: Program) -> Callable[[TensorRef], tuple[object, ...]]:
-    """What is comparable between runs of a window: offsets relative to the inputs that share its memory."""
+    """Return what is comparable of a window between runs: its offset counts from the inputs that share its memory."""
     starts: dict[int, int] = {}
     for ref in program.inputs:
         starts[ref.storage] = min(starts.get(ref.storage, ref.offset), ref.offset)
@@ -240,17 +225,17 @@ def _windows(program: Program) -> Callable[[TensorRef], tuple[object, ...]]:
 
 
 def _owner(home: Storage) -> tuple[str, str]:
-    """Role and name; inputs are known by their order, and may go by other names."""
+    """Return role and name; inputs are known by their order, and may go by other names."""
     return home.role, "" if home.role == "input" else home.name
 
 
 def _lazy_steps(recording: Recording) -> list[tuple[object, ...]]:
-    """Views that conjugate or negate, which shows in no window."""
+    """Return views that conjugate or negate, which shows in no window."""
     return [(step.func, step.args) for step in recording.steps if step.call is None and step.func in _LAZY]
 
 
 def _moved(ref: TensorRef, first: Program, then: TensorRef, second: Program) -> str:
-    """How two windows of the same shape differ, in words."""
+    """Say how two windows of the same shape differ."""
     was, now = first.storages[ref.storage], second.storages[then.storage]
     names = [f"{home.role} {home.name}".strip() for home in (was, now)]
     if _owner(was) != _owner(now):
@@ -297,7 +282,7 @@ def _differing_call(a: Call, first: Program, b: Call, second: Program, seen: str
 
 
 def check_outputs(first: Structure, second: Structure) -> None:
-    """Compare what is around the output tensors of two recordings of one model on different input values.
+    """Compare the structures around the outputs of two recordings of one model on different input values.
 
     Raises:
         NotStaticError: naming the first place that differs.
@@ -311,10 +296,10 @@ def check_outputs(first: Structure, second: Structure) -> None:
 
 
 def changed_constant(first: Recording, second: Recording) -> str:
-    """Where the first constant is used that is another value in another recording; empty if there is none.
+    """Say where the first constant is used that has another value in the other recording; empty if there is none.
 
-    A constant is a tensor that no seen call made. One that changes with the inputs was computed out of sight: in
-    numpy, in Python numbers, in a compiled region.
+    A constant is a tensor that no recorded call made. One that changes with the inputs was computed outside of torch:
+    in numpy, in Python numbers, in a compiled region.
     """
     for slot, tensor in first.given.items():
         storage = first.storage_of[slot]
@@ -327,11 +312,10 @@ def changed_constant(first: Recording, second: Recording) -> str:
     return ""
 
 
-def identical(a: torch.Tensor, b: torch.Tensor, loose: float = 0.0) -> bool:
-    """Whether two tensors hold the same, or are off by less than ``loose`` times the largest number."""
+def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same numbers; nan counts as equal to nan."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
+    if torch.equal(a, b) or not a.is_floating_point():
         return torch.equal(a, b)
-    a, b = torch.nan_to_num(a), torch.nan_to_num(b)
-    return torch.equal(a, b) or bool(loose and (a - b).abs().max() <= loose * a.abs().max())
+    return torch.allclose(a.double(), b.double(), rtol=0.0, atol=0.0, equal_nan=True)

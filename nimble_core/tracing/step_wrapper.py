@@ -1,4 +1,4 @@
-"""A module that runs another one in a larger function, and passes for it: same names, same mode."""
+"""A module that runs another one inside a larger function under the same names and in the same mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Around", "require_gradients", "require_training_mode"]
 
 
 def require_gradients() -> None:
-    """Raise InputError under ``torch.inference_mode``, in which there are no gradients, whatever asks for them."""
+    """Raise InputError under ``torch.inference_mode``, in which there are no gradients."""
     if torch.is_inference_mode_enabled():
         raise InputError(
             "torch.inference_mode is on: training needs gradients, which are not recorded under it",
@@ -21,11 +21,11 @@ def require_gradients() -> None:
 
 
 def require_training_mode(model: torch.nn.Module, *, preparing: bool = True) -> None:
-    """Raise InputError for a module in evaluation mode: what is trained is in training mode; parts of it need not be.
+    """Raise InputError for a module in evaluation mode; parts of it may be in that mode.
 
-    One rule for ``TrainStep``, ``prepare(training=True)`` and ``compare(training=True)``: else dropout would drop
-    nothing, and batch norm learn nothing, without a word. Nor under modes of torch in which there is no backward, or,
-    where it is being prepared, none that can be recorded.
+    One rule for ``TrainStep``, ``prepare(training=True)`` and ``compare(training=True)``: otherwise dropout would drop
+    nothing and batch norm learn nothing, without a word. Modes of torch without a backward, or with one that cannot be
+    recorded, are refused as well.
     """
     require_gradients()
     if preparing and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -70,10 +70,10 @@ class Around(torch.nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Set by ``torch.nn.Module`` itself; the model's mode is the model's."""
+        """Ignore what ``torch.nn.Module`` itself sets: the mode is the model's."""
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the model."""
+        """Return those of the model."""
         return self.model.named_modules(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:

@@ -1,7 +1,7 @@
-"""TorchScript inside of models: run operator by operator, where its executor would run kernels of its own.
+"""Run TorchScript inside of models operator by operator, without kernels of its own.
 
-From the second run on it compiles what it saw in the first into kernels, on a GPU by default, and launches them past
-the dispatcher: a recorder sees neither them nor what they read and write.
+From the second run on, its executor compiles kernels from what it saw in the first, on a GPU by default, and launches
+them past the dispatcher: a recorder sees neither them nor what they read and write.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ __all__ = ["forget_compiled", "operator_by_operator", "scripted_parts"]
 
 
 def operator_by_operator() -> AbstractContextManager[None]:
-    """Inside, this thread's TorchScript optimises nothing; what it had optimised it still runs: ``forget_compiled``."""
+    """Let this thread's TorchScript optimise nothing inside; for what it has optimised before: ``forget_compiled``."""
     jit: Any = torch.jit
     not_optimised: AbstractContextManager[None] = jit.optimized_execution(False)
     return not_optimised
 
 
 def scripted_parts(model: Callable[..., Any]) -> list[Any]:
-    """What is TorchScript of the model and its modules."""
+    """Return the model and modules of it that are TorchScript."""
     parts = model.modules() if isinstance(model, torch.nn.Module) else (model,)
     return [part for part in parts if isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction)]
 
 
 def forget_compiled(model: Callable[..., Any]) -> bool:
-    """Let TorchScript optimise anew what it has optimised: parts of the model, and functions that were scripted.
+    """Let TorchScript forget what it has optimised: parts of the model, and functions that were scripted.
 
-    Their next two runs take longer. Functions that were traced are only found as parts.
+    Their next two runs take longer. Traced functions are found only as parts of the model.
 
     Returns:
         Whether there are any.

@@ -14,6 +14,7 @@ from nimble_core.ir.program import Program, TensorRef
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.options import Options
 from nimble_core.tracing.autocast import no_autocast
+from nimble_core.tracing.input_windows import require_same_windows, windows_of
 from nimble_core.tracing.phase import phase
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.recorded import Recorded, record_static, state_kept
@@ -65,14 +66,16 @@ class ForwardBackward(Around):
                     tensors[position].requires_grad_()
                 if self.turned:
                     given = [_channels_last(one) for one in tensors]
+                    windows = windows_of(given)
                     args, kwargs = builder(around)(given)
                     owned = self.model.named_parameters()
                     weights = {name: _channels_last(one) for name, one in owned if name in self.turned}
                     result = torch.func.functional_call(self.model, weights, tuple(args), dict(kwargs))
                 else:
-                    given = tensors
+                    given, windows = tensors, windows_of(tensors)
                     args, kwargs = builder(around)(given)
                     result = self.model(*args, **kwargs)
+                require_same_windows(windows, given, [f"input {position}" for position in range(len(given))])
                 require_unchanged(around, given, (args, kwargs), ())
                 outputs, self.structure = flatten(result, what="output")
             self.differentiable = tuple(at for at, one in enumerate(outputs) if one.requires_grad)

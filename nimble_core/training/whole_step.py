@@ -10,6 +10,7 @@ import torch
 
 from nimble_core.torch_compat.dispatch import foreach_add_, foreach_copy_, foreach_mul, scale_checked_, update_scale_
 from nimble_core.tracing.autocast import no_autocast
+from nimble_core.tracing.input_windows import require_same_windows, windows_of
 from nimble_core.tracing.phase import phase
 from nimble_core.tracing.pytree import builder, flatten, leaf_paths
 from nimble_core.tracing.signature import require_unchanged
@@ -147,19 +148,20 @@ class WholeStep(Around):
         trained = self.trained()
         data, around = flatten((inputs, targets), what="input")
         require_no_tensor_hooks(self.named_tensors().items())
-        require_no_tensor_hooks(
-            (self.input_names[int(path[1])] + path[3:], one) for path, one in zip(leaf_paths(around), data, strict=True)
-        )
+        names = [self.input_names[int(path[1])] + path[3:] for path in leaf_paths(around)]
+        require_no_tensor_hooks(zip(names, data, strict=True))
         # On this thread: modes, phase and random state of a recording are bound to it.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with phase("forward"), self._casting():
                 inputs, targets = _without_history((inputs, targets))
                 given, around = flatten(((inputs, targets), {}))
+                windows = windows_of(given)
                 output = _called(self.model, inputs)
                 require_unchanged(around, given, ((inputs, targets), {}), self.input_names)
             with phase("loss"), self._casting():
                 loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
                 require_scalar(loss)
+                require_same_windows(windows, given, names)
                 scaled = loss if self.share == 1.0 else loss * self.share
                 if self.scaler is not None:
                     scaled = scaled * _scale_of(self.scaler, loss.device)[0]

@@ -29,8 +29,9 @@ from nimble_core.autotune.capture_pipeline import device_for
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.tracing.provenance import label_of, module_paths
 from nimble_core.tracing.recorded import check_inputs, preparing, record_static, require_callable, whole_note
-from nimble_core.tracing.recorder import announced, noting_refusals, record
+from nimble_core.tracing.recorder import record
 from nimble_core.tracing.recording import Recording
+from nimble_core.tracing.recording_contexts import announced, noting_refusals
 from nimble_core.tracing.rng_state import random_state_kept
 from nimble_core.tracing.side_effects import requirements_kept, run_preserved
 from nimble_core.tracing.signature import Signature, require_plain
@@ -97,6 +98,7 @@ _NAMES = {
 """What users write for a function of torch (empty: its name says it), its kind, and what to do if not as usual."""
 _GENERAL = (
     "compute it on the device, or pass it as an input",
+    "compute both and choose: torch.where(condition, a, b)",
     "keep the tensor on the device, or copy it outside the model",
     "use a form with a fixed shape (torch.where, a mask, a size argument)",
     "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",

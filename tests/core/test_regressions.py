@@ -162,6 +162,39 @@ def constant_copied_then_written(x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return copied, x
 
 
+def shaped_in_place(call: str) -> Callable[[], Any]:
+    """A forward that calls ``x.<call>`` on its input."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        eval(f"x.{call}")
+        return doubled
+
+    return lambda: forward
+
+
+def array_shaped_in_place(x: torch.Tensor) -> torch.Tensor:
+    doubled = torch.as_tensor(x.numpy() * 2)
+    doubled.swapaxes_(0, 1)
+    return doubled @ x
+
+
+def fills_where_a_scalar_is_positive(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum()
+    total[total > 0] = -0.5
+    return total
+
+
+class OneHotOfAWrittenBuffer(CountsInABuffer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1).remainder_(4)
+        return nn.functional.one_hot(self.count, 4) * x
+
+
+def rows_of_four(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)),), {}
+
+
 def key_and_position(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(2, 1, 3), torch.tensor([seed])), {}
 
@@ -286,6 +319,35 @@ ROWS = [
         llama,
         empty_cache,
         refused=r"past_key_values.*StaticCache.*use_cache=False",
+    ),
+    *(
+        Row(
+            f"x.{call} left the caller's tensor as it was",
+            shaped_in_place(call),
+            numbers,
+            refused=r"changes the shape or the memory of args\[0\] in place.*x\.t\(\) instead of x\.t_\(\)",
+        )
+        for call in (
+            "t_()",
+            "unsqueeze_(0)",
+            "unsqueeze_(0).squeeze_(1).swapaxes_(0, 1)",
+            "set_(doubled)",
+            "resize_(2)",
+        )
+    ),
+    Row(
+        "an array whose shape changes in place was a raw error",
+        lambda: array_shaped_in_place,
+        rows_of_four,
+        Options(fuse="none", tune="off", strict=True),
+        refused="a value was computed or changed outside of torch",
+    ),
+    Row("one_hot of a buffer that is written was refused", OneHotOfAWrittenBuffer, numbers),
+    Row(
+        "a branch on a scalar was refused without naming torch.where",
+        lambda: fills_where_a_scalar_is_positive,
+        numbers,
+        refused=r"torch\.where\(condition, a, b\)",
     ),
     Row(
         "a list around the inputs was an error of the model's inside",

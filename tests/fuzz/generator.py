@@ -71,8 +71,9 @@ _WRITES = """\
 {a}[{t}{i}:{j}] = {b} | {a}[{t}{i}] += {s} | {a}.relu_() | {a}.zero_() | {a}.fill_({s}) | {a}.masked_fill_({p}, {s})
 {a}.index_fill_({d}, torch.tensor([{i}], device={a}.device), {s}) | {a}[{p}] = {s} | {a}[{t}::2] = {a}[{t}::2] * {s}
 {a}.index_add_({d}, torch.tensor([{i}], device={a}.device), {b}) | {a}.clamp_(-1.0, 1.0) | {a}.mT.mul_({s})
-{a}.data.mul_({s}) | torch.add({a}, {b}, out={a}) | {a}.diagonal().add_({s}) | {a}.clone().swapaxes_({d}, {e}).mul_({s})
-{a}.index_copy_({d}, torch.tensor([{i}], device={a}.device), {b}) | {a}.lerp_({b}, 0.5) | {a}.sub_({a}.mean())"""
+{a}.data.mul_({s}) | torch.add({a}, {b}, out={a}) | {a}.diagonal().add_({s}) | {a}.swapaxes_({d}, {e}).mul_({s})
+{a}.index_copy_({d}, torch.tensor([{i}], device={a}.device), {b}) | {a}.lerp_({b}, 0.5) | {a}.sub_({a}.mean())
+{a}.unsqueeze_({d}) | {a}.squeeze_() | {a}.set_({b})"""
 _MAKES = """\
 torch.zeros({shape}, device=x0.device) | torch.ones({k}, device=x0.device) | torch.arange({last}, device=x0.device) / 9
 torch.full({shape}, {s}, device=x0.device) | torch.tensor([{s}, 1.0], device=x0.device) | torch.zeros_like({a})

@@ -16,7 +16,8 @@ from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import Program
 from nimble_core.scheduling.saved_plan import fingerprint
 from nimble_core.tracing.fake_run import _DeviceWork, dry_run
-from nimble_core.tracing.recorder import announced, record
+from nimble_core.tracing.recorder import record
+from nimble_core.tracing.recording_contexts import announced
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import CaptureError, InputError
 from tests.support.models import CASES, Busy, Wide, make

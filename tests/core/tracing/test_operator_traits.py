@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from nimble_core.tracing.operator_traits import (
     copies_to_host,
     fills_where_true,
     parts_of,
-    same_arguments,
     shape_depends_on_data,
     traits_of,
     written_tensors,
@@ -167,29 +165,11 @@ def described(value: Any) -> str:
 
 
 ARGUMENTS = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple))
-ALIKE = st.lists(st.sampled_from([0, 1, False, True, 0.0, -0.0, 1.0, 1 + 0j, float("nan"), None, Slot(0), Slot(1)]))
 
 
 @given(ARGUMENTS)
 def test_texts_of_any_argument(value: Any) -> None:
     assert argument_texts(("of",), (value,), (), [7, 8, 9]) == (("of", described(value)),)
-
-
-@given(ARGUMENTS | ALIKE)
-def test_arguments_are_the_same_as_copies_of_theirs(value: Any) -> None:
-    assert same_arguments(value, deepcopy(value))
-
-
-@given(st.tuples(ALIKE, ALIKE) | st.tuples(ARGUMENTS, ARGUMENTS))
-def test_same_arguments_have_the_same_text(values: tuple[Any, Any]) -> None:
-    one, other = (repr(value) for value in values)
-    assert same_arguments(*values) == (one == other)
-
-
-def test_what_cannot_be_told_is_not_the_same() -> None:
-    generator, tensor = torch.Generator(), torch.ones(1)
-    assert not same_arguments(generator, generator)
-    assert not same_arguments([tensor], [tensor])
 
 
 def test_tensors_that_are_written() -> None:

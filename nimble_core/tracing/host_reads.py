@@ -1,0 +1,227 @@
+"""Values that the host reads during a run: those that every run finds are held to it, others are refused or noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nimble_core.torch_compat.dispatch import modes_off
+from nimble_core.tracing.host_waits import FIXED_SHAPE, ON_DEVICE, TO_HOST, WAITS, expert_loop_fix, reason_to_wait
+from nimble_core.tracing.host_work import FreshConstants, HostWork
+from nimble_core.tracing.operator_traits import (
+    fills_where_true,
+    has_memory,
+    masks_among,
+    traits_of,
+    written_tensors,
+)
+from nimble_core.tracing.recording import Held, Step, flat_tensors, issuing
+from nimble_core.tracing.recording_contexts import raise_or_note, refusals_noted
+from nimble_core.tracing.run_log import RunLog
+from nimble_core.utils.errors import CaptureError
+
+__all__ = ["HandedOut", "HostReads"]
+
+_ALIAS = torch.ops.aten.alias.default
+_NONZERO = torch.ops.aten.nonzero.default
+
+
+class HostReads:
+    """Reads on the host of values that every run finds, since they come from the model's own tensors and constants.
+
+    Args:
+        log: of the run.
+        fresh: constants that each run makes anew.
+        work: takes what is found as constants.
+    """
+
+    def __init__(self, log: RunLog, fresh: FreshConstants, work: HostWork) -> None:
+        self._log, self._table, self._fresh, self._work = log, log.table, fresh, work
+        self._held: list[Held] = []
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Return whether every run finds the values that ``tensor`` has now."""
+        with modes_off():
+            return self._log.values and self._table.is_constant(tensor)
+
+    def waited_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> bool:
+        """Refuse a call that the host waits for, unless every run finds the same values; those are held.
+
+        Returns:
+            Whether the call has to run outside of the capture (``again``), since the host needs its result.
+        """
+        reason = reason_to_wait(func, args, kwargs, self._log.device.type, frame)
+        if reason is None:
+            return False
+        why, fix = reason
+        tensors = flat_tensors([*args, *kwargs.values()])
+        away = any(tensor.device.type != "cpu" for tensor in tensors)
+        known = all(map(self._table.is_constant, tensors))
+        if known and away and not self._log.values:
+            fix = "measure with compare(...): a plan has no values, where a recording finds the same in each run"
+        fix = expert_loop_fix(frame) or fix
+        if not known or (away and (not self._log.values or written_tensors(func, args, kwargs))):
+            raise CaptureError(f"{func} {why}: {WAITS}", where=self._log.origins.where(func, frame), fix=fix)
+        self._hold(func, args, kwargs, self._log.origins.where(func, frame), fix)
+        return away
+
+    def places(self, func: Any, args: tuple[Any, ...], frame: FrameType) -> list[Any]:
+        """Return the indices of ``x[mask]`` as integers where every run finds the same masks; else an empty list."""
+        masks = masks_among(args[1])
+        if not self._log.values or not all(mask.dim() and self._table.is_constant(mask) for mask in masks):
+            return []
+        if not masks or (traits_of(func).puts and (self._log.device.type == "cpu" or fills_where_true(func, args))):
+            return []
+        indices: list[Any] = []
+        for one in args[1]:
+            if any(one is mask for mask in masks):
+                self._hold(_NONZERO, (one,), {}, self._log.origins.where(func, frame), FIXED_SHAPE)
+                indices += self.again().unbind(1)
+            else:
+                indices.append(one)
+        return indices
+
+    def read(self, tensor: torch.Tensor, where: str) -> None:
+        """Hold a read of all values of ``tensor``."""
+        self._hold(_ALIAS, (tensor,), {}, where, ON_DEVICE)
+
+    def again(self) -> Any:
+        """Run the call that was held last outside of the capture, in which nothing has values."""
+        return self._work.as_constants(self._again(self._held[-1])[0])
+
+    def held(self) -> Iterator[Held]:
+        """Yield, at the end of the run, the reads that start from tensors which were there before it."""
+        table = self._table
+        for read in self._held if self._log.values else ():
+            own = [slot for slot in read.given if table.storage_of[slot] not in self._fresh]
+            if own:
+                live = replace(read, given={slot: table.live(slot) for slot in read.given})
+                sources = tuple((table.storages[table.storage_of[slot]].name, live.given[slot]) for slot in own)
+                yield replace(live, found=self._again(live)[1], sources=sources)
+
+    def _hold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, fix: str) -> None:
+        """Remember a read: the steps that lead to it, and the tensors that they start from."""
+        table = self._table
+        reads: list[int] = []
+        template = tuple(table.templates(args, reads))
+        named = tuple((name, table.template(arg, reads)) for name, arg in kwargs.items())
+        steps = [Step(func, template, named, (), tuple(reads), None)]
+        wanted = {table.storage_of[slot] for slot in reads}
+        for step in reversed(self._log.steps):
+            made = {table.storage_of[slot] for slot in step.outputs if slot >= 0}
+            if step.call is not None:
+                made.update(ref.storage for ref in self._log.calls[step.call].writes)
+            if made & wanted:
+                steps.append(step)
+                wanted.update(table.storage_of[slot] for slot in step.reads)
+        given = {slot: tensor for slot, tensor in table.given.items() if table.storage_of[slot] in wanted}
+        self._held.append(Held(tuple(reversed(steps)), given, where, fix))
+
+    def _again(self, read: Held) -> tuple[Any, str]:
+        """Return what ``read`` finds, also as text, computed anew outside of a capture."""
+        table = self._table
+        trained = any(call.phase == "backward" for call in self._log.calls)
+        for slot in read.given:
+            home = table.storage_of[slot]
+            storage = table.storages[home]
+            grown = trained and storage.role == "parameter" and table.owners[slot].requires_grad
+            if grown or home in table.written:
+                raise CaptureError(
+                    f"{storage.role} {storage.name} is {'trained' if grown else 'written by the model'}, and read on "
+                    "the host: a replay would go on with the value that was read",
+                    where=read.where,
+                    fix=read.fix,
+                )
+        with self._log.outside(), issuing(self._log.device.type):
+            return read.again()
+
+
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """Memory that code outside of torch may write, what it held after torch's last write, and who handed it out."""
+
+    memory: torch.Tensor
+    held: torch.Tensor
+    where: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, where: str) -> _Exported:
+        """Take all memory behind ``tensor``, as bytes."""
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return cls(memory, memory.clone(), where)
+
+
+class HandedOut:
+    """Memory of tensors that numpy and the like got to see, and numbers read as a list.
+
+    Args:
+        log: of the run, which is told of writes outside of torch as unseen.
+        reads: told of tensors whose values every run finds.
+        before_write: told of a tensor, not made by the run, that may be written from now on.
+
+    Attributes:
+        where: where memory or numbers that may follow the inputs were handed out first, in words.
+    """
+
+    def __init__(self, log: RunLog, reads: HostReads, before_write: Callable[[torch.Tensor], None]) -> None:
+        self._log, self._table, self._reads, self._before_write = log, log.table, reads, before_write
+        self._exported: dict[int, _Exported] = {}
+        self.where = ""
+
+    def exported(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Note that the memory of ``tensor`` is handed out."""
+        if tensor.device.type != "cpu" or not has_memory(tensor):
+            return
+        with modes_off(), torch.no_grad():
+            home = self._table.storage(tensor)
+            if home not in self._table.made:
+                self._before_write(tensor)
+            where = self._log.origins.where("memory handed out", frame)
+            if home not in self._exported:
+                self._exported[home] = _Exported.of(tensor, where)
+            if home in self._table.constant:
+                self._reads.read(tensor, where)
+            else:
+                self._note(where, frame)
+
+    def listed(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Note that the numbers of ``tensor`` become a list."""
+        where = self._log.origins.where("tolist", frame)
+        if self._reads.knows(tensor):
+            with modes_off():
+                self._reads.read(tensor, where)
+        elif has_memory(tensor):
+            self._note(where, frame)
+
+    def copied_to_host(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        """Refuse a copy to the host of what follows the inputs, where the host stands in for the device."""
+        if self._table.storage(tensor) not in self._table.constant:
+            raise CaptureError(
+                f"the model {TO_HOST[0]}: {WAITS}", where=self._log.origins.where("a copy", frame), fix=TO_HOST[1]
+            )
+
+    def written_by_torch(self, storage: int) -> None:
+        """Note that a call has written a storage."""
+        if storage in self._exported:
+            one = self._exported[storage]
+            self._exported[storage] = replace(one, held=one.memory.clone())
+
+    def compare(self, slots: Sequence[int] | None, when: str, frame: FrameType | None) -> None:
+        """Note as unseen a write outside of torch to the memory of one of these slots; None: to any."""
+        if not self._exported or self._log.unseen.count:
+            return
+        storages = self._exported if slots is None else {self._table.storage_of[slot] for slot in slots}
+        for storage, one in self._exported.items():
+            if storage in storages and not torch.equal(one.memory, one.held):
+                at = f" at {self._log.origins.line(frame)}" if frame else ""
+                self._log.unseen.note(f"{one.where}: written {when}{at}")
+                return
+
+    def _note(self, where: str, frame: FrameType) -> None:
+        self.where = self.where or where
+        if refusals_noted():
+            raise_or_note(CaptureError("values of a tensor are read outside of torch", where=where), frame)

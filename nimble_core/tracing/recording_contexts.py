@@ -1,0 +1,136 @@
+"""What holds on a thread while it records: what libraries are told, where refusals go, which seeds are followed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+
+import torch
+
+from nimble_core.torch_compat.dispatch import lifts_host_tensors, set_lifts_host_tensors
+from nimble_core.torch_compat.public import IS_CAPTURING
+from nimble_core.tracing.rng_state import RandomStates
+from nimble_core.utils.errors import NimbleError
+from nimble_core.utils.locks import free_after_fork
+
+__all__ = [
+    "announced",
+    "autocast_cache_cleared",
+    "followed_states",
+    "following",
+    "noting_refusals",
+    "raise_or_note",
+    "recording_here",
+    "refusals_noted",
+    "tensors_lifted_first",
+    "thread_recording",
+]
+
+_recording: set[int] = set()
+"""Threads that record."""
+
+
+def recording_here() -> bool:
+    """Return whether this thread is recording: a prepared model inside must then run call by call."""
+    return bool(_recording) and threading.get_ident() in _recording
+
+
+@contextmanager
+def thread_recording() -> Iterator[None]:
+    """Make ``recording_here`` true on this thread."""
+    thread = threading.get_ident()
+    inside = thread in _recording
+    _recording.add(thread)
+    try:
+        yield
+    finally:
+        if not inside:
+            _recording.discard(thread)
+
+
+# One thread at a time: interleaved threads would restore each other's replacement.
+_ANNOUNCING = free_after_fork(threading.RLock())
+
+
+@contextmanager
+def announced(capturing: bool) -> Iterator[None]:
+    """Tell libraries that ask on this thread whether a capture is under way, true or not.
+
+    In a capture Hugging Face builds attention masks in full; eager reads their values and often needs none. Told that
+    there is no capture, a model takes eager's branch, which can be recorded unless it reads values back.
+    """
+    with _ANNOUNCING:
+        real, thread = torch.cuda.is_current_stream_capturing, threading.get_ident()
+        with IS_CAPTURING.replaced_by(lambda: capturing if threading.get_ident() == thread else real()):
+            yield
+
+
+_followed: ContextVar[RandomStates | None] = ContextVar("followed", default=None)
+
+
+@contextmanager
+def following(states: RandomStates | None) -> Iterator[None]:
+    """Refuse, in recordings inside, a model that sets one of these random states; None: follow none."""
+    token = _followed.set(states)
+    try:
+        yield
+    finally:
+        _followed.reset(token)
+
+
+def followed_states() -> RandomStates | None:
+    """Return the random states that a recording on this thread has to follow."""
+    return _followed.get()
+
+
+_noting: ContextVar[Callable[[NimbleError, FrameType], None] | None] = ContextVar("noting", default=None)
+
+
+@contextmanager
+def noting_refusals(note: Callable[[NimbleError, FrameType], None]) -> Iterator[None]:
+    """Pass each refusal and its frame to ``note`` and go on with eager's values: for a diagnosis only."""
+    token = _noting.set(note)
+    try:
+        yield
+    finally:
+        _noting.reset(token)
+
+
+def refusals_noted() -> bool:
+    """Return whether refusals are noted instead of raised."""
+    return _noting.get() is not None
+
+
+def raise_or_note(error: NimbleError, frame: FrameType) -> None:
+    """Raise ``error``, or pass it on inside ``noting_refusals``."""
+    note = _noting.get()
+    if note is None:
+        raise error
+    note(error, frame)
+
+
+@contextmanager
+def autocast_cache_cleared() -> Iterator[None]:
+    """Let autocast cast weights anew: a cached cast of an earlier run would be a constant of this one."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def tensors_lifted_first() -> Iterator[None]:
+    """Let ``torch.tensor(..., device=...)`` make a host tensor first and copy it by an operator.
+
+    Otherwise it copies without dispatch modes seeing it, which a capture does not allow.
+    """
+    before = lifts_host_tensors()
+    set_lifts_host_tensors(True)
+    try:
+        yield
+    finally:
+        set_lifts_host_tensors(before)

@@ -1,0 +1,181 @@
+"""What a run changes in its model, such as tensors that it replaces, and which changes no replay can repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nimble_core.ir.program import Call, TensorRef
+from nimble_core.tracing.operator_traits import has_memory, owned_tensors, storage_address
+from nimble_core.tracing.recording import Held
+from nimble_core.tracing.run_log import RunLog
+from nimble_core.tracing.side_effects import Change, Changes
+from nimble_core.tracing.unfilled_memory import reads_nothing
+from nimble_core.utils.errors import NotStaticError
+
+__all__ = [
+    "Replaced",
+    "changed_values",
+    "notes_of",
+    "replaced_tensors",
+    "require_none_replaced",
+    "require_reads_kept",
+]
+
+_COPIES = (
+    "aten._to_copy.default",
+    "aten.clone.default",
+    "aten.copy_.default",
+    "aten._cudnn_rnn_flatten_weight.default",  # all weights of recurrent layers into one piece of memory
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A tensor of the model that a run reads and then replaces.
+
+    Args:
+        what: the tensor, in words.
+        where: the call that makes the new one, or reads the old one.
+        fix: what to do.
+    """
+
+    what: str
+    where: str
+    fix: str
+
+
+def changed_values(changes: Changes) -> tuple[str, ...]:
+    """Return attributes that hold another value than before, not only another object, and no tensor."""
+    plain = (int, float, complex, str)
+    found: dict[str, None] = {}
+    for change in changes.values():
+        tensor = isinstance(change.was, torch.Tensor) or isinstance(change.now, torch.Tensor)
+        same = isinstance(change.was, plain) and isinstance(change.now, plain) and change.was == change.now
+        if change.attribute and not tensor and not same:
+            found[change.attribute] = None
+    return tuple(found)
+
+
+def require_reads_kept(held: Sequence[Held], changes: Changes) -> None:
+    """Raise NotStaticError for a tensor that the run reads on the host and then replaces by another value."""
+    reads = {storage_address(tensor): one for one in held for _, tensor in one.sources}
+    for was, now, attribute, _ in changes.values():
+        read = reads.get(storage_address(was)) if isinstance(was, torch.Tensor) and has_memory(was) else None
+        host = read is not None and isinstance(now, torch.Tensor) and now.device.type == "cpu"
+        if read is not None and not (host and torch.equal(was, now)):
+            raise NotStaticError(
+                f"the forward reads {read.names} on the host, and replaces {attribute}: a replay would go on with the "
+                "value that was read",
+                where=read.where,
+                fix=read.fix,
+            )
+
+
+def require_none_replaced(replaced: Mapping[str, Replaced]) -> None:
+    """Raise NotStaticError that names the first of these tensors; a training step has to carry them on."""
+    if not replaced:
+        return
+    first, *others = replaced.values()
+    more = f" (and so are {len(others)} more)" if others else ""
+    raise NotStaticError(
+        f"the model is not static: {first.what} is read and then replaced{more}, so that the next step reads another "
+        "tensor, and a replay the same one again",
+        where=first.where,
+        fix=first.fix,
+    )
+
+
+def replaced_tensors(model: Callable[..., Any], changes: Changes, log: RunLog) -> dict[str, Replaced]:
+    """Return, by path, tensors that calls read and that are other ones for the next run.
+
+    Without those that no call reads, such as weights that are computed anew; those replaced by a copy, as by
+    ``.to(dtype)``, or on the host by the same values made from nothing; and memory that the model still has under a
+    name that did not change.
+
+    Args:
+        model: what ran.
+        changes: of its attributes.
+        log: of the run.
+    """
+    calls, table = log.calls, log.table
+    tensors = {name: change for name, change in changes.items() if _are_tensors(change)}
+    if not tensors:
+        return {}
+    unchanged = {
+        table.known_storage(one)
+        for _, name, one in owned_tensors(model)
+        if name not in changes and f"{name}.data" not in changes
+    }
+    first_reads: dict[int, Call] = {}
+    for call in calls:
+        for ref in call.reads:
+            first_reads.setdefault(ref.storage, call)
+    found = {}
+    for name, change in tensors.items():
+        old, new = table.known_storage(change.was), table.known_storage(change.now)
+        if old is None or old == new or old in unchanged or old not in first_reads:
+            continue
+        makers = [] if new is None else list(_writers(calls, table.ref(change.now)))
+        copied = bool(makers) and all(_copies(call, old) for call in makers)
+        if table.storages[old].role == "input" or copied or (log.on_host and _made_alike(change, makers)):
+            continue
+        role, path = table.storages[old].role, name.removesuffix(".data")
+        found[name] = Replaced(
+            f"{'attribute' if role == 'constant' else role} {path}",
+            str(makers[-1] if makers else first_reads[old]),
+            f"write it in place: self.{change.name}.copy_(...), or self.{change.name}.mul_(...).add_(...)",
+        )
+    return found
+
+
+def notes_of(changes: Changes, replaced: Mapping[str, Replaced], drawn: Sequence[str], *, seeds: bool) -> Iterator[str]:
+    """Say what the forward does in Python that replays do not.
+
+    Args:
+        changes: of the model's attributes.
+        replaced: those among them that are of tensors which the run reads.
+        drawn: generators of Python and numpy that it draws from.
+        seeds: whether it sets torch's random state.
+    """
+    if seeds:
+        yield "the forward sets torch's random state, which a replay does not repeat"
+    if drawn:
+        yield (
+            f"the forward draws from {' and '.join(drawn)}: what was drawn in preparation is frozen in every replay, "
+            "with the branch that it led to; draw outside of the model and pass it in, or use torch's random operators"
+        )
+    for one in replaced.values():
+        yield f"{one.what} is read and then replaced, and replays go on reading what it holds now; {one.fix}"
+    rest = dict.fromkeys(change.attribute for name, change in changes.items() if name not in replaced)
+    rest.pop("", None)
+    if rest:
+        yield f"the forward changes attributes, which a replay does not repeat: {', '.join(rest)}"
+
+
+def _are_tensors(change: Change) -> bool:
+    return all(isinstance(one, torch.Tensor) and has_memory(one) for one in (change.was, change.now))
+
+
+def _made_alike(change: Change, makers: Sequence[Call]) -> bool:
+    """Whether each run makes the same values again from nothing."""
+    was, now = change.was, change.now
+    if (was.shape, was.dtype) != (now.shape, now.dtype):
+        return False
+    return all(map(reads_nothing, makers)) and torch.equal(was, now)
+
+
+def _writers(calls: Sequence[Call], window: TensorRef) -> Iterator[Call]:
+    """Yield calls that write some of a window."""
+    start, end = window.span
+    for call in calls:
+        if any(one.storage == window.storage and one.span[0] < end and start < one.span[1] for one in call.writes):
+            yield call
+
+
+def _copies(call: Call, storage: int) -> bool:
+    """Whether a call copies this storage and does nothing else."""
+    return call.operator in _COPIES and any(ref.storage == storage for ref in call.reads)

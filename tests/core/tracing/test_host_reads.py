@@ -1,0 +1,140 @@
+"""Values that the host reads: every run has to find them, or the model is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nimble_core.api.nimble import Nimble
+from nimble_core.scheduling.options import Options
+from nimble_core.utils.errors import CaptureError, InputError, NotStaticError
+from tests.support.recordings import recorded, reissued
+
+
+def test_reading_a_constant_on_the_host_is_allowed() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(3).item() + float(torch.arange(4).sum())
+
+    x = torch.randn(2)
+    assert torch.equal(reissued(recorded(forward, x), [x])[0], x * 3 + 6)
+
+
+class Padded(nn.Module):
+    """Pads by numbers that it keeps in tensors, and picks by a mask."""
+
+    number: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("number", torch.tensor(1))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.kept = torch.tensor([2, 0])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.kept.tolist()
+        padded = nn.functional.pad(x, (left, int(self.number * 2 + right)))
+        ends = torch.arange(2, 5, device=x.device)
+        return self.layer(x)[:, self.mask], padded * torch.arange(ends[0], ends[-1], device=x.device).sum()
+
+
+CHANGES = [
+    ("number", lambda model: model.number.add_(1)),
+    ("mask", lambda model: model.mask.logical_not_()),
+    ("a tensor without a name", lambda model: model.kept.add_(1)),
+]
+
+
+def holds_what_it_read(device: str, fuse: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = Padded().to(device)
+    x = torch.randn(3, 4, device=device)
+    net = Nimble(model, Options(fuse=fuse, tune="off", strict=True))  # type: ignore[arg-type]
+    for name, change in CHANGES:
+        net.prepare(x, training=training)
+        y = torch.randn(3, 4, device=device)
+        with torch.set_grad_enabled(training):
+            for found, expected in zip(net(y), model(y), strict=True):
+                torch.testing.assert_close(found, expected)
+            change(model)
+            for _ in range(2):
+                with pytest.raises(InputError, match=f"the model reads {name} on the host") as caught:
+                    net(y)
+        assert "prepare" in caught.value.fix
+        net.close()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fuse", ["none", "library"])
+def test_what_is_read_of_the_models_own_tensors_is_held(fuse: str, training: bool) -> None:
+    holds_what_it_read("cpu", fuse, training)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fuse", ["none", "library", "inductor"])
+def test_what_is_read_on_a_gpu_is_computed_outside_of_the_capture(fuse: str) -> None:
+    holds_what_it_read("cuda", fuse, False)
+
+
+def test_another_value_that_gives_the_same_number_is_no_change() -> None:
+    scale = nn.Linear(2, 1)
+    with torch.no_grad():
+        scale.weight.fill_(3.0)
+    net = Nimble(lambda x: x * int(scale.weight.sum()), Options(fuse="none", tune="off"))
+    x = torch.randn(3)
+    net.prepare(x)
+    with torch.no_grad():
+        scale.weight.copy_(torch.tensor([[2.0, 4.0]]))
+    assert torch.equal(net(x), x * 6)
+    with torch.no_grad():
+        scale.weight.fill_(1.0)
+    with pytest.raises(InputError, match="reads a tensor without a name on the host"):
+        net(x)
+
+
+class Counting(nn.Module):
+    """Counts its runs in a buffer, and reads it."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = self.count.item()
+        self.count += 1
+        return x * number
+
+
+def test_a_number_that_the_model_reads_and_writes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="buffer count is written by the model, and read on the host"):
+        Nimble(Counting(), Options(fuse="none", tune="off")).prepare(torch.randn(3))
+
+
+@pytest.mark.parametrize("number", [lambda count: int(count) + 1, lambda count: count + 1], ids=["read", "computed"])
+def test_a_number_that_the_model_reads_and_replaces_is_refused(number: Any) -> None:
+    class Replacing(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = torch.as_tensor(number(self.count))
+            return x * self.count.item()
+
+    with pytest.raises(NotStaticError, match="reads count on the host, and replaces count"):
+        Nimble(Replacing(), Options(fuse="none", tune="off")).prepare(torch.randn(3))
+
+
+def test_a_trained_parameter_that_is_read_is_refused() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale * self.scale.detach().item()
+
+    with pytest.raises(CaptureError, match="parameter scale is trained, and read on the host"):
+        Nimble(Scaling(), Options(fuse="none", tune="off")).prepare(torch.randn(3), training=True)

@@ -1,0 +1,189 @@
+"""Attributes and tensors that a run replaces: noted, refused in training, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from operator import is_
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from nimble_core.api.nimble import Nimble
+from nimble_core.api.train_step import TrainStep
+from nimble_core.scheduling.options import Options
+from nimble_core.utils.errors import NimbleWarning, NotStaticError
+from tests.support.models import Busy, Deep
+from tests.support.recordings import owned, recorded, reissued, same
+
+
+class Binary(nn.Module):
+    """As in binary networks: what it multiplies by is put in the weight's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("kept", torch.randn(3))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.kept.sign()
+        self.last.data = x * self.weight
+        return self.last + 1
+
+
+@pytest.mark.parametrize("error", [None, KeyError("the model's own")])
+def test_memory_given_to_the_models_own_tensors_is_put_back_and_noted(error: Exception | None) -> None:
+    model, x = Binary(), torch.randn(3)
+    before, was = [tensor.detach() for tensor in owned(model)], [tensor.detach().clone() for tensor in owned(model)]
+    right = x * 2 * model.kept.sign() + 1
+
+    def fails(*args: Any) -> None:
+        if error:
+            raise error
+
+    model.register_forward_hook(fails)
+    with pytest.raises(KeyError) if error else nullcontext():
+        recording = recorded(model, x)
+    assert all(now.is_set_to(then) for now, then in zip(owned(model), before, strict=True))
+    assert same(owned(model), was)
+    if not error:
+        assert recording.changed == ("weight.data", "last.data")
+        assert same(reissued(recording, [x * 2]), [right])
+        assert same(owned(model), was)
+
+
+def test_memory_given_to_an_input_is_refused_and_put_back() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x.data = x * 2
+        return x + 1
+
+    x = torch.ones(3)
+    with pytest.raises(NotStaticError, match=r"the shape or the memory of args\[0\] in place"):
+        recorded(forward, x)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_what_a_forward_changed_is_in_the_notes() -> None:
+    drawn, carried, note = recorded(Busy().train(), torch.randn(4, 3)).program.notes
+    assert "draws from Python's random:" in drawn
+    assert "buffer count is read and then replaced" in carried
+    for name in ("history", "table", "number", "gone", "fresh", "absent"):
+        assert name in note
+    assert "count" not in note
+    assert recorded(Deep(), torch.randn(1, 8)).program.notes == ()
+
+
+class Replacing(nn.Module):
+    """Replaces a buffer and a plain tensor, as ``replace`` does."""
+
+    def __init__(self, replace: Callable[[Replacing, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("other", torch.zeros(4))
+        self.state = torch.zeros(4)
+        self.replace = replace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.replace(self, y.detach().mean(0))
+        return y + self.average + self.state
+
+
+def swap(net: Replacing, new: torch.Tensor) -> None:
+    net.average, net.other = net.other + new, net.average * 2
+
+
+def flatten_weights(net: Replacing, new: torch.Tensor) -> None:
+    """As cuDNN's recurrent layers do: one piece of memory for several tensors."""
+    flat = torch.empty(8)
+    for at, one in enumerate((net.average, net.other)):
+        part = flat[4 * at : 4 * at + 4]
+        part.copy_(one)
+        one.data = part
+
+
+CARRIED: dict[str, tuple[Callable[[Replacing, torch.Tensor], object], str]] = {
+    "another": (lambda net, new: setattr(net, "average", net.average * 0.9 + new), "buffer average"),
+    "other memory": (lambda net, new: setattr(net.average, "data", net.average * 0.9 + new), "buffer average"),
+    "by way of a copy": (lambda net, new: setattr(net, "average", net.average.clone() + new), "buffer average"),
+    "counted": (lambda net, new: setattr(net, "average", net.average + 1), "buffer average"),
+    "exchanged": (swap, "buffer average"),
+    "reset to another": (
+        lambda net, new: (net.average + new, setattr(net, "average", torch.ones_like(new))),
+        "buffer average",
+    ),
+    "zeros by chance": (lambda net, new: setattr(net, "average", net.average * 0.9), "buffer average"),
+    "plain": (lambda net, new: setattr(net, "state", net.state * 0.9 + new), "attribute state"),
+    "from numpy": (
+        lambda net, new: setattr(net, "average", net.average * torch.from_numpy(net.other.numpy())),
+        "buffer average",
+    ),
+}
+
+
+NOT_CARRIED: dict[str, tuple[Callable[[Replacing, torch.Tensor], object], str]] = {
+    "in place": (lambda net, new: net.average.mul_(0.9).add_(new), ""),
+    "never read": (lambda net, new: setattr(net, "average", new), "average"),
+    "converted": (lambda net, new: setattr(net, "average", net.average.double()), "average"),
+    "a view of itself": (lambda net, new: setattr(net, "average", net.average.view(1, 4)), "average"),
+    "moved together": (flatten_weights, "average.data, other.data"),
+    "first made": (lambda net, new: setattr(net, "later", new), "later"),
+    "reset": (lambda net, new: (net.average + new, setattr(net, "average", torch.zeros_like(new))), "average"),
+    "made again": (lambda net, new: (net.average + new, setattr(net, "average", torch.zeros(4))), "average"),
+}
+
+
+@pytest.mark.parametrize("way", CARRIED)
+def test_what_the_next_run_reads_elsewhere_is_said_and_refused_in_training(way: str) -> None:
+    replace, named = CARRIED[way]
+    net, x = Replacing(replace), torch.randn(3, 4)
+    said, fix = f"{named} is read and then replaced", f"self.{named.split()[1]}.copy_(...)"
+    assert any(said in note and fix in note for note in recorded(net, x).program.notes)
+    before = [net.average, net.other, net.state, net.average.data_ptr()]
+    with pytest.raises(NotStaticError, match=said) as in_place_of_the_model:
+        Nimble(net, Options(tune="off")).prepare(x, training=True)
+    step = TrainStep(net, torch.Tensor.sum, torch.optim.SGD(net.parameters(), lr=0.1), options=Options(tune="off"))
+    with pytest.raises(NotStaticError, match=said) as whole:
+        step.prepare(x)
+    for caught in (in_place_of_the_model, whole):
+        assert "test_run_effects.py" in caught.value.where
+        assert fix in caught.value.fix
+    assert all(map(is_, before[:3], [net.average, net.other, net.state]))
+    assert net.average.data_ptr() == before[3]
+
+
+def test_a_buffer_that_is_replaced_is_said_once_to_who_prepares() -> None:
+    net, x = Replacing(CARRIED["another"][0]).eval(), torch.randn(3, 4)
+    with pytest.warns(NimbleWarning) as given:
+        Nimble(net, Options(tune="off")).prepare(x).close()
+    (warning,) = given
+    assert "buffer average is read and then replaced, and replays go on reading" in str(warning.message)
+
+
+@pytest.mark.parametrize("way", NOT_CARRIED)
+def test_what_the_next_run_reads_as_this_one_does_is_no_error(way: str) -> None:
+    replace, named = NOT_CARRIED[way]
+    net, x = Replacing(replace), torch.randn(3, 4)
+    said = (f"the forward changes attributes, which a replay does not repeat: {named}",) if named else ()
+    assert recorded(net, x).program.notes == said
+    with pytest.warns(NimbleWarning, match=named) if named else nullcontext():
+        Nimble(net, Options(tune="off")).prepare(x, training=True).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "normed",
+    [
+        lambda part: prune.l1_unstructured(part, "weight", 2),
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,  # whose weight at first is the memory of the parameter that it is computed of
+    ],
+)
+def test_weights_that_are_computed_anew_are_not_carried(normed: Callable[[nn.Module], nn.Module]) -> None:
+    (note,) = recorded(nn.Sequential(normed(nn.Linear(4, 4))), torch.randn(3, 4)).program.notes
+    assert note == "the forward changes attributes, which a replay does not repeat: 0.weight"
