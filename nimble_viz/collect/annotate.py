@@ -47,7 +47,6 @@ COLUMNS = (
 _HOW: dict[Way, str] = {
     "capture ranges": "by the NVTX ranges in which the graph's nodes were captured",
     "graph node ids": "by graph node id and kernel name",
-    "name and order": "by kernel name and the plan's order",
 }
 _LISTED = 8
 
@@ -149,7 +148,7 @@ def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[
     schedule = _schedule(report, run or report.chosen)
     line = report.timeline(schedule.policy)
     seen = read_export(export)
-    joined = join(seen, expected(report.program, schedule, line, report.costs.kernels))
+    joined = join(seen, expected(report.program, schedule, line))
     source = Path(export).name
     notes = _notes(report, seen, joined)
     known = report.measurement(schedule.policy)
@@ -189,9 +188,6 @@ def _notes(report: Report, seen: Export, joined: Joined) -> tuple[str, ...]:
         notes.append(f"kernels of the report's replay that this one does not run: {_listed(joined.missing)}")
     if joined.strangers:
         notes.append(f"in each replay, of no call: {_listed(joined.strangers)}")
-    if joined.way == "name and order" and joined.told.check.ambiguous:
-        doubtful = format_count(joined.told.check.ambiguous)
-        notes.append(f"{doubtful} of the nodes could be another call's with the same kernel")
     if joined.partial:
         notes.append(f"left out: {plural(joined.partial, 'replay')} that the profile holds in part")
     if joined.rivals:
