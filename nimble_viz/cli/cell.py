@@ -36,7 +36,7 @@ class Body:
     file: str
 
     def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> list[Any]:
-        """Run all statements and tell ``calls``; the values to show, in order. Errors are the user's and propagate."""
+        """Run all statements, tell ``calls``, and return the values to show. Errors are the user's and propagate."""
         shown = []
         globals_[_WATCH] = calls.watch
         began = perf_counter()
@@ -51,20 +51,24 @@ class Body:
         return shown
 
     def call_at(self, line: int, function: Callable[[], Result]) -> Result:
-        """What ``function`` returns, called from this line of the cell: whoever looks for the user's line finds it."""
+        """Call ``function`` from this line of the cell, where a search for the user's line finds it."""
         code = compile("\n" * (line - 1) + "function()", self.file, "eval")
         return cast(Result, eval(code, {"function": function}))
 
 
 def cell_number(shell: InteractiveShell) -> int:
-    """Number of the cell that runs, which some versions of IPython count up before it runs and others after."""
+    """Return the number of the cell that runs; IPython versions differ in when they count up."""
     return int(shell.displayhook.prompt_count)
 
 
-def compile_body(shell: InteractiveShell, cell: str) -> Body:
-    """The body of a cell magic: with magics and the shell's transformations, lines counted from the magic's own.
+def compile_body(shell: Any, cell: str) -> Body:
+    """Compile the body of a cell magic, with the shell's transformations; lines count from the magic's own.
 
     What is shown follows ``shell.ast_node_interactivity`` and a semicolon at the end.
+
+    Args:
+        shell: an ``InteractiveShell``, whose methods have no types.
+        cell: the text below the magic.
 
     Raises:
         InputError: a syntax error; the message shows where.
@@ -104,7 +108,7 @@ def _compiled(
 
 
 class _Watched(ast.NodeTransformer):
-    """``f(x)`` becomes ``watch(f, line)(x)`` where it runs with the cell, so that ``f`` sees its caller as it was."""
+    """Turn ``f(x)`` into ``watch(f, line)(x)`` where it runs with the cell; ``f`` sees its caller as before."""
 
     def visit(self, node: ast.AST) -> Any:
         """Leave out what may run after the cell."""
@@ -146,7 +150,7 @@ class Calls:
         self.seconds = 0.0
 
     def watch(self, function: Any, line: int) -> Any:
-        """``function``, or for a module what calls it and takes notes."""
+        """Return ``function``, or for a module a function that calls it and takes notes."""
         import torch
 
         if not isinstance(function, torch.nn.Module):
@@ -164,7 +168,7 @@ class Calls:
 
 
 def why_not_captured(calls: Calls, profile: ReportData) -> str:
-    """Why a cell that was run and profiled is not one call that can be captured; empty if it is."""
+    """Say why a cell that was run and profiled is not one call that can be captured; empty if it is."""
     trained = {one.phase for one in profile.overhead.phases} if profile.overhead else set()
     if trained & {"backward", "optimizer"}:
         return (

@@ -30,9 +30,11 @@ from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.profiled import profiled_verdict
-from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_fields, profiling, split
+from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, profiling, split
 from nimble_viz.cli.cell import Calls, cell_number, compile_body, why_not_captured
+from nimble_viz.cli.flags import option_values
 from nimble_viz.collect.progress import default_progress
+from nimble_viz.collect.sampler import Counts
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, SimpleMatcherResult
@@ -77,9 +79,9 @@ class _Magic:
     """Bound to one shell, whose namespace it evaluates in and binds to."""
 
     def __init__(self, shell: InteractiveShell) -> None:
-        self.shell = shell
+        self.shell: Any = shell  # its methods have no types
 
-    @no_var_expand
+    @no_var_expand  # type: ignore[arg-type]  # its types know no methods
     @needs_local_scope
     def nimble(self, line: str, cell: str | None = None, local_ns: dict[str, Any] | None = None) -> Report | None:
         """See what ahead-of-time scheduling changes about a model, or where a cell's time goes.
@@ -107,6 +109,7 @@ class _Magic:
                 return None
             parsed = parser.parse_intermixed_args(given)
         with _presented(self.shell, whole=parsed.traceback):
+            report: Report | None
             if cell is None:
                 report = self._compare(parsed, local_ns or self.shell.user_ns)
             else:
@@ -115,7 +118,7 @@ class _Magic:
                 self.shell.push({parsed.out: report})
         return None if silent else report
 
-    @context_matcher(identifier=__name__)
+    @context_matcher(identifier=__name__)  # type: ignore[untyped-decorator]  # IPython's has no types
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
         """Flags and their values, instead of all else; names of the user's beside what else completes Python."""
         typed = _LINE.match(context.line_with_cursor[: context.cursor_position])
@@ -148,11 +151,12 @@ class _Magic:
     def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
         """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
         from nimble_viz.collect.compare import compare
-        from nimble_viz.collect.profile import Profiling, profile
+        from nimble_viz.collect.profile import Profiling
 
         shell = self.shell
         how = self._keywords(given, compare, shell.user_ns)
-        run = Profiling(subject=f"In[{cell_number(shell)}]", **keywords(given, profile))
+        counts = Counts(**option_values(given, Counts))
+        run = Profiling(counts, subject=f"In[{cell_number(shell)}]")
         body, calls = compile_body(shell, cell), Calls()
         shown: list[Any] = []
         try:
@@ -218,7 +222,7 @@ class _Magic:
         self, given: argparse.Namespace, function: Callable[..., Any], namespace: dict[str, Any]
     ) -> dict[str, Any]:
         """Keywords of ``compare``: what was typed as Python evaluated, and the options."""
-        chosen = option_fields(given)
+        chosen = option_values(given)
         if chosen["policy"] not in ("auto", *POLICIES):
             chosen["policy"] = namespace.get(chosen["policy"], chosen["policy"])
         made = keywords(given, function)
@@ -273,7 +277,7 @@ def _is_machinery(traceback: TracebackType) -> bool:
     return name in _FILES or name.startswith(_FOLDERS) or name.endswith(_BETWEEN)
 
 
-def _draw_instead(shell: InteractiveShell, error: BaseException, frames: list[TracebackType]) -> None:
+def _draw_instead(shell: Any, error: BaseException, frames: list[TracebackType]) -> None:
     """Have the shell draw ``error`` with these frames: what IPython asks an exception for, if it has it."""
     chain = None
     for one in reversed(frames):

@@ -10,11 +10,10 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-import runpy
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +35,11 @@ from nimble_core.tracing.side_effects import requirements_kept, run_preserved
 from nimble_core.tracing.signature import Signature, require_plain
 from nimble_core.tracing.static_check import on_other_values
 from nimble_core.utils.errors import InputError, NimbleError, NotStaticError, first_line
-from nimble_viz.collect.profile import script_arguments
 from nimble_viz.collect.sources import pass_over_machinery, text_of
 from nimble_viz.collect.suggestions import refuse_unknown
 from nimble_viz.render.diagnosis import Blocker, Diagnosis
 
-__all__ = ["diagnose", "diagnose_script"]
+__all__ = ["diagnose"]
 
 _TORCH = (f"{Path(torch.__file__).parent}/", "<frozen ")
 _OURS = [Path(str(sys.modules[name].__file__)).parent for name in ("nimble_core", "nimble_viz")]
@@ -138,41 +136,6 @@ def diagnose(
     with preparing(model), requirements_kept(args, named):
         blockers, notes = _Found(model, check_inputs(model, args, named)).run((options or Options()).strict)
     return Diagnosis(name, tuple(blockers), tuple(dict.fromkeys(notes)))
-
-
-class _FirstCall(BaseException):
-    """Ends a script once a module has been called in it; no ``except Exception`` holds it up."""
-
-
-def diagnose_script(path: Path, arguments: list[str]) -> Diagnosis:
-    """Run a script until its first call of a module is over, and diagnose this call.
-
-    Raises:
-        InputError: no such script, or it calls no module. Errors of a script that called none propagate.
-    """
-    if not path.is_file():
-        raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
-    call: Any = torch.nn.Module.__call__
-
-    def first(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        torch.nn.Module.__call__ = call  # modules inside are a part of it
-        call(module, *args, **kwargs)
-        raise _FirstCall(module, args, kwargs)
-
-    with ExitStack() as stack:
-        # No global hooks: torch goes on counting those with kwargs after they are removed, and warns of them.
-        stack.callback(setattr, torch.nn.Module, "__call__", call)
-        torch.nn.Module.__call__ = first  # type: ignore[method-assign]  # put back at the end
-        stack.enter_context(script_arguments(path, arguments))
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except _FirstCall as found:
-            model, args, kwargs = found.args
-            stack.close()
-            return diagnose(model, *args, kwargs=kwargs)
-        except SystemExit:
-            pass
-    raise InputError(f"{path} calls no torch.nn.Module", fix="name a factory instead: MODULE:FACTORY")
 
 
 def _refused_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[InputError]:

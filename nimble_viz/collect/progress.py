@@ -166,12 +166,13 @@ class NotebookProgress(Progress):
     def _show(self, name: str) -> None:
         from html import escape
 
-        from IPython.display import HTML, display
+        import IPython.display
 
+        ipython: Any = IPython.display  # its functions have no types
         self._shown = self._clock()
-        line = HTML(f'<span style="opacity:.7">{escape(name)}</span>')
+        line = ipython.HTML(f'<span style="opacity:.7">{escape(name)}</span>')
         if self._handle is None:
-            self._handle = display(line, display_id=True)
+            self._handle = ipython.display(line, display_id=True)
         else:
             self._handle.update(line)
 
