@@ -59,15 +59,16 @@ _BETWEEN = tuple(
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completion with ``shell``; again, it is as if once."""
+    """Register the magics and their completion with ``shell``; doing it again changes nothing."""
     unload(shell)
     magic = _Magic(shell)
-    shell.register_magic_function(magic.nimble, "line_cell", _NAME)
+    register: Any = shell.register_magic_function  # its types take it for unbound
+    register(magic.nimble, "line_cell", _NAME)
     shell.Completer.custom_matchers.append(magic.complete)
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Take away all that ``load`` registered, if it did."""
+    """Remove all that ``load`` registered, if anything."""
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop(_NAME, None)
     vars(shell.magics_manager.user_magics).pop(_NAME, None)
@@ -81,7 +82,7 @@ class _Magic:
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell: Any = shell  # its methods have no types
 
-    @no_var_expand  # type: ignore[arg-type]  # its types know no methods
+    @no_var_expand
     @needs_local_scope
     def nimble(self, line: str, cell: str | None = None, local_ns: dict[str, Any] | None = None) -> Report | None:
         """See what ahead-of-time scheduling changes about a model, or where a cell's time goes.
@@ -120,7 +121,7 @@ class _Magic:
 
     @context_matcher(identifier=__name__)  # type: ignore[untyped-decorator]  # IPython's has no types
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
-        """Flags and their values, instead of all else; names of the user's beside what else completes Python."""
+        """Offer flags and their values instead of all else, and the user's names beside what completes Python."""
         typed = _LINE.match(context.line_with_cursor[: context.cursor_position])
         if typed is None:
             return {"completions": []}
@@ -149,7 +150,7 @@ class _Magic:
         return compare(model, *args, kwargs=named, **self._keywords(given, compare, namespace))
 
     def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
-        """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
+        """Run the cell's body and report on it; say why and return None if it ran no operator."""
         from nimble_viz.collect.compare import compare
         from nimble_viz.collect.profile import Profiling
 
@@ -204,7 +205,7 @@ class _Magic:
         return eval(code, self.shell.user_global_ns, namespace)
 
     def _inputs(self, texts: list[str], namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call, by Python's own rules."""
+        """Evaluate the arguments of a call, by Python's own rules."""
 
         def collect(*args: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args, named
@@ -221,7 +222,7 @@ class _Magic:
     def _keywords(
         self, given: argparse.Namespace, function: Callable[..., Any], namespace: dict[str, Any]
     ) -> dict[str, Any]:
-        """Keywords of ``compare``: what was typed as Python evaluated, and the options."""
+        """Return keywords of ``compare``: the options, and the values of what was typed as Python."""
         chosen = option_values(given)
         if chosen["policy"] not in ("auto", *POLICIES):
             chosen["policy"] = namespace.get(chosen["policy"], chosen["policy"])
@@ -234,7 +235,7 @@ class _Magic:
         return {**made, "options": Options(**chosen)}
 
     def _peers(self, text: Expression, namespace: dict[str, Any]) -> Any:
-        """Names with commas between, of peers there are or of the user's own; else Python that gives one or several."""
+        """Return peers by comma-separated names, built in or the user's own; else what the Python evaluates to."""
         from nimble_viz.collect.peers import Peer, peer_names
 
         names = text.split(",")
@@ -247,12 +248,12 @@ class _Magic:
 
 @contextmanager
 def _presented(shell: InteractiveShell, *, whole: bool = False, by_user: bool = False) -> Iterator[None]:
-    """Errors that pass through are shown without our own frames, ours by their message alone.
+    """Show errors that pass through without our own frames, and our own errors as their message alone.
 
     Args:
         shell: draws them.
         whole: leave them as they are.
-        by_user: the user's code runs inside: an error of ours in it has a traceback too.
+        by_user: the user's code runs inside, where an error of ours has a traceback too.
     """
     try:
         yield
@@ -278,7 +279,7 @@ def _is_machinery(traceback: TracebackType) -> bool:
 
 
 def _draw_instead(shell: Any, error: BaseException, frames: list[TracebackType]) -> None:
-    """Have the shell draw ``error`` with these frames: what IPython asks an exception for, if it has it."""
+    """Have the shell draw ``error`` with these frames, through the method that IPython looks for."""
     chain = None
     for one in reversed(frames):
         chain = TracebackType(chain, one.tb_frame, one.tb_lasti, one.tb_lineno)

@@ -15,8 +15,11 @@ from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement
 from nimble_core.ir.program import Origin
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.iterations import observed, one_iteration
-from nimble_viz.collect.overhead import eager_timeline, iteration_bound, overhead_profile
+from nimble_viz.collect.device_time import iteration_bound
+from nimble_viz.collect.eager_timeline import eager_timeline
+from nimble_viz.collect.iterations import one_iteration
+from nimble_viz.collect.observed import observed
+from nimble_viz.collect.overhead import overhead_profile
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import Sampling
 from nimble_viz.traces.chrome import MAX_BYTES, Recording, read_trace
@@ -110,7 +113,7 @@ def make_report(
     trace, found = one_iteration(recording, iteration)
     what = observed(trace, recording.frames, origins, recording.backward_of)
     program, trace = what.program, what.trace
-    profile = overhead_profile(program, trace, timed.median_ns if timed else 0.0, what.matches)
+    profile = overhead_profile(what, timed.median_ns if timed else 0.0)
     if timed is None:
         profile = replace(profile, source=f"{profile.source}; without the profiler it was not timed")
     size = len(program.calls)
@@ -127,7 +130,7 @@ def make_report(
         schedules=(),
         measurements=(timed,) if timed else (),
         overhead=profile,
-        timelines=(eager_timeline(program, trace, profile, what.matches),),
+        timelines=(eager_timeline(what, profile),),
         warnings=tuple(warnings),
         sampling=Sampling(
             subject=subject,
