@@ -104,9 +104,7 @@ def overhead_profile(matched: MatchedTrace, unprofiled_ns: float) -> OverheadPro
     is ``profiled_ns``, exactly. ``profiled_ns`` includes the wait for the device at the end. Time is O(n log n) for n
     events, see ``align``.
 
-    Args:
-        matched: one profiled iteration, its calls found.
-        unprofiled_ns: median wall time of an iteration without the profiler; 0 if unknown.
+    ``unprofiled_ns`` is the median wall time of an iteration without the profiler, 0 if unknown.
     """
     trace, on_cpu = matched.trace, matched.trace.device == "cpu"
     busy = union([(max(k.start_ns, trace.start_ns), min(k.end_ns, trace.end_ns)) for k in trace.kernels])
