@@ -10,7 +10,9 @@ _NOWHERE = -(1 << 60)
 
 
 def align(left: Sequence[str], right: Sequence[str], max_edits: int = 256) -> list[tuple[int, int]]:
-    """Return index pairs of equal items, increasing in both: a longest common subsequence while few items differ.
+    """Return index pairs of equal items, increasing in both: a longest common subsequence, or nearly.
+
+    It is a longest one while few items differ.
 
     Complexity: O((n + m) D) for D differing items up to ``max_edits``; after that many the path that reaches furthest
     is kept and the search starts again there, so the whole stays within O((n + m) ``max_edits``).

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def split(line: str) -> list[str]:
-    r"""Split ``line`` into arguments. One that is a quoted string as a whole, or behind ``NAME=``, loses its quotes.
+    r"""Split ``line`` into arguments; one that is a quoted string, or ``NAME=`` one, loses its quotes.
 
     Raises:
         InputError: a bracket or a quote without its other half.
@@ -185,7 +185,7 @@ def _name(text: str) -> str:
 
 
 def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
-    """Return the end of ``before`` that a completion replaces, and what may replace it; nothing for Python.
+    """Return the end of ``before`` that a completion replaces, and what may replace it.
 
     Args:
         parser: the magic's.

@@ -1,4 +1,4 @@
-"""A notebook cell's body: compiled as IPython does, run once in the user's namespace, and the module call in it."""
+"""Compile a notebook cell's body as IPython does, run it once, and note the module call in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Body:
     file: str
 
     def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> list[Any]:
-        """Run all statements, tell ``calls``, and return the values to show. Errors are the user's and propagate."""
+        """Run all statements, tell ``calls``, and return the values to show; the user's errors propagate."""
         shown = []
         globals_[_WATCH] = calls.watch
         began = perf_counter()
@@ -62,9 +62,9 @@ def cell_number(shell: InteractiveShell) -> int:
 
 
 def compile_body(shell: Any, cell: str) -> Body:
-    """Compile the body of a cell magic, with the shell's transformations; lines count from the magic's own.
+    """Compile the body of a cell magic, with the shell's transformations.
 
-    What is shown follows ``shell.ast_node_interactivity`` and a semicolon at the end.
+    Lines count from the magic's own. What is shown follows ``shell.ast_node_interactivity`` and a semicolon at the end.
 
     Args:
         shell: an ``InteractiveShell``, whose methods have no types.
@@ -108,7 +108,7 @@ def _compiled(
 
 
 class _Watched(ast.NodeTransformer):
-    """Turn ``f(x)`` into ``watch(f, line)(x)`` where it runs with the cell; ``f`` sees its caller as before."""
+    """Turn ``f(x)`` into ``watch(f, line)(x)`` where it runs with the cell; ``f`` sees the same caller."""
 
     def visit(self, node: ast.AST) -> Any:
         """Leave out what may run after the cell."""

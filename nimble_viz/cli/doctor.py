@@ -1,4 +1,4 @@
-"""``python -m nimble_viz doctor``: what works on this machine, what is done instead where something does not, and why.
+"""``python -m nimble_viz doctor``: what works on this machine, what does not, and what to do about it.
 
 Features are tried out, not looked up: a model is prepared and replayed, the replays are watched, a dot is drawn.
 Whatever is missing or broken becomes a finding; nothing here raises.

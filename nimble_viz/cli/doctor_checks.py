@@ -127,33 +127,20 @@ def _replay(on: Machine) -> Answer:
 
 def _profiler(on: Machine) -> Answer:
     torch = on.torch
-    from torch.profiler import ProfilerActivity, supported_activities
-
-    if not torch.profiler.kineto_available():
-        return "off", "torch was built without Kineto: overhead per call is not measured", "an official build of torch"
-    if torch.cuda.is_available() and ProfilerActivity.CUDA not in supported_activities():
-        return "fallback", "the profiler sees the host alone, no kernels", "a build of torch with CUPTI"
-    from nimble_core.profiling.cupti import attached_tool
-
-    tool = attached_tool() if torch.cuda.is_available() else ""
-    if tool:
-        return "fallback", f"{tool} is attached: eager runs on the GPU are not profiled", "run this without the tool"
     from nimble_core.utils.errors import DeviceError
-    from nimble_viz.traces.profiler import claim_profiler, quiet_kineto, release_profiler
+    from nimble_viz.traces.profiler import profile_eager
 
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(2, device=device)
     try:
-        claim_profiler(torch, cuda=False)
+        trace = profile_eager(x.sum, device=device, synchronize=getattr(torch, device).synchronize)
     except DeviceError as error:
         return "fallback", f"{error.what}: overhead per call is not measured beside it", error.fix
-    try:
-        with quiet_kineto(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as taken:
-            torch.ones(2).sum()
-    finally:
-        release_profiler()
-    seen = sum(1 for one in taken.events() if one.name == "aten::sum")
-    if not seen:
-        return "off", "the profiler ran and saw nothing", "an official build of torch"
-    return _works(f"torch.profiler, events of the host{' and the GPU' * torch.cuda.is_available()}")
+    if not any(event.name == "aten::sum" for event in trace.operators):
+        return "off", "the profiler saw nothing: overhead per call is not measured", "an official build of torch"
+    if device == "cuda" and not trace.kernels:
+        return "fallback", "the profiler sees the host alone, no kernels", "a build of torch with CUPTI"
+    return _works(f"torch.profiler, events of the host{' and the GPU' * (device == 'cuda')}")
 
 
 def _timeline(on: Machine) -> Answer:

@@ -235,7 +235,7 @@ class _Magic:
         return {**made, "options": Options(**chosen)}
 
     def _peers(self, text: Expression, namespace: dict[str, Any]) -> Any:
-        """Return peers by comma-separated names, built in or the user's own; else what the Python evaluates to."""
+        """Return peers by comma-separated names, built in or the user's own; else the value of the Python."""
         from nimble_viz.collect.peers import Peer, peer_names
 
         names = text.split(",")

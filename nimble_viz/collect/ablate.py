@@ -1,4 +1,4 @@
-"""Estimate what autograd, dispatch and allocation cost an eager run, by leaving out one of them at a time.
+"""Estimate what autograd, dispatch and allocation cost an eager run, by leaving out one at a time.
 
 A profiler sees an operator begin and end, and nothing of what the dispatcher does in between. Here the recorded
 operators run again in ways that differ in one thing, and the difference is that thing's estimate:
@@ -164,7 +164,7 @@ def estimates(samples: Mapping[str, Sequence[float]], covered: Mapping[str, int]
 def _timed(
     variants: Mapping[str, Callable[[], object]], synchronize: Callable[[], object], rounds: int
 ) -> dict[str, Measurement]:
-    """Time each variant in turn, on the host: the device is idle at its start and not waited for at its end."""
+    """Time each variant in turn on the host: the device is idle at its start, and not awaited at its end."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
         run()

@@ -47,7 +47,7 @@ def compare(
     device: Device | None = None,
     **unknown: Never,
 ) -> Report:
-    """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay, and the peers asked for.
+    """Measure ``model`` on these inputs: eager, one-stream replay, multi-stream replay, and peers.
 
     With ``training`` all of them run whole training steps from the same parameters, replays as ``TrainStep`` does.
     Model, gradients, optimizer, scaler and random state are left as they were, bit for bit. Interrupted (Ctrl-C) once

@@ -1,4 +1,4 @@
-"""What the device did during a profiled iteration: why it idled, and what the iteration was bound by. Pure."""
+"""What the device did during a profiled iteration, and what the iteration was bound by. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["device_idle", "iteration_bound"]
 
 
 def device_idle(trace: Trace) -> DeviceIdle:
-    """Say why the device idled during the iteration: each gap between its busy stretches, by what ended it.
+    """Say why the device idled: each gap between its busy stretches, by what ended it.
 
     A gap is ended by a kernel (or copy). Up to the moment when the host began to launch that kernel nothing was queued:
     the host was late. From there to the kernel's start it is launch latency. If the launch lies before the gap the
@@ -50,7 +50,7 @@ def device_idle(trace: Trace) -> DeviceIdle:
 
 
 def iteration_bound(trace: Trace, profile: OverheadProfile) -> Bound:
-    """Say what the iteration's wall time went to: waiting for input, work of the device, or the host's overhead.
+    """Say what the wall time went to: waiting for input, work of the device, or the host's overhead.
 
     Each nanosecond counts once. On CUDA: the device was busy; else the host was in a phase of input (``"loader"``,
     ``"copy"``); else it is the host's. On the host device: phases of input; else the calls' estimated work; else the

@@ -1,8 +1,8 @@
-"""``diagnose``: everything that keeps a model from being prepared, found in one go.
+"""``diagnose``: find everything that keeps a model from being prepared, at once.
 
 A preparation stops at the first call it refuses. Here the model runs live, each refusal is noted, and the run goes on
-with eager's values; a second run on other values finds what other branches do. Only where neither found anything is the
-model recorded as a preparation does it.
+with eager's values. A second run on other values finds what other branches do. Only if neither found anything is the
+model recorded as a preparation records it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _KINDS = {
         "keep the tensor on the device, or copy it outside of the model",
     ),
 }
-"""What it does, and what to do instead; by section of docs/troubleshooting.md."""
+"""By section of docs/troubleshooting.md: what such a call does, and what to do instead."""
 _NAMES = {
     "__bool__": ("if tensor:", _BRANCH, ""),
     "is_nonzero": ("if tensor:", _BRANCH, ""),
@@ -92,14 +92,14 @@ _NAMES = {
     "bincount": ("", _SHAPE, "torch.zeros(n).index_add_(0, x, ones), n being the number of bins"),
     "unique": ("", _SHAPE, "compute it before the model, and pass it in"),
 }
-"""What users write for a function of torch (empty: its name says it), its kind, and what to do if not as usual."""
+"""By function of torch: what users write (empty: its name), its kind, and what to do if not the usual."""
 _GENERAL = (
     "compute it on the device, or pass it as an input",
     "keep the tensor on the device, or copy it outside the model",
     "use a form with a fixed shape (torch.where, a mask, a size argument)",
     "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
 )
-"""What a recording says to do of any such call; what else it says knows more than the tables above."""
+"""Remedies that a recording gives for any such call. Its other remedies are better than the tables above."""
 
 
 def diagnose(
@@ -109,13 +109,13 @@ def diagnose(
     options: Options | None = None,
     **unknown: Never,
 ) -> Diagnosis:
-    """Find everything that keeps ``model`` from being prepared for inputs like these. The model is left as it was.
+    """Find everything that keeps ``model``, which is left as it was, from being prepared for these inputs.
 
     Args:
         model: module or function of tensors.
         args: positional inputs.
         kwargs: keyword inputs.
-        options: how it would be prepared; ``strict`` alone counts.
+        options: how it would be prepared; only ``strict`` counts.
         unknown: refused, with a word on what to write instead.
 
     Returns:
@@ -139,7 +139,7 @@ def diagnose(
 
 
 def _refused_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[InputError]:
-    """One for each input that is refused; else what is wrong with all together."""
+    """Return an error for each input that is refused; else what is wrong with all of them together."""
     found = []
     paths = (*(f"args[{position}]" for position in range(len(args))), *(f"kwargs[{name!r}]" for name in kwargs))
     for path, one in zip(paths, (*args, *kwargs.values()), strict=True):
@@ -179,7 +179,7 @@ class _Found:
         self.model, self.signature, self.device = model, signature, device_for(signature.device)
         self.met: dict[tuple[object, ...], Blocker] = {}
         self.reads: set[tuple[object, ...]] = set()
-        """Of these, what was read outside of torch: blockers only where it counts."""
+        """Which of them were read outside of torch: blockers only if the value matters."""
         self._paths, self._again, self._running = module_paths(model), False, _Running()
         self._parts = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
         codes = (getattr(getattr(one, "forward", one), "__code__", _RUNS[0]) for one in (model, *self._parts.values()))
@@ -218,7 +218,7 @@ class _Found:
         return blockers, [*notes, note]
 
     def _look(self) -> list[str]:
-        """Run on the given values and on others, noting what is refused; what the forward changes, in words."""
+        """Run on the given values and on others, noting refusals; say what the forward changes."""
         notes: list[str] = []
         for run in (self._record, partial(on_other_values, self._record)):
             try:
@@ -242,7 +242,7 @@ class _Found:
         return notes
 
     def _record(self, tensors: Sequence[torch.Tensor]) -> Recording:
-        """A live run, on a GPU as well: a capture would end at the first value that is read."""
+        """Run live, on a GPU as well: a capture would end at the first value that is read."""
         args, kwargs = self.signature.arguments(tensors)
         return record(self.model, Signature(args, kwargs), args=args, kwargs=kwargs)
 
@@ -278,7 +278,7 @@ class _Found:
             self.reads.add(key)
 
     def _count(self, changed: Sequence[str]) -> None:
-        """Add a blocker for each number that the run changed; without others, recording tries them out."""
+        """Add a blocker for each number that the run changed, if there are others; else recording tries it."""
         for path in changed if len(self.met) > len(self.reads) else ():
             module, _, name = path.rpartition(".")
             part = self._parts.get(module)
@@ -288,7 +288,7 @@ class _Found:
                 self._add(Blocker("attribute-that-changes", f"self.{name}", what, fix, module, **_assigned(part, name)))
 
     def _place(self, frame: FrameType | None) -> dict[str, Any]:
-        """Module path, file, line and code of the user's innermost line, and the library's line that it leads to."""
+        """Return module, file, line and code of the user's innermost line, and the library line it leads to."""
         frames: list[FrameType] = []
         while frame is not None and frame.f_code not in _RUNS:
             frames.append(frame)
@@ -312,7 +312,7 @@ class _Found:
 
 
 def _assigned(part: object, name: str) -> dict[str, Any]:
-    """Where a method of ``part`` gives this attribute another value; empty if that is not found."""
+    """Find where a method of ``part`` assigns this attribute; empty if that is not found."""
     for method in vars(type(part)).values():
         with suppress(OSError, TypeError, AttributeError):  # no function, or no source
             lines, first = inspect.getsourcelines(method) if method.__name__ != "__init__" else ([], 0)
@@ -331,14 +331,14 @@ def _innermost(error: BaseException) -> FrameType | None:
 
 
 def _called(func: Any, name: str) -> str:
-    """How users write a function of torch."""
+    """Name a function of torch as users write it."""
     if func is None:
         return "TorchScript or C++ code"
     return f".{name}()" if getattr(torch.Tensor, name, None) is func else f"torch.{name}()"
 
 
 def _line(frame: FrameType) -> tuple[str, tuple[int, int]]:
-    """The line of code that runs, and from where to where in it."""
+    """Return the line of code that runs, and the columns of the call in it."""
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).rstrip()
     code = text.strip()
     first, last, start, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]

@@ -19,7 +19,7 @@ __all__ = ["DispatchOrigins"]
 
 
 class DispatchOrigins:
-    """Watches from ``begin`` to ``end``, which may come in different functions of the code that is watched.
+    """Watches from ``begin`` to ``end``, which different functions of the watched code may call.
 
     Attributes:
         seen: an origin for each operator, in order.

@@ -68,7 +68,7 @@ class EagerRuns:
             self.model(*args, **kwargs)
 
     def choose_mode(self) -> str:
-        """Choose inference mode, the fastest there is, unless the model trains or cannot; return why it cannot."""
+        """Choose inference mode, the fastest, unless the model trains or cannot; return why it cannot."""
         if self.training:
             self.without_autograd = torch.enable_grad
             return ""

@@ -125,7 +125,7 @@ class Findings:
         )
 
     def _chosen(self) -> str:
-        """Return what preparation chose; if that is decidedly slower here than another, the simplest of the best.
+        """Return what preparation chose; if another is decidedly faster here, the simplest of the best.
 
         Only plans with right outputs count.
         """

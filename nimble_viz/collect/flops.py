@@ -1,4 +1,4 @@
-"""Count the floating-point operations of calls from the shapes of a recording, without running anything.
+"""Count the floating-point operations of calls from a recording's shapes, without running anything.
 
 Products, convolutions and attention are counted by the formulas of ``torch.utils.flop_counter``, and by the same
 arithmetic where it has none. For everything else the order of magnitude matters: one operation for each element written
@@ -184,7 +184,7 @@ def count_work(recording: Recording, eager: Recording | None, processors: Multip
 
 
 def call_flops(recording: Recording) -> tuple[tuple[int | None, bool], ...]:
-    """Count FLOPs of each call, None if not known, and say whether a formula for products did. Nothing is run."""
+    """Count FLOPs of each call, None if not known, and say whether a formula for products did."""
     if not recording.refs:
         return ((None, False),) * len(recording.program.calls)
     made: dict[tuple[int, ...], torch.Tensor] = {}

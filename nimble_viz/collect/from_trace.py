@@ -1,4 +1,4 @@
-"""``from_trace``: a Report of a trace that ``torch.profiler`` exported, of code that nobody wrapped."""
+"""``from_trace``: make a Report of a trace that ``torch.profiler`` exported, of code as it is."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class _Profiler(Protocol):
 
 
 def from_trace(source: str | os.PathLike[str] | _Profiler, *, max_bytes: int = MAX_BYTES) -> Report:
-    """A Report of what ``torch.profiler`` recorded: of a Chrome trace that it exported, or of the profiler itself.
+    """Make a Report of a Chrome trace that ``torch.profiler`` exported, or of the profiler itself.
 
-    Shows one iteration, that of median length: what lies between two steps of the profiler, else between two batches of
-    a data loader, else between two steps of an optimizer, else all of it. There is no engine in it, and what the
-    iteration takes without the profiler is not known; source lines are known if it was recorded ``with_stack=True``.
-    Needs neither torch nor a GPU, and runs nothing from the file.
+    It shows the iteration of median length: what lies between two steps of the profiler, else between two batches of a
+    data loader, else between two steps of an optimizer, else all of it. It holds no engine and no time without the
+    profiler. Source lines are known if the trace was recorded ``with_stack=True``. Needs neither torch nor a GPU, and
+    runs nothing from the file.
 
     Args:
         source: path of the trace (``*.json``, ``*.json.gz``), or a ``torch.profiler.profile`` that has stopped.
@@ -94,7 +94,7 @@ def make_report(
     origins: Sequence[Origin] = (),
     warnings: Sequence[str] = (),
 ) -> Report:
-    """A Report of what was recorded.
+    """Make a Report of what was recorded.
 
     Args:
         recording: what the profiler saw.

@@ -90,7 +90,7 @@ def _reads_on_gpu(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int,
 
 
 def _reads_on_host(trace: Trace, forest: Forest) -> Iterator[tuple[int, int, int, str]]:
-    """Yield reads of values, which would wait on a GPU; the optimizer's own are of counters that lie on the host."""
+    """Yield reads of values, which would wait on a GPU; not the optimizer's, which read host counters."""
     read = sorted((start, end) for start, end, _ in _outermost(forest, _HOST_READS))
     counters = sorted((start, end) for name, start, end in trace.phases if name == "optimizer")
     for start, end, kind in _outermost(forest, (PRINT, *_HOST_READS)):
@@ -112,7 +112,7 @@ def _runtime_waits(trace: Trace) -> list[RuntimeEvent]:
 
 
 def _outermost(forest: Forest, names: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
-    """Yield ``(start, end, name)`` of operators whose name begins so, without those inside another of them."""
+    """Yield ``(start, end, name)`` of the outermost operators whose name begins so."""
     until = -1
     for at, event in enumerate(forest.events):
         if at >= until and event.name.startswith(names):
@@ -121,7 +121,7 @@ def _outermost(forest: Forest, names: tuple[str, ...]) -> Iterator[tuple[int, in
 
 
 def blocking_copies(trace: Trace) -> dict[int, str]:
-    """Return correlation and kind of copies that wait by themselves: to memory of the host that is not pinned."""
+    """Return correlation and kind of copies to host memory that is not pinned, which wait by themselves."""
     return {
         kernel.correlation: kernel.name
         for kernel in trace.kernels
@@ -154,7 +154,7 @@ def _place(program: Program, call: int, within: bool) -> str:
 
 
 def _last_place(program: Program, call: int) -> str:
-    """Return ``"after FILE:LINE"``, the last known line of the phase up to ``call``; empty if there is none."""
+    """Return ``"after FILE:LINE"``, the last known line of the phase up to ``call``; empty if none."""
     phase = program.calls[call].phase
     for one in reversed(program.calls[: call + 1]):
         if one.phase != phase:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from statistics import median
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.collect.intervals import covers, union
 from nimble_viz.report.data import Stage
-from nimble_viz.traces.chrome import Frame, Recording
+from nimble_viz.traces.chrome import Recording
 from nimble_viz.traces.profiler import (
     CALIBRATION,
     PRINT,
@@ -42,7 +41,6 @@ _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 _STEP = "ProfilerStep#"
 _ENGINE = "autograd::engine::evaluate_function"
 _COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory")
-_PRINTS = re.compile(r"(.*/)?torch/_tensor_str\.py\(\d+\): _str")
 _TRIVIAL = ("aten::as_strided", "aten::view", "aten::transpose", "aten::expand", "aten::detach")
 
 
@@ -76,7 +74,6 @@ def one_iteration(recording: Recording, what: str = "") -> tuple[Trace, Iteratio
     apart = union((event.start_ns, event.end_ns) for event in calibrations)
     events = [event for event in recording.events if not covers(apart, event.start_ns)]
     host = [event for event in events if not event.on_device and (not event.annotation or event.name == PRINT)]
-    host += _printed(recording.frames)
     marks = [event for event in events if event.annotation]
     operators = [event for event in host if not is_runtime(event.name)]
     if not operators and not any(event.on_device for event in events):
@@ -134,13 +131,6 @@ def _device_events(
         for event in events
         if event.on_device and (event.correlation in launched or (event.start_ns < end and event.end_ns > start))
     )
-
-
-def _printed(frames: Sequence[Frame]) -> Iterator[RawEvent]:
-    """Yield what made tensors' texts, where only the Python functions say so."""
-    for frame in frames:
-        if _PRINTS.fullmatch(frame.name):
-            yield RawEvent(PRINT, frame.start_ns, frame.end_ns, False, False, frame.thread, 0, 0, 0)
 
 
 def _iterations(events: Sequence[RawEvent], marks: Sequence[RawEvent], what: str, device: str) -> Iterations:

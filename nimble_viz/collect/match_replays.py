@@ -142,7 +142,7 @@ def _rank(one: Joined) -> tuple[bool, int, int]:
 
 
 def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
-    """Replays by graph; only those that the plan's ranges hold, if there are any."""
+    """Group replays by graph; only those inside the plan's ranges, if there are any."""
     inside = _Ranges(one for one in export.ranges if one.text == plan.replay)
     named = [replay for replay in export.replays if inside.at(replay.thread, replay.launched_ns)]
     graphs: dict[tuple[int, int], list[Replay]] = {}
@@ -152,7 +152,7 @@ def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
 
 
 def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
-    """Replays that ran what most of them ran, and how many did not."""
+    """Return the replays that ran what most of them ran, and how many did not."""
     ran = [tuple(sorted(replay.nodes)) for replay in replays]
     counts = Counter(ran)
     usual = max(counts, key=lambda nodes: (counts[nodes], len(nodes)))
@@ -161,7 +161,7 @@ def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
 
 
 class _Ranges:
-    """Ranges that do not nest: which holds a moment on a thread."""
+    """Ranges that do not nest; says which of them holds a moment on a thread."""
 
     def __init__(self, ranges: Iterable[NamedRange]) -> None:
         self._of: dict[int, list[NamedRange]] = {}
@@ -176,10 +176,10 @@ class _Ranges:
 
 
 def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | None]:
-    """The call that captured each node, by process and node, where the profile holds whole captures of the plan.
+    """Return the call that captured each node, by process and node, from whole captures of the plan.
 
-    Inside a capture's range there is one for each call, in the order in which they are issued. A capture in which names
-    or order are others (one that was given up, one of another version) says nothing.
+    Inside a capture's range there is one for each call, in the order of issue. A capture with other names or another
+    order (one that was given up, one of another version) says nothing.
     """
     order = plan.schedule.order
     wanted = [plan.calls[call] for call in order]
@@ -201,7 +201,7 @@ def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | Non
 
 
 def _source(export: Export, process: int, node: int) -> int:
-    """The node that was captured, of which ``node`` is a copy, or a copy's copy."""
+    """Return the captured node of which ``node`` is a copy, or a copy's copy."""
     seen: set[int] = set()
     while node not in seen and (process, node) in export.copied:
         seen.add(node)

@@ -96,7 +96,7 @@ class MatchedTrace:
 
 
 def match_positions(program: Program, forest: Forest) -> tuple[tuple[int, int], ...]:
-    """Find each call of the Program among the operators: ``(call, position in the forest)``, both increasing.
+    """Find each call among the operators: ``(call, position in the forest)``, both increasing.
 
     A Program is recorded below autograd: of ``aten::linear`` it knows only the ``aten::addmm`` inside, and nothing of
     what ``aten::addmm`` does inside. So the candidates are the outermost operators that carry the name of any call, and

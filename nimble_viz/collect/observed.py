@@ -34,7 +34,7 @@ def observed(
     seen: Sequence[Origin] = (),
     backward_of: Mapping[tuple[int, int], tuple[int, int]] | None = None,
 ) -> MatchedTrace:
-    """Make a Program of what the iteration did: calls by operator, without tensors, since a trace holds none.
+    """Make a Program of what the iteration did: calls by operator; a trace holds no tensors.
 
     A call is an outermost operator, without autograd's wrappers around it: on CUDA one that launched something, on the
     host one that is no view. The trace gets an operator for each launch that no operator issued (a CUDA graph, Triton).
@@ -179,7 +179,7 @@ class _Running:
         self.starts = {thread: [frame.start_ns for frame in own] for thread, own in self.by_thread.items()}
 
     def origin(self, operator: str, event: OperatorEvent) -> Origin:
-        """Return the modules around ``event``, and file and first line of the innermost function outside torch."""
+        """Return the modules around ``event``, and file and line of the innermost function outside torch."""
         own = self.by_thread.get(event.thread, [])
         at = bisect_right(self.starts.get(event.thread, []), event.start_ns) - 1
         modules: list[str] = []

@@ -127,11 +127,7 @@ def overhead_profile(matched: MatchedTrace, unprofiled_ns: float) -> OverheadPro
         total=len(matched.program.calls),
         host_syncs=host_syncs(matched),
         source=_source(trace),
-        warnings=(
-            *trace.warnings,
-            *_doubts(matched, unprofiled_ns),
-            *_unattributed(matched, stretches, until),
-        ),
+        warnings=(*trace.warnings, *_doubts(matched, unprofiled_ns), *_unattributed(matched, stretches, until)),
         phases=tuple(_phases(trace, matched.forest, stretches)),
         waiting_ns=float(lasted["waiting"]),
         loader_ns=float(lasted["loader"]),
@@ -143,7 +139,7 @@ def overhead_profile(matched: MatchedTrace, unprofiled_ns: float) -> OverheadPro
 def _rows(
     matched: MatchedTrace, stretches: Sequence[_Stretch], shared: Sequence[int], until: int
 ) -> list[CallOverhead]:
-    """Return a row for each matched call, and one for those that share the time from the last cut to ``until``."""
+    """Return a row for each matched call, and one for those that share the time up to ``until``."""
     trace, forest, cuts = matched.trace, matched.forest, matched.cuts
     *split, rest = _split(stretches, [*cuts, until])
     gpu_ns = _device_time(matched)
@@ -182,7 +178,7 @@ def _shared(matched: MatchedTrace) -> tuple[list[int], int]:
 
 
 def _tails(matched: MatchedTrace) -> Iterator[tuple[int, int]]:
-    """Yield spans from each call's last launch (on the host: the end of its operator) to the end of its host time."""
+    """Yield each call's span from its last launch, or its operator's end, to the end of its host time."""
     cuts, events = matched.cuts, matched.forest.events
     if matched.trace.device == "cpu":
         yield from ((events[event].end_ns, cut) for (_, event), cut in zip(matched.matches, cuts, strict=True))
@@ -229,7 +225,7 @@ def _causes(trace: Trace, busy: Sequence[tuple[int, int]], tails: Iterable[tuple
 
 
 def _runtime_cause(name: str) -> _Cause | None:
-    """Return the cause of a runtime call; None leaves it to what is around it (``cudaGetDevice`` in an operator)."""
+    """Return the cause of a runtime call; None leaves it to what is around it."""
     if is_synchronisation(name):
         return "waiting"
     if is_launch(name):
@@ -270,7 +266,7 @@ def _phases(trace: Trace, forest: Forest, stretches: Sequence[_Stretch]) -> Iter
 
 
 def _parts_ns(trace: Trace, parts: Counter[str], work_ns: int) -> dict[str, float]:
-    """Return the fields of a row. On a CPU operators compute while dispatched, and all overhead is exposed."""
+    """Return the fields of a row; on a CPU operators work while dispatched, and all overhead is exposed."""
     dispatch_ns, on_cpu = parts["dispatch"], trace.device == "cpu"
     if on_cpu:
         work_ns = min(dispatch_ns, work_ns)
@@ -345,7 +341,7 @@ def _doubts(matched: MatchedTrace, unprofiled_ns: float) -> Iterator[str]:
 
 
 def _unattributed(matched: MatchedTrace, stretches: Iterable[_Stretch], last: int) -> Iterator[str]:
-    """Warn if too much host time after the last call belongs to none; an eager optimizer's is known by phase."""
+    """Warn if too much host time after the last call, and outside the optimizer, belongs to no call."""
     trace = matched.trace
     known = [(start, end) for name, start, end in trace.phases if name == "optimizer"]
     lost = 0

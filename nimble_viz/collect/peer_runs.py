@@ -97,7 +97,7 @@ class PeerRuns:
         self._results |= {one.name: PeerResult(one.name, note=f"left out: {why}") for one in peers}
 
     def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
-        """Say how what a peer returns is another kind of value than what the model returns; empty if it is not."""
+        """Say how a peer's result is another kind of value than the model's; empty if it is not."""
         expected = self.recorded.recording.output_structure
         if not same_structure(expected, structure):
             found = structure_difference(expected, structure, "output")
@@ -128,7 +128,7 @@ class PeerRuns:
         return outputs
 
     def timed(self) -> dict[str, Callable[[], object]]:
-        """Return one call of each right peer, by name. A peer that fails in it is in ``failed`` and runs no more."""
+        """Return one call of each right peer, by name; one that fails in it runs no more."""
         return {name: self._once(name, run) for name, run in self._runs.items()}
 
     def _once(self, name: str, run: Run) -> Callable[[], object]:
@@ -166,7 +166,7 @@ def _type(tensor: torch.Tensor) -> str:
 
 
 def _why(error: Exception) -> str:
-    """Say what happened on one line: the first two lines of the message, of the inner error if there is one."""
+    """Say what happened on one line: two lines of the message, of the inner error if there is one."""
     error = getattr(error, "inner_exception", error)
     if isinstance(error, NimbleError):
         return error.what

@@ -1,4 +1,4 @@
-"""Peers: other ways to run a model, made ready as their users do, for ``compare(..., against=[...])`` and benchmarks.
+"""Peers: other ways to run a model, for ``compare(..., against=[...])`` and benchmarks.
 
 A peer is anything with a ``name`` and a ``prepare`` that maps a model to something called like the model. The built-in
 ones leave nothing behind: they work on a copy of the modules around the same weights, compile under code of their own,
@@ -75,7 +75,7 @@ class Peer(Protocol):
 
 @runtime_checkable
 class TrainablePeer(Peer, Protocol):
-    """A peer that can also train: ``compare(..., training=True, against=[...])`` leaves out those that cannot."""
+    """A peer that can also train; a comparison of training steps leaves out those that cannot."""
 
     def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
         """Make ``model`` ready to train on inputs like these.
@@ -91,7 +91,7 @@ class TrainablePeer(Peer, Protocol):
 
 
 def peer_names() -> tuple[str, ...]:
-    """Return the names that ``peer`` knows, every mode of ``torch.compile`` among them, with and without freezing."""
+    """Return the names that ``peer`` knows, with every mode of ``torch.compile``."""
     compiled = ["compile" if mode == "default" else f"compile:{mode}" for mode in _modes()]
     return ("torchscript", *compiled, *(f"{name}+freezing" for name in compiled), "cuda-graph", "eager-tuned")
 
@@ -194,7 +194,7 @@ def _bound(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class _Flat(torch.nn.Module):
-    """The model as what can be traced: from tensors to a tuple of tensors, whatever the structures around them."""
+    """The model from tensors to a tuple of tensors, so that it can be traced, whatever its structures."""
 
     def __init__(self, model: Callable[..., Any], inputs: Structure, outputs: list[Structure]) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class _Compile:
 
 
 class _Compiled:
-    """A model compiled by Inductor, under code of its own, which can be forgotten without touching anyone else's.
+    """A model compiled by Inductor under code of its own, which can be forgotten alone.
 
     Args:
         model: what to compile.

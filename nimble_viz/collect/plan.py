@@ -77,7 +77,7 @@ def _recorded(
     device: torch.device,
     progress: Progress,
 ) -> tuple[Recorded, tuple[str, ...]]:
-    """Record the model on fake tensors twice, and require the same calls; return warnings beside the recording."""
+    """Record the model on fake tensors twice, and require the same calls; return warnings too."""
     import torch
 
     from nimble_core.tracing.fake_run import dry_run

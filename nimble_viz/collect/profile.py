@@ -89,7 +89,7 @@ class Profiling:
         self._tick("step", 0)
 
     def loader(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Yield the same batches: making each counts as waiting for input, as a ``DataLoader``'s does by itself.
+        """Yield the same batches; making each counts as waiting for input, as a ``DataLoader``'s does.
 
         For a generator, or a pipeline of another library's, whose Python cannot be told from the loop's own.
         """

@@ -20,7 +20,7 @@ __all__ = ["profile_script"]
 def profile_script(
     path: Path, arguments: list[str], counts: Counts, *, stop: bool = False
 ) -> tuple[Report, int | Exception]:
-    """Run a script under ``profile``; return a Report, and the script's exit code or the error that ended it.
+    """Run a script under ``profile``; return a Report, and its exit code or the error that ended it.
 
     Args:
         path: the script; it runs as ``__main__``.
@@ -61,7 +61,7 @@ def profile_script(
 
 @contextmanager
 def _script_arguments(path: Path, arguments: list[str]) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path`` as a script finds them that is run by itself; put them back afterwards."""
+    """Set ``sys.argv`` and ``sys.path`` as for a script that is run by itself; put them back afterwards."""
     argv, first = sys.argv, sys.path[:]
     sys.argv = [str(path), *arguments]
     sys.path[:1] = [str(path.resolve().parent)]

@@ -1,7 +1,7 @@
-"""The code that calls come from, read where it ran, so that a report shows it elsewhere.
+"""Read the code that calls come from where it ran, so that a report shows it elsewhere.
 
-Only functions that calls name are read, never whole files, and files are called what origins call them. Their text is
-that of now: of a file that was edited since it was imported, lines are off, as in Python's own tracebacks.
+Only functions that calls name are read, never whole files, and files have the names that origins give them. If a file
+was edited since it was imported, lines are off, as in Python's own tracebacks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_LINE = 400
 _MOST_LINES = 1_000
 _AROUND = 3
 _parsing = free_after_fork(threading.Lock())
-"""Some releases of Python 3.11 count how deep a parse is for all threads together, and fail where two parse at once."""
+"""Some releases of Python 3.11 count the depth of a parse for all threads together, and fail if two parse at once."""
 _CELL_MAGIC = "get_ipython().run_cell_magic("
 _MACHINERY = (
     "nimble_viz", "IPython", "ipykernel", "ipykernel_launcher", "ipywidgets", "traitlets", "tornado", "asyncio",
@@ -37,7 +37,7 @@ _MACHINERY = (
 
 
 def pass_over_machinery() -> None:
-    """Calls made from now on come from the user's lines: neither from this package's nor from those that run cells."""
+    """From now on, skip the frames of this package, and of what runs cells, when attributing calls."""
     from nimble_core.tracing.provenance import pass_over
 
     for module in filter(None, map(sys.modules.get, _MACHINERY)):
@@ -48,11 +48,11 @@ def pass_over_machinery() -> None:
 
 
 def read_sources(calls: Iterable[Call], most: int = MAX_CHARACTERS) -> tuple[SourceLines, ...]:
-    """The functions that ``calls`` come from, by file and line.
+    """Read the functions that ``calls`` come from, by file and line.
 
     Args:
         calls: of a run in this process.
-        most: characters in all. What lies beyond, and what cannot be read, is there without lines, and says why.
+        most: characters in all. A function beyond that, or one that cannot be read, has no lines, and a note why.
     """
     used: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for call in calls:
@@ -72,9 +72,9 @@ def read_sources(calls: Iterable[Call], most: int = MAX_CHARACTERS) -> tuple[Sou
 
 
 def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
-    r"""``(first line, last line, qualified name)`` of the innermost functions around ``lines``, in order, once each.
+    r"""Return ``(first line, last line, qualified name)`` of the innermost functions around ``lines``.
 
-    A line outside of functions gets its statement, and an empty name; such statements are one where no more than a few
+    A line outside of functions gets its statement, and an empty name. Such statements are joined if no more than a few
     lines lie between them. What lies inside another is part of it. O(nodes + lines · functions).
 
     Raises:
@@ -104,7 +104,7 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
 
 
 def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]:
-    """Pieces of one file, each with the number of its calls."""
+    """Yield pieces of one file, each with the number of its calls."""
     text = text_of(file)
     note = "not found where it ran" if text is None else ""
     if text is not None and max(used) > len(text):
@@ -132,7 +132,7 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
 
 
 def text_of(file: str) -> Sequence[str] | None:
-    """The lines that origins call ``file``; None if there is none, or if several texts are called so."""
+    """Return the lines of what origins call ``file``; None if there is none, or more than one."""
     from nimble_core.tracing.provenance import label_of
 
     # Through vars: a module may make attributes when asked, and import others for it.
@@ -153,7 +153,7 @@ def text_of(file: str) -> Sequence[str] | None:
 
 
 def _tidy(line: str) -> str:
-    """A line without its end, and not endless."""
+    """Strip the end of a line, and shorten a very long one."""
     text = line.rstrip("\r\n").expandtabs(4)
     return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 1] + "…"
 
@@ -173,7 +173,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """Statements outside of functions, those of classes one by one."""
+    """Yield the spans of statements outside of functions, those of classes one by one."""
     pending = list(tree.body)
     while pending:
         node = pending.pop()
