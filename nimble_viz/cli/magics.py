@@ -159,7 +159,7 @@ class _Magic:
         counts = Counts(**option_values(given, Counts))
         run = Profiling(counts, subject=f"In[{cell_number(shell)}]")
         body, calls = compile_body(shell, cell), Calls()
-        shown: list[Any] = []
+        shown: object = None
         try:
             with ExitStack() as profiled:
                 with interrupts_postponed():
@@ -175,8 +175,7 @@ class _Magic:
                         print(nothing)
                         return None
         finally:
-            for value in shown:
-                sys.displayhook(value)
+            sys.displayhook(shown)
         why = why_not_captured(calls, run.report) if given.capture else "--no-capture"
         call = calls.first
         if call is not None and not why:
