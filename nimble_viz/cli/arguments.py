@@ -216,7 +216,9 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
         return tuple(map(str, action.choices))
     if action.dest == "policy":
         return ("auto", *POLICIES)
-    if action.dest == "against" and "torch" in sys.modules:  # its modes are asked for, and nobody waits for an import
+    if (
+        action.dest == "against" and "torch" in sys.modules
+    ):  # torch knows the modes, and completion should not import it
         from nimble_viz.collect.peers import peer_names
 
         return peer_names()

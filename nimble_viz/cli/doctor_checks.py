@@ -290,16 +290,9 @@ def _plans(on: Machine) -> Answer:
 
 
 def _notebook(on: Machine) -> Answer:
-    known = {"VSCODE_PID": "VS Code", "COLAB_RELEASE_TAG": "Colab", "JPY_PARENT_PID": "Jupyter"}
-    fronts = [name for variable, name in known.items() if os.environ.get(variable)]
-    fronts += [_named(name) for name in ("jupyterlab", "notebook") if _there(name)]
-    if not _there("ipykernel"):
-        why = "ipykernel is not installed: reports are shown in the terminal and as HTML"
-        return "off", why, "pip install jupyterlab"
-    if not fronts:
-        why = f"{_named('ipykernel')}, but no front end was found in this environment"
-        return "fallback", why, "pip install jupyterlab; VS Code and a server of yours need nothing here"
-    return _works(f"reports show themselves in {', '.join(fronts)}")
+    if find_spec("ipykernel") is None:
+        return "off", "ipykernel is not installed: reports show in the terminal and as HTML", "pip install jupyterlab"
+    return _works(f"reports show themselves: {_named('ipykernel')}")
 
 
 def _dot(on: Machine) -> Answer:
@@ -378,14 +371,6 @@ def _named(distribution: str) -> str:
         return f"{distribution} {version(distribution)}"
     except Exception:
         return distribution
-
-
-def _there(name: str) -> bool:
-    """Say whether a module is installed, without importing it."""
-    try:
-        return find_spec(name) is not None
-    except Exception:
-        return False
 
 
 def _said(command: Sequence[str], given: str = "") -> str:

@@ -232,7 +232,7 @@ class _Found:
             except NimbleError as error:
                 if not (self._again and self.met):  # else it may come of what was met
                     self._add(_of_error(error))
-            except Exception:  # after a refusal, or on values that nobody gave it
+            except Exception:  # after a refusal, or on values that were not given
                 pass
             else:
                 if isinstance(made, Recording):

@@ -1,4 +1,4 @@
-"""Make a Program of what code did that nobody wrapped, from one profiled iteration. Pure."""
+"""Make a Program of what unmodified code did in one profiled iteration. Pure."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ class _CudaGraph:
                     for _ in range(_CAPTURE_WARM_UPS):
                         model(*own_args, **own_kwargs)
                 caller.wait_stream(side)
-                # Workspaces of cuBLAS then lie in the graph's own memory, which nobody frees before the graph.
+                # Workspaces of cuBLAS then lie in the graph's own memory, which is freed with the graph.
                 clear_cublas_workspaces()
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                     results, structure = flatten(model(*own_args, **own_kwargs), what="output")

@@ -24,8 +24,6 @@ __all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources
 MAX_CHARACTERS = 200_000
 """Most text that a report carries; functions with the most calls come first."""
 
-_LONGEST_LINE = 400
-_MOST_LINES = 1_000
 _AROUND = 3
 _parsing = free_after_fork(threading.Lock())
 """Some releases of Python 3.11 count the depth of a parse for all threads together, and fail if two parse at once."""
@@ -121,14 +119,9 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
         yield SourceLines(file, min(used), "", (), note), used.total()
         return
     for first, last, name in pieces:
-        inside = {line: calls for line, calls in used.items() if first <= line <= last}
-        begin, end = first, last
-        if end - begin >= _MOST_LINES:
-            begin = max(first, min(inside) - _AROUND)
-            end = min(last, begin + _MOST_LINES - 1)
-        cut = "" if (begin, end) == (first, last) else f"lines {begin} to {end} of {first} to {last}"
-        lines = tuple(_tidy(line) for line in text[begin - 1 : end])
-        yield SourceLines(file, begin, name, lines, cut), sum(inside.values())
+        lines = tuple(line.rstrip("\r\n").expandtabs(4) for line in text[first - 1 : last])
+        calls = sum(count for line, count in used.items() if first <= line <= last)
+        yield SourceLines(file, first, name, lines, ""), calls
 
 
 def text_of(file: str) -> Sequence[str] | None:
@@ -150,12 +143,6 @@ def text_of(file: str) -> Sequence[str] | None:
     if cell:  # below a magic it has two texts: the call of the magic, and what the magic ran
         found = {text for text in found if not text[0].startswith(_CELL_MAGIC)} or found
     return found.pop() if len(found) == 1 else None
-
-
-def _tidy(line: str) -> str:
-    """Strip the end of a line, and shorten a very long one."""
-    text = line.rstrip("\r\n").expandtabs(4)
-    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 1] + "…"
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
