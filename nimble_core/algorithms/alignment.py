@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 __all__ = ["align"]
 
 _NOWHERE = -(1 << 60)
 
 
-def align(left: Sequence[str], right: Sequence[str], max_edits: int = 256) -> list[tuple[int, int]]:
-    """Return index pairs of equal items, increasing in both: a longest common subsequence, or nearly.
-
-    It is a longest one while few items differ.
+def align(left: Sequence[Hashable], right: Sequence[Hashable], max_edits: int = 256) -> list[tuple[int, int]]:
+    """Return index pairs of equal items, increasing in both: a longest common subsequence while few items differ.
 
     Complexity: O((n + m) D) for D differing items up to ``max_edits``; after that many the path that reaches furthest
     is kept and the search starts again there, so the whole stays within O((n + m) ``max_edits``).
@@ -34,7 +32,7 @@ def align(left: Sequence[str], right: Sequence[str], max_edits: int = 256) -> li
 
 
 def _edit_path(
-    left: list[str], right: list[str], x0: int, y0: int, max_edits: int
+    left: list[Hashable], right: list[Hashable], x0: int, y0: int, max_edits: int
 ) -> tuple[list[tuple[int, int]], int, int]:
     """Return matched pairs from ``(x0, y0)`` to where ``max_edits`` edits lead, and that place."""
     n, m = len(left), len(right)

@@ -25,7 +25,7 @@ from nimble_core import Nimble, Options, TrainStep
 from nimble_core.profiling.cupti import profiler_runs
 from nimble_core.utils.errors import DeviceError, InputError
 from nimble_viz.collect.profile import Profiling, _Session, profile
-from nimble_viz.traces.profiler import dispatch_floor_ns
+from nimble_viz.traces.profiler import profile_eager
 
 NEXT = _BaseDataLoaderIter.__next__
 
@@ -153,7 +153,7 @@ def test_of_two_threads_one_profiles() -> None:
         with pytest.raises(DeviceError, match="another profiler"):
             profile().__enter__()
         with pytest.raises(DeviceError, match="another profiler"):
-            dispatch_floor_ns()
+            profile_eager(lambda: None, device="cpu", synchronize=lambda: None)
     finally:
         done.set()
         holder.join()
