@@ -237,7 +237,6 @@ def page() -> str:
         "",
         "```sh",
         "python -m nimble_viz diagnose model.py:factory   # as compare takes it",
-        "python -m nimble_viz diagnose script.py          # the first module that the script calls",
         "```",
         "",
         "In Python, `nimble_viz.diagnose(model, x)` returns the same. For",

@@ -2,7 +2,7 @@
 
 ``compare(model, x)`` measures and returns a ``Report``; ``plan(model, x)`` makes one without running a kernel;
 ``diagnose(model, x)`` finds everything that keeps a model from being prepared; ``profile(...)`` and
-``from_trace(path)`` show where the time goes in code that nobody wrapped; ``load(path)`` reads a saved report, without
+``from_trace(path)`` show where the time goes in code as it is; ``load(path)`` reads a saved report, without
 torch and without a GPU; ``annotate(export, report)`` joins a profile of Nsight Systems to one.
 Importing this package imports nothing heavy: names are fetched when first used.
 """
@@ -67,14 +67,14 @@ _HOMES = {
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """``%load_ext nimble_viz``: ``%nimble`` compares a model, ``%%nimble`` profiles a cell."""
+    """Register the magics: ``%nimble`` compares a model, ``%%nimble`` profiles a cell."""
     from nimble_viz.cli.magics import load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """``%unload_ext nimble_viz``."""
+    """Remove the magics."""
     from nimble_viz.cli.magics import unload
 
     unload(shell)

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Most verdicts of tests are of no interest: no patience where the machine is too noisy for one.
 vars(import_module("nimble_core.autotune.autotune"))["_PATIENCE_S"].update(fast=0.0, full=0.0)
-vars(import_module("nimble_viz.collect.compare"))["_PATIENCE_S"] = 0.0
+vars(import_module("nimble_viz.collect.comparison"))["_PATIENCE_S"] = 0.0
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)

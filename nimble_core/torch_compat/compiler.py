@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from nimble_core.torch_compat.private import function, private
+from nimble_core.torch_compat.private import private
 
 __all__ = [
     "AUTOTUNER_RUN",
@@ -26,8 +24,6 @@ __all__ = [
     "TRITON_ANALYSIS",
     "TRITON_RUN",
     "VIRTUALIZED",
-    "fuser_enabled",
-    "set_fuser_enabled",
 ]
 
 INDUCTOR_COMPILE = private("torch._inductor:compile", "compile kernels")
@@ -93,7 +89,3 @@ EVAL_FRAME = private(
 )
 
 JIT_STATE = private("torch.jit:_state", "find scripted functions, to have TorchScript optimise them anew")
-fuser_enabled: Callable[[], bool] = function("torch._C:_jit_texpr_fuser_enabled", "put TorchScript's fuser back")
-set_fuser_enabled: Callable[[bool], None] = function(
-    "torch._C:_jit_set_texpr_fuser_enabled", "keep TorchScript's fuser from models that it takes minutes to compile"
-)

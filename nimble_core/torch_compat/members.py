@@ -20,7 +20,6 @@ __all__ = [
     "CAPTURABLE_DEVICES",
     "DATA_LOADER",
     "FREE_WEAK_STORAGE",
-    "META_REGISTRATIONS",
     "PROFILER_RUNS",
     "TENSOR_TEXT",
     "TRACER_WARNING",
@@ -49,7 +48,6 @@ DATA_LOADER = private(
     "torch.utils.data.dataloader:_BaseDataLoaderIter", "time the wait for a data loader", replaced=True
 )
 TRACER_WARNING = private("torch.jit._trace:TracerWarning", "keep torch.jit.trace's warnings from users")
-META_REGISTRATIONS = private("torch:_meta_registrations", "time shape inference alone")
 CAPTURABLE_DEVICES = "_get_capturable_supported_devices"
 """What torch's optimizers ask; replaced in each module of theirs while one steps on the host."""
 private(

@@ -1,7 +1,7 @@
-"""Arguments of the magics: what is allowed after ``%nimble`` and ``%%nimble``, made of the API's own declarations.
+"""Parse the arguments of ``%nimble`` and ``%%nimble``, made from the API's own declarations.
 
-Options are the fields of ``Options``, other flags the keywords of ``compare`` and ``profile``, with their defaults and
-docstrings. An argument ends at a space outside of brackets and quotes, so that Python needs none around it.
+Flags are the fields of ``Options`` and ``Counts`` and the keywords of ``compare``, with their defaults and docstrings.
+An argument ends at a space outside of brackets and quotes, so that Python needs no quotes around it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import fields
 from keyword import iskeyword
 from typing import Any, NoReturn
 
-from nimble_core.scheduling.options import Options
 from nimble_core.scheduling.policies import POLICIES
 from nimble_core.utils.errors import InputError
 from nimble_viz.cli.flags import add_options, argument_help
 
-__all__ = ["Expression", "Parser", "comparing", "complete", "keywords", "option_fields", "profiling", "split"]
+__all__ = ["Expression", "Parser", "comparing", "complete", "keywords", "profiling", "split"]
 
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
 _ELSEWHERE = {"kwargs", "options"}
@@ -35,7 +33,7 @@ class Expression(str):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong by an InputError, and never ends the process."""
+    """Raise InputError for bad usage, and never end the process."""
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError with ``message``."""
@@ -43,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def split(line: str) -> list[str]:
-    r"""The arguments of ``line``. One that is a quoted string as a whole, or behind ``NAME=``, loses its quotes.
+    r"""Split ``line`` into arguments; one that is a quoted string, or ``NAME=`` one, loses its quotes.
 
     Raises:
         InputError: a bracket or a quote without its other half.
@@ -92,7 +90,7 @@ def _unquoted(text: str) -> str:
 
 
 def comparing() -> Parser:
-    """What ``%nimble`` takes."""
+    """Make the parser of ``%nimble``."""
     from nimble_viz.collect.compare import compare
 
     parser = Parser(
@@ -120,9 +118,9 @@ def comparing() -> Parser:
 
 
 def profiling() -> Parser:
-    """What ``%%nimble`` takes."""
+    """Make the parser of ``%%nimble``."""
     from nimble_viz.collect.compare import compare
-    from nimble_viz.collect.profile import profile
+    from nimble_viz.collect.sampler import Counts
 
     parser = Parser(
         prog="%%nimble",
@@ -138,20 +136,15 @@ def profiling() -> Parser:
         default=True,
         help="capture the call if it can be (default: True)",
     )
-    _add_keywords(parser.add_argument_group("keywords of profile, for loops"), profile, leave=_ELSEWHERE)
+    add_options(parser.add_argument_group("iterations of a loop"), Counts)
     group = parser.add_argument_group("for what is captured")
     _add_keywords(group, compare, only=_CELL_ONLY)
     add_options(group)
     return parser
 
 
-def option_fields(given: argparse.Namespace) -> dict[str, Any]:
-    """The part of ``given`` that ``Options`` takes."""
-    return {field.name: getattr(given, field.name) for field in fields(Options)}
-
-
 def keywords(given: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
-    """The part of ``given`` that ``function`` takes by keyword alone."""
+    """Return the part of ``given`` that ``function`` takes by keyword alone."""
     known = inspect.signature(function).parameters.values()
     return {one.name: getattr(given, one.name) for one in known if one.kind is one.KEYWORD_ONLY and one.name in given}
 
@@ -165,20 +158,18 @@ def _add_common(parser: Parser) -> None:
 def _add_keywords(
     group: Any, function: Callable[..., Any], *, leave: Collection[str] = (), only: Collection[str] = ()
 ) -> None:
-    """One flag for each keyword of ``function``: a switch, a number, or Python that is evaluated."""
+    """Add a flag for each keyword of ``function``: a switch, a whole number, or Python that is evaluated."""
     helps = argument_help(function.__doc__ or "")
     for name, one in inspect.signature(function).parameters.items():
         if one.kind is not one.KEYWORD_ONLY or name in leave or (only and name not in only):
             continue
         flag = "--" + name.replace("_", "-")
         text = helps[name].rstrip(".").replace("%", "%%")
+        default = f"{text} (default: {one.default})"
         if isinstance(one.default, bool):
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=one.default, help=f"{text} (default: {one.default})")
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=default)
         elif isinstance(one.default, int):
-            group.add_argument(
-                flag, type=int, default=one.default, metavar="N", help=f"{text} (default: {one.default})"
-            )
+            group.add_argument(flag, type=int, default=one.default, metavar="N", help=default)
         else:
             group.add_argument(flag, type=_expression, default=one.default, metavar="EXPR", help=text)
 
@@ -194,11 +185,11 @@ def _name(text: str) -> str:
 
 
 def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
-    """What may stand at the cursor: the end of ``before`` that is replaced, and by what. Nothing where Python stands.
+    """Return the end of ``before`` that a completion replaces, and what may replace it.
 
     Args:
-        parser: of the magic.
-        before: the line from behind the magic's name to the cursor.
+        parser: the magic's.
+        before: the line from after the magic's name to the cursor.
 
     >>> complete(comparing(), " model x --fuse a")
     ('a', ['auto'])
@@ -215,7 +206,7 @@ def complete(parser: Parser, before: str) -> tuple[str, list[str]]:
 
 
 def _beginning(values: Iterable[str], typed: str) -> tuple[str, list[str]]:
-    """Values that begin as typed; behind a comma the next one begins."""
+    """Return the values that begin as typed; after a comma the next one begins."""
     last = typed.rpartition(",")[2]
     return last, [one for one in values if one.startswith(last)]
 
@@ -225,7 +216,9 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
         return tuple(map(str, action.choices))
     if action.dest == "policy":
         return ("auto", *POLICIES)
-    if action.dest == "against" and "torch" in sys.modules:  # its modes are asked for, and nobody waits for an import
+    if (
+        action.dest == "against" and "torch" in sys.modules
+    ):  # torch knows the modes, and completion should not import it
         from nimble_viz.collect.peers import peer_names
 
         return peer_names()

@@ -1,4 +1,4 @@
-"""A notebook cell's body: compiled as IPython does, run once in the user's namespace, and the module call in it."""
+"""Compile a notebook cell's body as IPython does, run it once, and note the module call in it."""
 
 from __future__ import annotations
 
@@ -28,43 +28,45 @@ class Body:
     """Compiled statements of a cell.
 
     Args:
-        steps: code, and whether it is an expression whose value is to be shown.
-        file: that stands for the cell.
+        statements: all but an expression at the end that is to be shown.
+        last: that expression; None if there is none.
+        file: the name that stands for the cell.
     """
 
-    steps: tuple[tuple[CodeType, bool], ...]
+    statements: CodeType
+    last: CodeType | None
     file: str
 
-    def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> list[Any]:
-        """Run all statements and tell ``calls``; the values to show, in order. Errors are the user's and propagate."""
-        shown = []
+    def run(self, globals_: dict[str, Any], locals_: dict[str, Any], calls: Calls) -> object:
+        """Run all statements, tell ``calls``, and return the value to show; the user's errors propagate."""
         globals_[_WATCH] = calls.watch
         began = perf_counter()
         try:
-            for code, is_shown in self.steps:
-                value = eval(code, globals_, locals_)
-                if is_shown:
-                    shown.append(value)
+            exec(self.statements, globals_, locals_)
+            return eval(self.last, globals_, locals_) if self.last is not None else None
         finally:
             calls.seconds = perf_counter() - began
             globals_.pop(_WATCH, None)
-        return shown
 
     def call_at(self, line: int, function: Callable[[], Result]) -> Result:
-        """What ``function`` returns, called from this line of the cell: whoever looks for the user's line finds it."""
+        """Call ``function`` from this line of the cell, where a search for the user's line finds it."""
         code = compile("\n" * (line - 1) + "function()", self.file, "eval")
         return cast(Result, eval(code, {"function": function}))
 
 
 def cell_number(shell: InteractiveShell) -> int:
-    """Number of the cell that runs, which some versions of IPython count up before it runs and others after."""
+    """Return the number of the cell that runs; IPython versions differ in when they count up."""
     return int(shell.displayhook.prompt_count)
 
 
-def compile_body(shell: InteractiveShell, cell: str) -> Body:
-    """The body of a cell magic: with magics and the shell's transformations, lines counted from the magic's own.
+def compile_body(shell: Any, cell: str) -> Body:
+    """Compile the body of a cell magic, with the shell's transformations.
 
-    What is shown follows ``shell.ast_node_interactivity`` and a semicolon at the end.
+    Lines count from the magic's own. An expression at the end is shown, unless a semicolon follows.
+
+    Args:
+        shell: an ``InteractiveShell``, whose methods have no types.
+        cell: the text below the magic.
 
     Raises:
         InputError: a syntax error; the message shows where.
@@ -72,9 +74,12 @@ def compile_body(shell: InteractiveShell, cell: str) -> Body:
     try:
         code = "\n" + shell.transform_cell(cell)
         name = shell.compile.cache(code, cell_number(shell), raw_code=f"\n{cell}")
-        nodes = _Watched().visit(shell.transform_ast(shell.compile.ast_parse(code, name))).body
-        show = "none" if shell.displayhook.semicolon_at_end_of_expression(code) else shell.ast_node_interactivity
-        return Body(tuple(_compiled(shell.compile, name, nodes, show)), name)
+        tree = _Watched().visit(shell.transform_ast(shell.compile.ast_parse(code, name)))
+        last = None
+        silent = shell.displayhook.semicolon_at_end_of_expression(code)
+        if tree.body and isinstance(tree.body[-1], ast.Expr) and not silent:
+            last = shell.compile(ast.Expression(tree.body.pop().value), name, "eval")
+        return Body(shell.compile(tree, name, "exec"), last, name)
     except SyntaxError as error:
         text = (error.text or "").rstrip()
         pointer = f"\n  {text}\n  {' ' * (error.offset - 1)}^" if text and error.offset else ""
@@ -82,29 +87,8 @@ def compile_body(shell: InteractiveShell, cell: str) -> Body:
         raise InputError(f"{error.msg}{line} of the cell{pointer}", fix="nothing of the cell was run") from None
 
 
-def _compiled(
-    compiler: Callable[..., CodeType], name: str, nodes: list[ast.stmt], show: str
-) -> list[tuple[CodeType, bool]]:
-    last = nodes[-1] if nodes else None
-    if show == "last_expr_or_assign" and isinstance(last, ast.Assign | ast.AugAssign | ast.AnnAssign):
-        target = last.targets[-1] if isinstance(last, ast.Assign) else last.target
-        if isinstance(target, ast.Name):
-            value = ast.Expr(ast.Name(target.id, ast.Load()))
-            nodes = [*nodes, ast.fix_missing_locations(ast.copy_location(value, last))]
-    shown = {"all": nodes, "none": []}.get(show, nodes[-1:])
-    made = []
-    for node in nodes:
-        if isinstance(node, ast.Expr) and node in shown:
-            made.append((compiler(ast.Expression(node.value), name, "eval"), True))
-        elif node in shown and show in ("all", "last"):
-            made.append((compiler(ast.Interactive([node]), name, "single"), False))
-        else:
-            made.append((compiler(ast.Module([node], []), name, "exec"), False))
-    return made
-
-
 class _Watched(ast.NodeTransformer):
-    """``f(x)`` becomes ``watch(f, line)(x)`` where it runs with the cell, so that ``f`` sees its caller as it was."""
+    """Turn ``f(x)`` into ``watch(f, line)(x)`` where it runs with the cell; ``f`` sees the same caller."""
 
     def visit(self, node: ast.AST) -> Any:
         """Leave out what may run after the cell."""
@@ -146,7 +130,7 @@ class Calls:
         self.seconds = 0.0
 
     def watch(self, function: Any, line: int) -> Any:
-        """``function``, or for a module what calls it and takes notes."""
+        """Return ``function``, or for a module a function that calls it and takes notes."""
         import torch
 
         if not isinstance(function, torch.nn.Module):
@@ -164,7 +148,7 @@ class Calls:
 
 
 def why_not_captured(calls: Calls, profile: ReportData) -> str:
-    """Why a cell that was run and profiled is not one call that can be captured; empty if it is."""
+    """Say why a cell that was run and profiled is not one call that can be captured; empty if it is."""
     trained = {one.phase for one in profile.overhead.phases} if profile.overhead else set()
     if trained & {"backward", "optimizer"}:
         return (

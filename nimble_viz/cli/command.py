@@ -1,5 +1,4 @@
-"""The command line: ``compare`` or ``diagnose`` a model, ``profile`` a script; ``show``, ``export``, ``annotate``,
-``diff``, ``gate``; ``doctor``.
+"""The command line, ``python -m nimble_viz COMMAND``.
 
 Exit codes: 0 done, 1 the model could not be compared or a replay is wrong, 2 bad usage or input (files that are missing
 or damaged and packages that are missing included), 130 interrupted. ``gate``: 1 fail, 3 not decided. ``annotate``: 1 if
@@ -10,33 +9,27 @@ of the script.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import inspect
 import os
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import CaptureError, InputError, NimbleError, ReportFileError
 from nimble_viz.analysis.labels import visible
-from nimble_viz.cli.flags import add_options
-from nimble_viz.collect.suggestions import nearest
+from nimble_viz.cli.factory import TRAINING_FACTORY, made_by
+from nimble_viz.cli.flags import add_options, option_values
+from nimble_viz.collect.sampler import Counts
 
 if TYPE_CHECKING:
-    from nimble_viz.cli.doctor import Diagnosis as Health
     from nimble_viz.render.diagnosis import Diagnosis
     from nimble_viz.render.report import Report
     from nimble_viz.render.verdicts import Difference, Gate
 
-__all__ = ["load_factory", "main"]
+__all__ = ["main"]
 
 _NEEDED = ("anywidget", "graphviz", "ipywidgets", "msgspec", "networkx", "nvtx", "plotly", "rich", "scipy", "torch")
 """What pyproject.toml requires: a checkout that was never installed has no metadata to read it from."""
@@ -46,21 +39,14 @@ _ABOUT_GATE = (
     "compare, 3 not decided: an interval holds the bound, or something was not measured."
 )
 _ABOUT = "See what ahead-of-time scheduling changes about a PyTorch model."
-_FACTORY_FIX = "MODULE:FACTORY: MODULE is importable or a path to a .py file, FACTORY() gives (model, args) or a dict"
-
-_TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm", "accumulate")
-_TRAINING_FACTORY = (
-    "a dict of model, args and, if needed, kwargs, loss_fn, target, optimizer, autocast, scaler and clip_grad_norm (as "
-    "compare takes them; without an optimizer a training step is forward, loss and backward)"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (``sys.argv`` if None) and return its exit code.
 
-    Errors that this project raises on purpose are printed as their message, with ``--traceback`` in full, and so are
-    missing packages that it requires, whoever imports them; other errors of the user's own code are not caught. A file
-    that says nothing, missing or damaged, is never a 1: that is an answer.
+    Errors that this project raises on purpose, and missing packages that it requires, are printed as their message, or
+    in full with ``--traceback``. Other errors, such as those of the user's own code, are not caught. A missing or
+    damaged file never gives 1, which is an answer.
     """
     given = _parser().parse_args(argv)
     try:
@@ -83,89 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def load_factory(spec: str) -> Callable[[], Any]:
-    """The callable that ``MODULE:FACTORY`` names.
-
-    Args:
-        spec: ``MODULE`` is a module's name, or the path of a ``.py`` file; its folder then leads ``sys.path``.
-
-    Raises:
-        InputError: not of that form, no such module, or nothing callable of that name in it. Errors inside the module
-            are the user's and propagate.
-    """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise InputError(f"{spec!r} does not name a factory", fix=_FACTORY_FIX)
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
-    try:
-        factory = getattr(module, name)
-    except AttributeError:
-        known = nearest(name, _factories(module), most=10, least=0.0)
-        fix = f"it has {', '.join(known)}" if known else _FACTORY_FIX
-        raise InputError(f"{place} has no {name!r}", fix=fix) from None
-    if not callable(factory):
-        raise InputError(f"{spec} is not callable", fix=_FACTORY_FIX)
-    return typing.cast(Callable[[], Any], factory)
-
-
-def _factories(module: types.ModuleType) -> list[str]:
-    """Functions that the module defines, classes are none; private ones only where there are no others."""
-    functions = ((name, value) for name, value in vars(module).items() if inspect.isroutine(value))
-    own = [name for name, value in functions if getattr(value, "__module__", "") == module.__name__]
-    return [name for name in own if not name.startswith("_")] or own
-
-
-def _from_file(path: Path) -> types.ModuleType:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}", fix=_FACTORY_FIX)
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} cannot be imported", fix=_FACTORY_FIX)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _from_name(name: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise InputError(f"there is no module {name!r}", fix=_FACTORY_FIX) from error
-
-
-def _call(spec: str, training: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """Model, positional and keyword inputs, and what else ``compare`` needs for training, by name."""
-    made = load_factory(spec)()
-    match made:
-        case {"model": model, **rest} if rest.keys() <= {"args", "kwargs", *_TRAINING}:
-            args, kwargs = rest.get("args", ()), rest.get("kwargs") or {}
-            if isinstance(args, tuple | list) and isinstance(kwargs, dict):
-                return model, tuple(args), kwargs, {key: rest[key] for key in _TRAINING if key in rest and training}
-        case (model, tuple() | list() as args) if not training:
-            return model, tuple(args), {}, {}
-        case (model, tuple() | list() as args, dict() as kwargs) if not training:
-            return model, tuple(args), kwargs, {}
-    given = type(made).__name__
-    if isinstance(made, dict):
-        known = ("model", "args", "kwargs", *_TRAINING)
-        unknown = ", ".join(repr(key) for key in made if key not in known)
-        given = f"{given} of {', '.join(map(str, made))}{f', with unknown {unknown}' if unknown else ''}"
-    if training:
-        raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {_TRAINING_FACTORY}")
-    if isinstance(made, dict) and "training" in made:
-        raise InputError(f"{spec} gave {given}", fix="leave 'training' out, and start with --training")
-    raise InputError(
-        f"{spec} gave {given}, not (model, args) or (model, args, kwargs)",
-        fix="return the model, a tuple of its inputs and, if it takes any, a dict of keyword inputs",
-    )
-
-
 def _warn(text: str) -> None:
-    """One line on standard error. Names of files and modules may hold what a terminal would obey."""
+    """Write a line to standard error. Names of files and modules may hold what a terminal would obey."""
     print(visible(text), file=sys.stderr, flush=True)
 
 
@@ -176,9 +81,9 @@ def _names(text: str) -> tuple[str, ...]:
 def _compare(given: argparse.Namespace) -> int:
     from nimble_viz.collect.progress import Progress
 
-    options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+    options = Options(**option_values(given))
     _require_places(given.save, given.html)
-    model, args, kwargs, more = _call(given.factory, given.training)
+    model, args, kwargs, more = made_by(given.factory, given.training)
     more |= {"training": True} if given.training else {}
     from nimble_viz.collect.compare import compare
 
@@ -201,14 +106,11 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def _diagnose(given: argparse.Namespace) -> int:
-    """All that keeps a model from being prepared: a factory's, or the first that a script calls."""
-    from nimble_viz.collect.diagnose import diagnose, diagnose_script
+    """Find everything that keeps a factory's model from being prepared."""
+    from nimble_viz.collect.diagnose import diagnose
 
-    if given.target.endswith(".py"):
-        found = diagnose_script(Path(given.target), given.arguments)
-    else:
-        model, args, kwargs, _ = _call(given.target, False)
-        found = diagnose(model, *args, kwargs=kwargs)
+    model, args, kwargs, _ = made_by(given.factory)
+    found = diagnose(model, *args, kwargs=kwargs)
     if given.json:
         _say(found.to_json())
     else:
@@ -217,7 +119,7 @@ def _diagnose(given: argparse.Namespace) -> int:
 
 
 def _profile(given: argparse.Namespace) -> int:
-    """A script run under the profiler, or a trace that it exported; exit code and errors are the script's."""
+    """Profile a script, or read a trace that a profiler exported; exit code and errors are the script's."""
     _require_places(given.save, given.html)
     # Where the command was given, with its output: a script may go elsewhere, and leave another in sys.stdout.
     save, html = (path and path.absolute() for path in (given.save, given.html))
@@ -225,24 +127,17 @@ def _profile(given: argparse.Namespace) -> int:
     ended: int | Exception = 0
     if given.script.suffix == ".nimble":
         raise InputError(f"{given.script} is a report", fix=f"python -m nimble_viz show {given.script}")
-    is_trace = given.script.name.endswith((".json", ".json.gz"))
-    misplaced = _misplaced(given.arguments, given.options)
-    if misplaced and not given.quiet:
-        names = f"{', '.join(misplaced)} {'was' if len(misplaced) == 1 else 'were'}"
-        went = f"{names} ignored: a trace takes none" if is_trace else f"{names} given to {given.script.name}"
-        command = f"python -m nimble_viz profile {' '.join(misplaced.values())} {given.script}"
-        _warn(f"{went}; options of ours come before it: {command}")
-    if is_trace:
+    if given.script.name.endswith((".json", ".json.gz")):
         from nimble_viz.collect.from_trace import from_trace
 
         with _files():
             report = from_trace(given.script)
     else:
-        from nimble_viz.collect.profile import profile_script
+        from nimble_viz.collect.profile_script import profile_script
 
-        counts = {"warmup": given.warmup, "timed": given.timed, "profiled": given.profiled}
+        counts = Counts(**option_values(given, Counts))
         try:
-            report, ended = profile_script(given.script, given.arguments, stop=given.stop, **counts)
+            report, ended = profile_script(given.script, given.arguments, counts, stop=given.stop)
         finally:
             sys.stdout = stdout
     with _files():
@@ -257,12 +152,6 @@ def _profile(given: argparse.Namespace) -> int:
     if isinstance(ended, Exception):
         raise ended
     return ended
-
-
-def _misplaced(arguments: Sequence[str], options: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``options``, by name, that a script is given, and how each is written; after ``--`` all is its own."""
-    names = [one.partition("=")[0] for one in takewhile(lambda one: one != "--", arguments)]
-    return {name: options[name] for name in names if name in options}
 
 
 def _kept(save: Path | None) -> str:
@@ -311,7 +200,7 @@ def _annotate(given: argparse.Namespace) -> int:
 
 
 def _write(report: Report, out: Path) -> None:
-    """As a report, a page, or what else the name asks for."""
+    """Write a report, a page, or another format, as the name asks."""
     if out.suffix == ".nimble":
         report.save(out)
     elif out.suffix == ".html":
@@ -338,15 +227,11 @@ def _gate(given: argparse.Namespace) -> int:
     from nimble_viz.render.report import load
     from nimble_viz.render.verdicts import gate
 
-    rules = Rules(**{field.name: getattr(given, field.name) for field in fields(Rules)})
-    files, old = given.files, given.baseline
-    if not files and len(old) == 2:  # --baseline OLD REPORT: of two, the last is no baseline
-        files, old = old[1:], old[:1]
-    if not files:
-        raise InputError("no report is named", fix="python -m nimble_viz gate REPORT ... [--baseline OLD ...]")
+    rules = Rules(**option_values(given, Rules))
     with _files():
-        baseline = [load(path) for path in old] or None
-        found = gate([load(path) for path in files], rules, baseline=baseline, any_environment=given.any_environment)
+        baseline = [load(path) for path in given.baseline] or None
+        reports = [load(path) for path in given.files]
+        found = gate(reports, rules, baseline=baseline, any_environment=given.any_environment)
         if given.markdown is not None:
             write_file(given.markdown, found.to_markdown().encode())
         if given.junit is not None:
@@ -362,19 +247,13 @@ def _doctor(given: argparse.Namespace) -> int:
     from nimble_viz.cli.doctor import examine
 
     found = examine()
-    if given.json:
-        _say(found.to_json())
-        return found.exit_code
-    try:
-        _print(found)
-    except ImportError:  # what rich is missing for is among the findings
-        _say(found.to_text())
+    _say(found.to_json() if given.json else found.to_text())
     return found.exit_code
 
 
 @contextmanager
 def _files() -> Iterator[None]:
-    """A file that cannot be read or written is an input error."""
+    """Turn an error of reading or writing a file into an InputError."""
     try:
         yield
     except OSError as error:
@@ -382,7 +261,7 @@ def _files() -> Iterator[None]:
         raise InputError(f"{error.filename}: {error.strerror}" if named else str(error)) from error
 
 
-def _print(content: Report | Difference | Gate | Diagnosis | Health) -> None:
+def _print(content: Report | Difference | Gate | Diagnosis) -> None:
     from rich.console import Console
 
     from nimble_viz.render.text import MAX_WIDTH, MIN_WIDTH, plain
@@ -398,12 +277,10 @@ def _print(content: Report | Difference | Gate | Diagnosis | Health) -> None:
 
 
 def _say(content: str) -> None:
-    """Write to standard output, all of it, now: what goes wrong at exit is nobody's to handle.
+    """Write to standard output and flush it: an error at exit could not be handled.
 
     A reader that has had enough (head, less) is no error, and the exit code stays what was found out.
     """
-    if sys.stdout is None or sys.stdout.closed:
-        raise InputError("standard output is closed", fix="give it a terminal, a file or a pipe")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show µ shows ?
     try:
@@ -417,7 +294,7 @@ def _say(content: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        """As usual, with nothing in it that a terminal would obey."""
+        """Exit as usual, with nothing in the message that a terminal would obey."""
         super().error(visible(message))
 
 
@@ -427,113 +304,78 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m nimble_viz", description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"nimble_viz {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (run, add_arguments, about) in _COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=_ABOUT_GATE if run is _gate else None)
+        add_arguments(command)
+        command.add_argument("--traceback", action="store_true", help="show errors with their traceback")
+        command.set_defaults(run=run)
+    return parser
 
-    compare = commands.add_parser("compare", help="measure a model: eager, one-stream and multi-stream replay")
-    compare.add_argument(
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "factory",
         metavar="MODULE:FACTORY",
-        help=f"gives (model, args) or (model, args, kwargs), or {_TRAINING_FACTORY}",
+        help=f"gives (model, args) or (model, args, kwargs), or {TRAINING_FACTORY}",
     )
-    compare.add_argument(
-        "--training",
-        action="store_true",
-        help=f"compare whole training steps; FACTORY gives {_TRAINING_FACTORY}",
+    parser.add_argument(
+        "--training", action="store_true", help=f"compare whole training steps; FACTORY gives {TRAINING_FACTORY}"
     )
-    compare.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
-    compare.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
-    compare.add_argument(
-        "--against",
-        type=_names,
-        default=(),
-        metavar="PEER,...",
-        help="others to measure, e.g. compile,cuda-graph",
+    _add_outputs(parser)
+    parser.add_argument(
+        "--against", type=_names, default=(), metavar="PEER,...", help="others to measure, e.g. compile,cuda-graph"
     )
-    compare.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    add_options(compare.add_argument_group("options of the preparation"))
-    compare.set_defaults(run=_compare)
+    add_options(parser.add_argument_group("options of the preparation"))
 
-    diagnosed = commands.add_parser("diagnose", help="everything that keeps a model from being prepared, at once")
-    diagnosed.add_argument("--json", action="store_true", help="print JSON instead")
-    diagnosed.add_argument(
-        "target", metavar="MODULE:FACTORY", help="as for compare; or SCRIPT.py, whose first call of a module counts"
-    )
-    diagnosed.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    diagnosed.set_defaults(run=_diagnose)
 
-    profiled = commands.add_parser("profile", help="where the time goes in a script as it is, or in a profiler's trace")
-    profiled.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
-    profiled.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
-    profiled.add_argument(
-        "--warmup", type=int, default=3, metavar="N", help="iterations to let go by first (default: 3)"
-    )
-    profiled.add_argument(
-        "--timed", type=int, default=10, metavar="N", help="iterations then timed without the profiler (default: 10)"
-    )
-    profiled.add_argument("--profiled", type=int, default=3, metavar="N", help="iterations then profiled (default: 3)")
-    profiled.add_argument("--stop", action="store_true", help="end the script once that is done")
-    profiled.add_argument("--quiet", action="store_true", help="print nothing of ours but errors")
-    profiled.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; or TRACE.json, TRACE.json.gz")
-    profiled.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    profiled.set_defaults(run=_profile)
+def _add_diagnose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help="as for compare")
+    _add_json(parser)
 
-    show = commands.add_parser("show", help="print a saved report")
-    show.add_argument("file", type=Path, metavar="FILE")
-    show.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page too")
-    show.set_defaults(run=_show)
 
-    export = commands.add_parser(
-        "export", help="write a saved report for other tools: Perfetto, Chrome trace, Nsight Systems, CSV"
-    )
-    export.add_argument("file", type=Path, metavar="REPORT")
-    export.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv")
-    export.add_argument(
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    _add_outputs(parser)
+    add_options(parser, Counts)
+    parser.add_argument("--stop", action="store_true", help="end the script once that is done")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file; or TRACE.json, TRACE.json.gz")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE")
+    _add_html(parser)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="REPORT")
+    parser.add_argument("out", type=Path, metavar="OUT", help="*.pftrace, *.json, *.nsys-rep, a folder or calls.csv")
+    parser.add_argument(
         "--format",
         choices=("perfetto", "chrome", "nsys", "csv", "dot", "svg", "pdf", "png"),
         help="where OUT's suffix does not say",
     )
-    export.set_defaults(run=_export)
 
-    annotated = commands.add_parser(
-        "annotate", help="join a profile of Nsight Systems, exported to SQLite, to the calls of a saved report"
+
+def _add_annotate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="PROFILE.sqlite", help="nsys export --type sqlite")
+    parser.add_argument("--report", type=Path, metavar="REPORT", required=True, help="a report of the same model")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="OUT",
+        help="write the report with the profile's replay: *.nimble, *.html, or what export writes",
     )
-    annotated.add_argument("file", type=Path, metavar="PROFILE.sqlite", help="nsys export --type sqlite")
-    annotated.add_argument("--report", type=Path, metavar="REPORT", required=True, help="a report of the same model")
-    annotated.add_argument(
-        "-o", "--out", type=Path, metavar="OUT", help="write the report with the profile's replay: *.nimble, *.html, "
-        "or what export writes (*.pftrace, *.json, *.nsys-rep, a folder)",
-    )  # fmt: skip
-    annotated.add_argument("--csv", type=Path, metavar="PATH", help="write each kernel of each replay with its call")
-    annotated.add_argument(
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="write each kernel of each replay with its call")
+    parser.add_argument(
         "--plan", dest="run_name", default="", metavar="NAME", help="whose replays (default: the chosen plan's)"
     )
-    annotated.set_defaults(run=_annotate)
-
-    changed = commands.add_parser("diff", help="what changed between two saved reports")
-    changed.add_argument("old", type=Path, metavar="OLD")
-    changed.add_argument("new", type=Path, metavar="NEW")
-    changed.add_argument("--json", action="store_true", help="print JSON instead")
-    changed.set_defaults(run=_diff)
-
-    _add_gate(commands.add_parser("gate", help="is a saved report good enough? for CI", description=_ABOUT_GATE))
-
-    doctor = commands.add_parser("doctor", help="what works on this machine, what does not, and what to do about it")
-    doctor.add_argument("--json", action="store_true", help="print JSON instead")
-    doctor.set_defaults(run=_doctor)
-
-    for command in commands.choices.values():
-        command.add_argument("--traceback", action="store_true", help="show errors with their traceback")
-    profiled.set_defaults(options=_long_options(profiled))
-    return parser
 
 
-def _long_options(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Its own long options but ``--help``, which scripts have as well, and how each is written: ``--html PATH``."""
-    found = {}
-    for action in parser._actions:  # argparse has no public list of them
-        for name in action.option_strings:
-            if name.startswith("--") and name != "--help":
-                found[name] = f"{name} {action.metavar}" if action.metavar else name
-    return found
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", type=Path, metavar="OLD")
+    parser.add_argument("new", type=Path, metavar="NEW")
+    _add_json(parser)
 
 
 def _add_gate(parser: argparse.ArgumentParser) -> None:
@@ -543,16 +385,47 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
         "files",
         type=Path,
         metavar="REPORT",
-        nargs="*",
+        nargs="+",
         help="one, or several of the same model, each of its own process",
     )
     parser.add_argument(
-        "--baseline", type=Path, metavar="OLD", nargs="+", default=[], help="earlier reports of the same model; three "
-        "a side tell smaller differences",
-    )  # fmt: skip
+        "--baseline",
+        type=Path,
+        metavar="OLD",
+        nargs="+",
+        default=[],
+        help="earlier reports of the same model, after REPORT; three a side tell smaller differences",
+    )
     parser.add_argument("--any-environment", action="store_true", help="compare with a baseline measured elsewhere")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    _add_json(parser)
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a Markdown table too")
     parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML too")
     add_options(parser.add_argument_group("rules"), Rules)
-    parser.set_defaults(run=_gate)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    _add_html(parser)
+    parser.add_argument("--save", type=Path, metavar="PATH", help="write the report (.nimble)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_html(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=Path, metavar="PATH", help="write a self-contained page")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
+    "compare": (_compare, _add_compare, "measure a model: eager, one-stream and multi-stream replay"),
+    "diagnose": (_diagnose, _add_diagnose, "everything that keeps a model from being prepared, at once"),
+    "profile": (_profile, _add_profile, "where the time goes in a script as it is, or in a profiler's trace"),
+    "show": (_show, _add_show, "print a saved report"),
+    "export": (_export, _add_export, "write a saved report for Perfetto, Chrome, Nsight Systems, or as CSV"),
+    "annotate": (_annotate, _add_annotate, "join a profile of Nsight Systems (SQLite) to the calls of a saved report"),
+    "diff": (_diff, _add_diff, "what changed between two saved reports"),
+    "gate": (_gate, _add_gate, "is a saved report good enough? for CI"),
+    "doctor": (_doctor, _add_json, "what works on this machine, what does not, and what to do about it"),
+}
+"""What each command runs, its arguments, and what it is for."""

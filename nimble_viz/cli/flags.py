@@ -1,4 +1,4 @@
-"""Flags of a command line, made of a frozen dataclass and its docstring: one place says what there is.
+"""Make flags of a command line from a frozen dataclass and its docstring.
 
 >>> parser = argparse.ArgumentParser(prog="demo")
 >>> add_options(parser)
@@ -14,24 +14,21 @@ import typing
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nimble_core.scheduling.options import Options
 
-if TYPE_CHECKING:
-    from nimble_viz.analysis.gate import Rules
-
-__all__ = ["add_options", "argument_help"]
+__all__ = ["add_options", "argument_help", "option_values"]
 
 
-def add_options(group: Any, kind: type[Options] | type[Rules] = Options) -> None:
-    """One flag for each field of ``kind``: name, type, choices, default and help are the dataclass's own."""
+def add_options(group: Any, kind: type[Any] = Options) -> None:
+    """Add a flag for each field of the dataclass ``kind``, with its name, type, choices, default and help."""
     hints = typing.get_type_hints(kind)
     helps = argument_help(kind.__doc__ or "")
     for field in fields(kind):
         hint = hints[field.name]
         flag = "--" + field.name.replace("_", "-")
-        text = f"{helps[field.name]} (default: {field.default})".replace("%", "%%")
+        text = f"{helps[field.name].rstrip('.')} (default: {field.default})".replace("%", "%%")
         members = typing.get_args(hint)
         if hint is bool:
             action = argparse.BooleanOptionalAction
@@ -47,6 +44,11 @@ def add_options(group: Any, kind: type[Options] | type[Rules] = Options) -> None
             group.add_argument(flag, type=parse, default=field.default, help=text, metavar=metavar)
 
 
+def option_values(given: argparse.Namespace, kind: type[Any] = Options) -> dict[str, Any]:
+    """Return what was given for the fields of ``kind``, by name."""
+    return {field.name: getattr(given, field.name) for field in fields(kind)}
+
+
 def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def number(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
@@ -55,7 +57,7 @@ def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def argument_help(doc: str) -> dict[str, str]:
-    """``{argument: text}`` from the ``Args:`` section of a docstring."""
+    """Return ``{argument: text}`` from the ``Args:`` section of a docstring."""
     section = re.split(r"^(?=\S)", cleandoc(doc).partition("Args:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     found = re.findall(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", section, re.DOTALL | re.MULTILINE)
     return {name: " ".join(text.replace("``", "").split()) for name, text in found}

@@ -30,9 +30,11 @@ from nimble_core.utils.errors import InputError, NimbleError
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.profiled import profiled_verdict
-from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_fields, profiling, split
+from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, profiling, split
 from nimble_viz.cli.cell import Calls, cell_number, compile_body, why_not_captured
+from nimble_viz.cli.flags import option_values
 from nimble_viz.collect.progress import default_progress
+from nimble_viz.collect.sampler import Counts
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, SimpleMatcherResult
@@ -57,15 +59,16 @@ _BETWEEN = tuple(
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completion with ``shell``; again, it is as if once."""
+    """Register the magics and their completion with ``shell``; doing it again changes nothing."""
     unload(shell)
     magic = _Magic(shell)
-    shell.register_magic_function(magic.nimble, "line_cell", _NAME)
+    register: Any = shell.register_magic_function  # its types take it for unbound
+    register(magic.nimble, "line_cell", _NAME)
     shell.Completer.custom_matchers.append(magic.complete)
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Take away all that ``load`` registered, if it did."""
+    """Remove all that ``load`` registered, if anything."""
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop(_NAME, None)
     vars(shell.magics_manager.user_magics).pop(_NAME, None)
@@ -77,7 +80,7 @@ class _Magic:
     """Bound to one shell, whose namespace it evaluates in and binds to."""
 
     def __init__(self, shell: InteractiveShell) -> None:
-        self.shell = shell
+        self.shell: Any = shell  # its methods have no types
 
     @no_var_expand
     @needs_local_scope
@@ -107,6 +110,7 @@ class _Magic:
                 return None
             parsed = parser.parse_intermixed_args(given)
         with _presented(self.shell, whole=parsed.traceback):
+            report: Report | None
             if cell is None:
                 report = self._compare(parsed, local_ns or self.shell.user_ns)
             else:
@@ -115,9 +119,9 @@ class _Magic:
                 self.shell.push({parsed.out: report})
         return None if silent else report
 
-    @context_matcher(identifier=__name__)
+    @context_matcher(identifier=__name__)  # type: ignore[untyped-decorator]  # IPython's has no types
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
-        """Flags and their values, instead of all else; names of the user's beside what else completes Python."""
+        """Offer flags and their values instead of all else, and the user's names beside what completes Python."""
         typed = _LINE.match(context.line_with_cursor[: context.cursor_position])
         if typed is None:
             return {"completions": []}
@@ -146,15 +150,16 @@ class _Magic:
         return compare(model, *args, kwargs=named, **self._keywords(given, compare, namespace))
 
     def _profile(self, given: argparse.Namespace, cell: str) -> Report | None:
-        """Run the cell's body and report on it; None, with a word why, if it ran no operator."""
+        """Run the cell's body and report on it; say why and return None if it ran no operator."""
         from nimble_viz.collect.compare import compare
-        from nimble_viz.collect.profile import Profiling, profile
+        from nimble_viz.collect.profile import Profiling
 
         shell = self.shell
         how = self._keywords(given, compare, shell.user_ns)
-        run = Profiling(subject=f"In[{cell_number(shell)}]", **keywords(given, profile))
+        counts = Counts(**option_values(given, Counts))
+        run = Profiling(counts, subject=f"In[{cell_number(shell)}]")
         body, calls = compile_body(shell, cell), Calls()
-        shown: list[Any] = []
+        shown: object = None
         try:
             with ExitStack() as profiled:
                 with interrupts_postponed():
@@ -170,8 +175,7 @@ class _Magic:
                         print(nothing)
                         return None
         finally:
-            for value in shown:
-                sys.displayhook(value)
+            sys.displayhook(shown)
         why = why_not_captured(calls, run.report) if given.capture else "--no-capture"
         call = calls.first
         if call is not None and not why:
@@ -200,7 +204,7 @@ class _Magic:
         return eval(code, self.shell.user_global_ns, namespace)
 
     def _inputs(self, texts: list[str], namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call, by Python's own rules."""
+        """Evaluate the arguments of a call, by Python's own rules."""
 
         def collect(*args: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args, named
@@ -217,8 +221,8 @@ class _Magic:
     def _keywords(
         self, given: argparse.Namespace, function: Callable[..., Any], namespace: dict[str, Any]
     ) -> dict[str, Any]:
-        """Keywords of ``compare``: what was typed as Python evaluated, and the options."""
-        chosen = option_fields(given)
+        """Return keywords of ``compare``: the options, and the values of what was typed as Python."""
+        chosen = option_values(given)
         if chosen["policy"] not in ("auto", *POLICIES):
             chosen["policy"] = namespace.get(chosen["policy"], chosen["policy"])
         made = keywords(given, function)
@@ -230,7 +234,7 @@ class _Magic:
         return {**made, "options": Options(**chosen)}
 
     def _peers(self, text: Expression, namespace: dict[str, Any]) -> Any:
-        """Names with commas between, of peers there are or of the user's own; else Python that gives one or several."""
+        """Return peers by comma-separated names, built in or the user's own; else the value of the Python."""
         from nimble_viz.collect.peers import Peer, peer_names
 
         names = text.split(",")
@@ -243,12 +247,12 @@ class _Magic:
 
 @contextmanager
 def _presented(shell: InteractiveShell, *, whole: bool = False, by_user: bool = False) -> Iterator[None]:
-    """Errors that pass through are shown without our own frames, ours by their message alone.
+    """Show errors that pass through without our own frames, and our own errors as their message alone.
 
     Args:
         shell: draws them.
         whole: leave them as they are.
-        by_user: the user's code runs inside: an error of ours in it has a traceback too.
+        by_user: the user's code runs inside, where an error of ours has a traceback too.
     """
     try:
         yield
@@ -273,8 +277,8 @@ def _is_machinery(traceback: TracebackType) -> bool:
     return name in _FILES or name.startswith(_FOLDERS) or name.endswith(_BETWEEN)
 
 
-def _draw_instead(shell: InteractiveShell, error: BaseException, frames: list[TracebackType]) -> None:
-    """Have the shell draw ``error`` with these frames: what IPython asks an exception for, if it has it."""
+def _draw_instead(shell: Any, error: BaseException, frames: list[TracebackType]) -> None:
+    """Have the shell draw ``error`` with these frames, through the method that IPython looks for."""
     chain = None
     for one in reversed(frames):
         chain = TracebackType(chain, one.tb_frame, one.tb_lasti, one.tb_lineno)

@@ -1,14 +1,13 @@
-"""``ablate``: what autograd, dispatch, shape inference and allocation cost an eager run, told apart by leaving one out.
+"""Estimate what autograd, dispatch and allocation cost an eager run, by leaving out one at a time.
 
-A profiler sees an operator begin and end; what the dispatcher does in between it does not see. Here the recorded
+A profiler sees an operator begin and end, and nothing of what the dispatcher does in between. Here the recorded
 operators run again in ways that differ in one thing, and the difference is that thing's estimate:
 
-- the model with autograd and without: autograd;
-- operators that write into results given to them (``out=``), and the same operators as they are: allocation;
-- operators on meta tensors, which have shapes and no memory, and as many that do nothing: shape inference;
-- as many operators that do nothing, called as a model calls them: dispatch.
+- autograd: the model with autograd, less the model without it;
+- allocation: operators as they are, less the same operators writing into given results (``out=``);
+- dispatch: as many operators that do nothing.
 
-Estimates, not measurements of the eager run itself: operators run back to back here, with warm caches.
+These are estimates, not measurements of the eager run itself: operators run back to back, with warm caches.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Estimate:
     """One source of overhead.
 
     Args:
-        name: ``"autograd"``, ``"dispatch"``, ``"shape inference"``, ``"allocation"`` or ``"the rest"``.
-        ns: an iteration's, 0 or more; None where there was no operator to tell it from.
-        operators: that it is about, of ``Ablation.operators``: for others it is part of "the rest".
-        basis: the difference that it is.
+        name: ``"autograd"``, ``"dispatch"``, ``"allocation"`` or ``"the rest"``.
+        ns: nanoseconds of one iteration, 0 or more; None where no operator could show it.
+        operators: how many of ``Ablation.operators`` the estimate covers. For others it is part of "the rest".
+        basis: the difference that was taken.
     """
 
     name: str
@@ -55,10 +54,10 @@ class Ablation:
     """Host time of an eager iteration, estimated by source.
 
     Args:
-        iteration_ns: median host time of the model as it is, with autograd where its parameters ask for it; on a GPU
-            until everything is launched, on the host with the operators' own computing.
-        operators: of one iteration, views and allocations included.
-        estimates: by source; with "the rest" they add up to ``iteration_ns`` where none of them is larger than it.
+        iteration_ns: median host time of the model as it is, with autograd where its parameters require it. On a GPU it
+            ends when everything is launched; on the host it includes the operators' own computing.
+        operators: operators of one iteration, views and allocations included.
+        estimates: by source. With "the rest" they add up to ``iteration_ns``, unless one alone is larger.
         runs: what was timed in turn.
         device: ``"cuda"`` or ``"cpu"``.
     """
@@ -70,7 +69,7 @@ class Ablation:
     device: str
 
     def estimate(self, name: str) -> Estimate:
-        """The estimate called ``name``. Raises KeyError if there is none."""
+        """Return the estimate called ``name``. Raises KeyError if there is none."""
         found = next((one for one in self.estimates if one.name == name), None)
         if found is None:
             raise KeyError(name)
@@ -95,7 +94,7 @@ def ablate(
     kwargs: Mapping[str, Any] | None = None,
     rounds: int = 30,
 ) -> Ablation:
-    """Estimate what autograd, dispatch, shape inference and allocation cost an eager forward of ``model``.
+    """Estimate what autograd, dispatch and allocation cost an eager forward of ``model``.
 
     The model, its buffers, inputs and random state are left as they were. Prepares nothing and captures nothing.
 
@@ -103,7 +102,7 @@ def ablate(
         model: module or function of tensors, on one device.
         args: positional inputs.
         kwargs: keyword inputs.
-        rounds: of timing all variants in turn.
+        rounds: how often all variants are timed in turn.
 
     Raises:
         InputError: no model, no tensor among the inputs, mixed devices, or no rounds.
@@ -112,7 +111,6 @@ def ablate(
     from nimble_core.autotune.capture_pipeline import device_for
     from nimble_core.tracing.recorded import Recorded, check_inputs, preparing, state_kept
     from nimble_core.tracing.side_effects import preserved
-    from nimble_viz.collect.shape_inference import shape_inference
 
     if rounds < 1:
         raise InputError(f"rounds={rounds!r}: nothing would be timed", fix="30 or so")
@@ -129,24 +127,20 @@ def ablate(
                     model(*args, **named)
             variants, covered = _variants(model, args, named, signature.tensors, recording)
             runs = _timed(variants, device.synchronize, rounds)
-    shapes_ns, covered["shapes"] = shape_inference(recording, rounds)
-    found = estimates({name: run.samples_ns for name, run in runs.items()}, shapes_ns, covered, device.kind)
+    found = estimates({name: run.samples_ns for name, run in runs.items()}, covered, device.kind)
     return Ablation(runs["as it is"].median_ns, covered["operators"], found, tuple(runs.values()), device.kind)
 
 
-def estimates(
-    samples: Mapping[str, Sequence[float]], shapes_ns: float, covered: Mapping[str, int], device: str
-) -> tuple[Estimate, ...]:
-    """Medians of the differences between variants that ran next to each other, none below 0. Pure.
+def estimates(samples: Mapping[str, Sequence[float]], covered: Mapping[str, int], device: str) -> tuple[Estimate, ...]:
+    """Take medians of the differences between variants that ran next to each other, none below 0. Pure.
 
     Args:
         samples: host nanoseconds of each variant, round by round, by name.
-        shapes_ns: what shape inference takes.
-        covered: how many ``"operators"`` there are, and how many have ``"out="`` and infer ``"shapes"`` by themselves.
+        covered: how many ``"operators"`` there are, and how many of them have an ``"out="`` form.
         device: ``"cuda"`` or ``"cpu"``.
     """
     whole = median(samples["as it is"])
-    count, given, shaped = covered["operators"], covered["out="], covered["shapes"]
+    count, given = covered["operators"], covered["out="]
 
     def less(name: str, without: str) -> float:
         return median(a - b for a, b in zip(samples[name], samples[without], strict=True))
@@ -154,7 +148,6 @@ def estimates(
     parts = [
         ("autograd", less("as it is", "no autograd"), count, "the model with autograd less the model without"),
         ("dispatch", median(samples["nothing"]), count, "as many operators that do nothing: the least there can be"),
-        ("shape inference", shapes_ns, shaped, "operators on meta tensors less as many that do nothing"),
         ("allocation", less("allocating", "out="), given, "operators less the same with out="),
     ]
     found = [
@@ -162,16 +155,16 @@ def estimates(
         for name, ns, operators, basis in parts
     ]
     rest = whole - sum(one.ns or 0.0 for one in found)
-    what = "Python, modules, arguments, launches"
+    what = "Python, modules, arguments, shapes, launches"
     if device != "cuda":
-        what = "Python, modules, arguments, and the operators' own computing"
+        what = "Python, modules, arguments, shapes, and the operators' own computing"
     return (*found, Estimate("the rest", max(0.0, rest), count, what))
 
 
 def _timed(
     variants: Mapping[str, Callable[[], object]], synchronize: Callable[[], object], rounds: int
 ) -> dict[str, Measurement]:
-    """Host time of each variant, in turn; the device is idle when one begins, and is not waited for when it ends."""
+    """Time each variant in turn on the host: the device is idle at its start, and not awaited at its end."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
         run()
@@ -192,7 +185,7 @@ def _variants(
     inputs: Sequence[torch.Tensor],
     recording: Recording,
 ) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """What to time, by name, and how many operators of the recording the variants are about."""
+    """Return what to time, by name, and how many operators of the recording the variants cover."""
     import torch
 
     from nimble_core.tracing.recording import Issuer
@@ -236,7 +229,7 @@ _Bound = tuple[Callable[..., Any], list[Any], dict[str, Any]]
 
 
 def _bound(recording: Recording, issuer: Issuer) -> list[_Bound]:
-    """Every step with its tensors, after running each once."""
+    """Return every step with its tensors, after running each once."""
     import torch
 
     with torch.no_grad():
@@ -254,10 +247,10 @@ def _filled(step: Step, tensors: Any) -> _Bound:
 
 
 def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Bound | None:
-    """The step with a result to write into; None for operators without a form of their own that does so.
+    """Return the step with a result to write into; None if the operator has no ``out`` form of its own.
 
-    Torch makes an ``out`` form for every operator; most of these allocate a result and copy it, and would show more
-    time and not less. Those that torch made have the tag ``generated``.
+    Torch generates an ``out`` form for every other operator. Most of these allocate a result and copy it, which takes
+    more time and not less. They have the tag ``generated``.
     """
     import torch
 

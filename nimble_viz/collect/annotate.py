@@ -1,4 +1,4 @@
-"""``annotate``: what Nsight Systems saw of a report's replays, joined to the report's calls."""
+"""``annotate``: join what Nsight Systems saw of a report's replays to the report's calls."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ COLUMNS = (
     "phase",
     "stream",
 )
-"""Of ``Annotation.rows``: the first six are called as in the export, and join to its tables."""
+"""Columns of ``Annotation.rows``. The first six have the names of the export, and join to its tables."""
 
 _HOW: dict[Way, str] = {
     "capture ranges": "by the NVTX ranges in which the graph's nodes were captured",
     "graph node ids": "by graph node id and kernel name",
-    "name and order": "by kernel name and the plan's order",
 }
 _LISTED = 8
 
@@ -59,7 +58,7 @@ class Annotation:
     """A report with a replay as Nsight Systems saw it.
 
     Args:
-        report: the report, its timeline of ``run`` that of the export.
+        report: the report, with the export's timeline of ``run``.
         run: the plan whose replays were looked for.
         source: name of the export.
         joined: the plan's graph in the export, node by node.
@@ -79,14 +78,14 @@ class Annotation:
 
     @property
     def exit_code(self) -> int:
-        """0 if the self-check holds: every node that was expected was seen in every replay, and no other; else 1."""
+        """0 if every expected node was seen in every replay, and no other; else 1."""
         return 0 if self.check.passed else 1
 
     def rows(self) -> Iterator[Row]:
-        """Every kernel, copy and fill of every whole replay, in ``COLUMNS``; times in nanoseconds, as in the export.
+        """Yield every kernel, copy and fill of every whole replay, in ``COLUMNS``; times in nanoseconds.
 
-        ``replay`` counts from 0; ``call``, ``operator``, ``module``, ``phase`` and ``stream`` (the planned one) are
-        those of the report, None or empty where no call explains it.
+        ``replay`` counts from 0. ``call``, ``operator``, ``module``, ``phase`` and ``stream`` (the planned one) are the
+        report's, None or empty where no call explains the row.
         """
         calls, schedule = self.report.program.calls, _schedule(self.report, self.run)
         for number, replay in enumerate(self.joined.replays):
@@ -109,7 +108,7 @@ class Annotation:
         return write_file(path, out.getvalue().encode())
 
     def to_text(self) -> str:
-        """What matched, and what did not, as lines of text."""
+        """Say what matched, and what did not, as lines of text."""
         joined, check = self.joined, self.check
         line = self.report.timeline(self.run)
         lines = [
@@ -130,9 +129,9 @@ class Annotation:
 def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[str], run: str = "") -> Annotation:
     """Join an Nsight Systems profile to the calls of ``report``, by graph node id.
 
-    The profile is one of the report's model, in any process, taken with ``--cuda-graph-trace=node`` (and ``nvtx`` among
-    ``--trace``, so that nodes are told by the profile itself), exported by ``nsys export --type sqlite``. Needs neither
-    torch nor a GPU; the file is read, never run or written.
+    The profile is of the report's model, in any process, taken with ``--cuda-graph-trace=node`` (and ``nvtx`` in
+    ``--trace``, so that the profile itself tells the nodes), exported by ``nsys export --type sqlite``. Needs neither
+    torch nor a GPU. The file is only read.
 
     Args:
         export: the SQLite file.
@@ -149,7 +148,7 @@ def annotate(export: str | os.PathLike[str], report: Report | str | os.PathLike[
     schedule = _schedule(report, run or report.chosen)
     line = report.timeline(schedule.policy)
     seen = read_export(export)
-    joined = join(seen, expected(report.program, schedule, line, report.costs.kernels))
+    joined = join(seen, expected(report.program, schedule, line))
     source = Path(export).name
     notes = _notes(report, seen, joined)
     known = report.measurement(schedule.policy)
@@ -177,21 +176,18 @@ def _schedule(report: Report, run: str) -> Schedule:
 
 
 def _elsewhere(report: Report, seen: Export) -> bool:
-    """Whether the profile is of another GPU than the report."""
+    """Say whether the profile is of another GPU than the report."""
     here = report.environment.device_name
     return bool(seen.gpu and here and seen.gpu != here)
 
 
 def _notes(report: Report, seen: Export, joined: Joined) -> tuple[str, ...]:
-    """What did not match, with counts and names, and what else to doubt."""
+    """Say what did not match, with counts and names, and what else to doubt."""
     notes = []
     if joined.missing:
         notes.append(f"kernels of the report's replay that this one does not run: {_listed(joined.missing)}")
     if joined.strangers:
         notes.append(f"in each replay, of no call: {_listed(joined.strangers)}")
-    if joined.way == "name and order" and joined.told.check.ambiguous:
-        doubtful = format_count(joined.told.check.ambiguous)
-        notes.append(f"{doubtful} of the nodes could be another call's with the same kernel")
     if joined.partial:
         notes.append(f"left out: {plural(joined.partial, 'replay')} that the profile holds in part")
     if joined.rivals:

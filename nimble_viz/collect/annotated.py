@@ -1,4 +1,4 @@
-"""``annotated``: an eager run's calls as NVTX ranges, with the call indices of a report, for Nsight Systems."""
+"""``annotated``: draw an eager run's calls as NVTX ranges, with the call indices of a report."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["annotated"]
 
 _AHEAD = 64
-"""How many calls further on an operator is looked for that is not the next call's."""
+"""How many calls ahead to look for an operator that is not the next call's."""
 
 
 @contextmanager
 def annotated(of: ReportData | Program | Nimble | None = None, name: str = "eager") -> Iterator[None]:
-    """Draw each call of an eager run under its name, in Nsight Systems or another tool that listens to NVTX.
+    """Draw each call of an eager run under its name, in Nsight Systems or another NVTX tool.
 
-    The ranges lie in the domain ``nimble`` inside one called ``name``; each is called after its operator and module,
-    has its phase as category, the colour of its stream, and a payload of its call index and the bytes it reads and
-    writes. Without a tool nothing is done at all. Ranges of captures and replays need no ``annotated``.
+    The ranges lie in the domain ``nimble``, inside one called ``name``. Each is named after its operator and module,
+    and has its phase as category, the colour of its stream, and a payload of its call index and the bytes it reads and
+    writes. Without a tool nothing happens. Captures and replays have ranges without ``annotated``.
 
     Enter it once for each run of the model::
 
@@ -44,9 +44,9 @@ def annotated(of: ReportData | Program | Nimble | None = None, name: str = "eage
 
     Args:
         of: whose call indices to use: a report of this model, its eager Program, or a prepared ``Nimble``. Operators
-            that it does not know, in this order, have index -1. None: operators are counted as they come, views and
-            ``empty`` left out, and bytes are those of their inputs.
-        name: of the range around all of them.
+            that it does not know, in this order, have index -1. None: operators are counted in order, without views and
+            ``empty``, and bytes are those of their inputs.
+        name: name of the range around all of them.
 
     Raises:
         InputError: ``of`` is nothing that has calls.
@@ -114,7 +114,7 @@ class _EagerRanges(TorchDispatchMode):
         return make_range(self._domain, label, phase, call=index, nbytes=nbytes, stream=stream)
 
     def _find(self, operator: str) -> int:
-        """The next call of this operator, or -1; what lies between was not run, or in another order."""
+        """Return the next call of this operator, or -1. Calls before it were skipped or reordered."""
         if not self._calls:
             self._next += 1
             return self._next - 1
@@ -125,7 +125,7 @@ class _EagerRanges(TorchDispatchMode):
         return -1
 
     def _stream(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Streams are numbered as they appear; what runs on the host counts as on the first."""
+        """Return the number of a stream, in order of appearance; the host counts as the first."""
         device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         if device is None:
             return 0
@@ -133,6 +133,6 @@ class _EagerRanges(TorchDispatchMode):
 
 
 def _stays_on_host(func: Any) -> bool:
-    """Whether ``func`` gives memory another shape, or makes some without content."""
+    """Say whether ``func`` only gives memory another shape, or makes some without content."""
     reshapes = func.is_view or func is torch.ops.aten._unsafe_view.default or torch.Tag.inplace_view in func.tags
     return reshapes or makes_memory_only(func)

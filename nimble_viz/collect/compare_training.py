@@ -1,7 +1,7 @@
-"""The training step that ``compare`` measures: as its user writes it, as peers run it, and as one module to record.
+"""The training step that ``compare`` measures, as users write it, as peers run it, and as one module.
 
-Every run trains for real: on the user's own parameters, which the caller of the runs puts back (``state_kept``), with
-copies of the user's optimizer. ``.grad`` is put aside by ``Training.gradients_kept``.
+Every run trains for real, on the user's own parameters and with copies of the user's optimizer. The caller puts the
+parameters back (``state_kept``), and ``Training.gradients_kept`` the gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Mark = Callable[[Phase], AbstractContextManager[Any]]
 
 
 def mark_phase(name: Phase) -> AbstractContextManager[Any]:
-    """Tells the profiler that phase ``name`` runs inside."""
+    """Tell the profiler that phase ``name`` runs inside."""
     return torch.profiler.record_function(f"{PHASE}{name}")
 
 
@@ -59,18 +59,18 @@ def _unmarked(_: Phase) -> AbstractContextManager[Any]:
 
 
 class TrainingRun:
-    """One training step as users write it: zeroed gradients, forward, loss, backward, ``optimizer.step()``.
+    """One training step as users write it: zeroed gradients, forward, loss, backward, update.
 
     Called with ``(inputs, targets)`` it returns what ``WholeStep`` does: loss, output, gradients by parameter name.
 
     Args:
         forward: the model, or what a peer made of it.
-        loss_fn: of output and targets, of the output alone where there are none.
-        optimizer: its own, of ``trained``; None: nothing is updated.
+        loss_fn: of output and targets; of the output alone if there are none.
+        optimizer: the run's own, of ``trained``; None: nothing is updated.
         trained: parameters that ``forward`` reads, by name.
         casting: mode around forward and loss.
-        scaler: its own bookkeeping around a scale that runs may share.
-        clip_grad_norm: largest norm of all gradients together; None: as they come.
+        scaler: the run's own, around a scale that runs may share.
+        clip_grad_norm: largest norm of all gradients together; None: no limit.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TrainingRun:
         return str(getattr(self.forward, "note", ""))
 
     def step(self, inputs: Any, targets: Any = None, mark: Mark = _unmarked) -> tuple[torch.Tensor, Any]:
-        """Train one step; loss and output, which may be under way on the device."""
+        """Train one step; return loss and output, which the device may still be computing."""
         return self._step(inputs, targets, mark, unscaled=False)
 
     def _step(self, inputs: Any, targets: Any, mark: Mark, *, unscaled: bool) -> tuple[torch.Tensor, Any]:
@@ -129,7 +129,7 @@ class TrainingRun:
             self.scaler.update()
 
     def __call__(self, inputs: Any, targets: Any = None) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-        """Train one step; what ``WholeStep`` returns."""
+        """Train one step; return what ``WholeStep`` does."""
         loss, output = self._step(inputs, targets, _unmarked, unscaled=True)
         gradients = {name: one.grad for name, one in self.trained.items() if one.grad is not None}
         tensors, structure = flatten(output, what="output")
@@ -143,18 +143,10 @@ class TrainingRun:
 
 
 class Training:
-    """What a training comparison is about.
+    """A training step to compare; arguments are those of ``compare``.
 
-    Args:
-        model: the user's module, in training mode.
-        args: positional inputs, and
-        kwargs: keyword inputs of the model. Inputs that require gradients are taken without.
-        target: what the loss is told; None: nothing.
-        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the target is None; a scalar.
-        optimizer: the user's, never written; None: forward, loss and backward alone.
-        autocast: half-precision type for ``torch.autocast`` around forward and loss; None: as they come.
-        scaler: the user's, never written: every run scales by a copy. One that is disabled counts as None.
-        clip_grad_norm: largest norm of all gradients together; None: as they come.
+    Optimizer and scaler are the user's and never written: runs work on copies. A disabled scaler counts as None. Inputs
+    that require gradients are detached.
 
     Attributes:
         whole: the step as one module of ``(inputs, targets)``, with a copy of the optimizer.
@@ -222,7 +214,7 @@ class Training:
     def _run(
         self, forward: Run, optimizer: torch.optim.Optimizer | None, trained: Mapping[str, torch.Tensor]
     ) -> TrainingRun:
-        """A run with the step's settings, whose scale is that of ``whole``: rewound and kept with it."""
+        """Make a run with the step's settings. It shares the scale of ``whole``, and is rewound with it."""
         scaler = None
         if self.whole.scaler is not None:
             scaler = _copied_scaler(self.whole.scaler)
@@ -254,7 +246,7 @@ class Training:
         return tuple(found)
 
     def left_out(self, recorded: Recorded) -> str:
-        """That the scaler leaves the step out, as its scale is now, in words; nothing if it does not."""
+        """Say that the scaler skips the step at its present scale; return nothing if it does not."""
         if self.whole.scaler is None:
             return ""
         with preserved(self.whole, draws=()), state_kept(recorded):
@@ -269,7 +261,7 @@ class Training:
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
-        """Inside, no parameter has a gradient at first; at the end each has its own again."""
+        """Put all gradients aside, and give each parameter its own back at the end."""
         parameters = dict.fromkeys([*self.whole.parameters(), *self.whole.trained().values()])
         if isinstance(self.loss_fn, torch.nn.Module):
             parameters |= dict.fromkeys(self.loss_fn.parameters())
@@ -283,7 +275,7 @@ class Training:
                 one.grad = gradient
 
     def rounded(self, recorded: Recorded, cases: Cases) -> tuple[list[list[torch.Tensor]], list[str]]:
-        """For each case what eager makes of it where rounding differs, and what to call the outputs."""
+        """Return, for each case, eager's outputs with other rounding, and the names of the outputs."""
         build = builder(recorded.signature.structure)
         moved, names = [], list[str]()
         for inputs, _ in cases.eager:
@@ -297,7 +289,7 @@ class Training:
         return moved, ["loss", *["output"] * outputs, *names]
 
     def rewinding(self) -> Callable[[], None]:
-        """A function that puts parameters, buffers and optimizer state back to what they are now."""
+        """Return a function that puts parameters, buffers and optimizer state back to what they are now."""
         live = [one.detach() for one in (*self.whole.parameters(), *self.whole.buffers())]
         values = [one.clone() for one in live]
 
@@ -308,7 +300,7 @@ class Training:
         return rewind
 
     def replay(self, run: Callable[[], Sequence[Any]]) -> Callable[[], torch.Tensor]:
-        """What a call of ``TrainStep`` does around ``run``, a replay: the host's part, and the caller's own loss."""
+        """Wrap a replay as ``TrainStep`` does: the host's part before it, and a loss of the caller's own."""
         captured = self._captured
 
         def once() -> torch.Tensor:
@@ -320,7 +312,7 @@ class Training:
         return once
 
     def peer(self, one: Peer) -> TrainingRun:
-        """The step as peer ``one`` runs forward and backward, with the user's optimizer.
+        """Make the step with forward and backward of peer ``one``, and a copy of the user's optimizer.
 
         Raises:
             InputError: it cannot train.
@@ -341,10 +333,10 @@ class Training:
         return self._run(run, None if optimizer is None else _copied(optimizer, swap), trained)
 
     def wrong_update(self, run: Callable[[], tuple[Any, Any, Mapping[str, torch.Tensor]]]) -> str:
-        """Whether a replay's update is what the optimizer makes of the replay's gradients: how it is not, or nothing.
+        """Say how a replay's update is not what the optimizer makes of its gradients; nothing if it is.
 
         To be called where state is kept. The difference allowed is a thousandth of the update, and rounding. With a
-        scaler, gradients that are not finite are to change nothing.
+        scaler, gradients that are not finite must change nothing.
         """
         if self._optimizer is None:
             return ""
@@ -401,7 +393,7 @@ def _require_step_options(
 
 
 def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A tuple of positional or a dict of keyword inputs; both together by name."""
+    """Return a tuple of positional or a dict of keyword inputs; both together by name."""
     if not kwargs:
         return tuple(args)
     if not args:
@@ -419,7 +411,7 @@ def _as_inputs(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _without_gradients(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The same tensors, cut off from any graph of the caller's, which a backward would run through."""
+    """Detach the tensors from any graph of the caller's, which a backward would run through."""
     tensors, structure, _ = take_apart(arguments, {}, ("inputs", "target"))
     if not any(tensor.requires_grad for tensor in tensors):
         return arguments
@@ -430,7 +422,7 @@ def _without_gradients(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
 def _copied(
     optimizer: torch.optim.Optimizer, swap: Mapping[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer with state and groups of its own, for the same parameters, or for those they are swapped for."""
+    """Copy the optimizer, state and groups, for the same parameters or for those they are swapped for."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
     members = [one for group in optimizer.param_groups for one in group["params"]]
@@ -445,7 +437,7 @@ def _copied(
 
 
 def _copied_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """A scaler with the same settings, scale and count of steps, in memory of its own."""
+    """Copy a scaler: settings, scale and count of steps."""
     try:
         return copy.deepcopy(scaler)
     except (AssertionError, RuntimeError) as error:  # torch's refusal in the midst of a step

@@ -1,8 +1,8 @@
-"""``diagnose``: everything that keeps a model from being prepared, found in one go.
+"""``diagnose``: find everything that keeps a model from being prepared, at once.
 
 A preparation stops at the first call it refuses. Here the model runs live, each refusal is noted, and the run goes on
-with eager's values; a second run on other values finds what other branches do. Only where neither found anything is the
-model recorded as a preparation does it.
+with eager's values. A second run on other values finds what other branches do. Only if neither found anything is the
+model recorded as a preparation records it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-import runpy
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +36,11 @@ from nimble_core.tracing.side_effects import requirements_kept, run_preserved
 from nimble_core.tracing.signature import Signature, require_plain
 from nimble_core.tracing.static_check import on_other_values
 from nimble_core.utils.errors import InputError, NimbleError, NotStaticError, first_line
-from nimble_viz.collect.profile import script_arguments
 from nimble_viz.collect.sources import pass_over_machinery, text_of
 from nimble_viz.collect.suggestions import refuse_unknown
 from nimble_viz.render.diagnosis import Blocker, Diagnosis
 
-__all__ = ["diagnose", "diagnose_script"]
+__all__ = ["diagnose"]
 
 _TORCH = (f"{Path(torch.__file__).parent}/", "<frozen ")
 _OURS = [Path(str(sys.modules[name].__file__)).parent for name in ("nimble_core", "nimble_viz")]
@@ -73,7 +71,7 @@ _KINDS = {
         "keep the tensor on the device, or copy it outside of the model",
     ),
 }
-"""What it does, and what to do instead; by section of docs/troubleshooting.md."""
+"""By section of docs/troubleshooting.md: what such a call does, and what to do instead."""
 _NAMES = {
     "__bool__": ("if tensor:", _BRANCH, ""),
     "is_nonzero": ("if tensor:", _BRANCH, ""),
@@ -95,7 +93,7 @@ _NAMES = {
     "bincount": ("", _SHAPE, "torch.zeros(n).index_add_(0, x, ones), n being the number of bins"),
     "unique": ("", _SHAPE, "compute it before the model, and pass it in"),
 }
-"""What users write for a function of torch (empty: its name says it), its kind, and what to do if not as usual."""
+"""By function of torch: what users write (empty: its name), its kind, and what to do if not the usual."""
 _GENERAL = (
     "compute it on the device, or pass it as an input",
     "compute both and choose: torch.where(condition, a, b)",
@@ -103,7 +101,7 @@ _GENERAL = (
     "use a form with a fixed shape (torch.where, a mask, a size argument)",
     "use torch.where(mask, values of x's shape, x), or one value, with the mask on the device",
 )
-"""What a recording says to do of any such call; what else it says knows more than the tables above."""
+"""Remedies that a recording gives for any such call. Its other remedies are better than the tables above."""
 
 
 def diagnose(
@@ -113,13 +111,13 @@ def diagnose(
     options: Options | None = None,
     **unknown: Never,
 ) -> Diagnosis:
-    """Find everything that keeps ``model`` from being prepared for inputs like these. The model is left as it was.
+    """Find everything that keeps ``model``, which is left as it was, from being prepared for these inputs.
 
     Args:
         model: module or function of tensors.
         args: positional inputs.
         kwargs: keyword inputs.
-        options: how it would be prepared; ``strict`` alone counts.
+        options: how it would be prepared; only ``strict`` counts.
         unknown: refused, with a word on what to write instead.
 
     Returns:
@@ -142,43 +140,8 @@ def diagnose(
     return Diagnosis(name, tuple(blockers), tuple(dict.fromkeys(notes)))
 
 
-class _FirstCall(BaseException):
-    """Ends a script once a module has been called in it; no ``except Exception`` holds it up."""
-
-
-def diagnose_script(path: Path, arguments: list[str]) -> Diagnosis:
-    """Run a script until its first call of a module is over, and diagnose this call.
-
-    Raises:
-        InputError: no such script, or it calls no module. Errors of a script that called none propagate.
-    """
-    if not path.is_file():
-        raise InputError(f"there is no file {path}", fix="give the path of a Python script, then its arguments")
-    call: Any = torch.nn.Module.__call__
-
-    def first(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        torch.nn.Module.__call__ = call  # modules inside are a part of it
-        call(module, *args, **kwargs)
-        raise _FirstCall(module, args, kwargs)
-
-    with ExitStack() as stack:
-        # No global hooks: torch goes on counting those with kwargs after they are removed, and warns of them.
-        stack.callback(setattr, torch.nn.Module, "__call__", call)
-        torch.nn.Module.__call__ = first  # type: ignore[method-assign]  # put back at the end
-        stack.enter_context(script_arguments(path, arguments))
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except _FirstCall as found:
-            model, args, kwargs = found.args
-            stack.close()
-            return diagnose(model, *args, kwargs=kwargs)
-        except SystemExit:
-            pass
-    raise InputError(f"{path} calls no torch.nn.Module", fix="name a factory instead: MODULE:FACTORY")
-
-
 def _refused_inputs(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[InputError]:
-    """One for each input that is refused; else what is wrong with all together."""
+    """Return an error for each input that is refused; else what is wrong with all of them together."""
     found = []
     paths = (*(f"args[{position}]" for position in range(len(args))), *(f"kwargs[{name!r}]" for name in kwargs))
     for path, one in zip(paths, (*args, *kwargs.values()), strict=True):
@@ -218,7 +181,7 @@ class _Found:
         self.model, self.signature, self.device = model, signature, device_for(signature.device)
         self.met: dict[tuple[object, ...], Blocker] = {}
         self.reads: set[tuple[object, ...]] = set()
-        """Of these, what was read outside of torch: blockers only where it counts."""
+        """Which of them were read outside of torch: blockers only if the value matters."""
         self._paths, self._again, self._running = module_paths(model), False, _Running()
         self._parts = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
         codes = (getattr(getattr(one, "forward", one), "__code__", _RUNS[0]) for one in (model, *self._parts.values()))
@@ -257,7 +220,7 @@ class _Found:
         return blockers, [*notes, note]
 
     def _look(self) -> list[str]:
-        """Run on the given values and on others, noting what is refused; what the forward changes, in words."""
+        """Run on the given values and on others, noting refusals; say what the forward changes."""
         notes: list[str] = []
         for run in (self._record, partial(on_other_values, self._record)):
             try:
@@ -271,7 +234,7 @@ class _Found:
             except NimbleError as error:
                 if not (self._again and self.met):  # else it may come of what was met
                     self._add(_of_error(error))
-            except Exception:  # after a refusal, or on values that nobody gave it
+            except Exception:  # after a refusal, or on values that were not given
                 pass
             else:
                 if isinstance(made, Recording):
@@ -281,7 +244,7 @@ class _Found:
         return notes
 
     def _record(self, tensors: Sequence[torch.Tensor]) -> Recording:
-        """A live run, on a GPU as well: a capture would end at the first value that is read."""
+        """Run live, on a GPU as well: a capture would end at the first value that is read."""
         args, kwargs = self.signature.arguments(tensors)
         return record(self.model, Signature(args, kwargs), args=args, kwargs=kwargs)
 
@@ -317,7 +280,7 @@ class _Found:
             self.reads.add(key)
 
     def _count(self, changed: Sequence[str]) -> None:
-        """Add a blocker for each number that the run changed; without others, recording tries them out."""
+        """Add a blocker for each number that the run changed, if there are others; else recording tries it."""
         for path in changed if len(self.met) > len(self.reads) else ():
             module, _, name = path.rpartition(".")
             part = self._parts.get(module)
@@ -327,7 +290,7 @@ class _Found:
                 self._add(Blocker("attribute-that-changes", f"self.{name}", what, fix, module, **_assigned(part, name)))
 
     def _place(self, frame: FrameType | None) -> dict[str, Any]:
-        """Module path, file, line and code of the user's innermost line, and the library's line that it leads to."""
+        """Return module, file, line and code of the user's innermost line, and the library line it leads to."""
         frames: list[FrameType] = []
         while frame is not None and frame.f_code not in _RUNS:
             frames.append(frame)
@@ -351,7 +314,7 @@ class _Found:
 
 
 def _assigned(part: object, name: str) -> dict[str, Any]:
-    """Where a method of ``part`` gives this attribute another value; empty if that is not found."""
+    """Find where a method of ``part`` assigns this attribute; empty if that is not found."""
     for method in vars(type(part)).values():
         with suppress(OSError, TypeError, AttributeError):  # no function, or no source
             lines, first = inspect.getsourcelines(method) if method.__name__ != "__init__" else ([], 0)
@@ -370,14 +333,14 @@ def _innermost(error: BaseException) -> FrameType | None:
 
 
 def _called(func: Any, name: str) -> str:
-    """How users write a function of torch."""
+    """Name a function of torch as users write it."""
     if func is None:
         return "TorchScript or C++ code"
     return f".{name}()" if getattr(torch.Tensor, name, None) is func else f"torch.{name}()"
 
 
 def _line(frame: FrameType) -> tuple[str, tuple[int, int]]:
-    """The line of code that runs, and from where to where in it."""
+    """Return the line of code that runs, and the columns of the call in it."""
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).rstrip()
     code = text.strip()
     first, last, start, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]

@@ -1,8 +1,8 @@
-"""What calls compute: floating-point operations, counted from the shapes of a recording without running anything.
+"""Count the floating-point operations of calls from a recording's shapes, without running anything.
 
 Products, convolutions and attention are counted by the formulas of ``torch.utils.flop_counter``, and by the same
-arithmetic where it has none. Of everything else the order of magnitude is what matters: one operation for each element
-written or reduced, a few for norms and softmax, none for what only moves data.
+arithmetic where it has none. For everything else the order of magnitude matters: one operation for each element written
+or reduced, a few for norms and softmax, none for what only moves data.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _MOVES = frozenset(
         "constant_pad_nd",
         "copy",
         "embedding",
+        "embedding_dense_backward",
         "empty",
         "expand",
         "eye",
@@ -46,13 +47,12 @@ _MOVES = frozenset(
         "full",
         "full_like",
         "gather",
-        "embedding_dense_backward",
         "index",
         "index_add",
         "index_copy",
+        "index_fill",
         "index_put",
         "index_select",
-        "index_fill",
         "lift_fresh_copy",
         "masked_fill",
         "masked_scatter",
@@ -113,7 +113,7 @@ _PER_ELEMENT = {
     **dict.fromkeys(("_fused_sgd", "_fused_adagrad"), 4),
     **dict.fromkeys(("_fused_adam", "_fused_adamw"), 12),
 }
-"""Operations for each element of the largest tensor, as those are counted who write them out; a root counts as one."""
+"""Operations for each element of the largest tensor, counted as written out; a root counts as one."""
 
 _REDUCTIONS = frozenset(
     [
@@ -175,7 +175,7 @@ _FORMULAS: Mapping[str, _Formula] = {
 
 
 def count_work(recording: Recording, eager: Recording | None, processors: Multiprocessors | None) -> Work:
-    """FLOPs of the calls of ``recording``, and of those of ``eager`` where it stands for them."""
+    """Count FLOPs of the calls of ``recording``, and of those of ``eager`` where it stands for them."""
     own = call_flops(recording)
     if eager is None:
         return Work(tuple(count for count, _ in own), (), processors)
@@ -184,7 +184,7 @@ def count_work(recording: Recording, eager: Recording | None, processors: Multip
 
 
 def call_flops(recording: Recording) -> tuple[tuple[int | None, bool], ...]:
-    """FLOPs of each call, None where not known, and whether a formula for products says so. Nothing is run."""
+    """Count FLOPs of each call, None if not known, and say whether a formula for products did."""
     if not recording.refs:
         return ((None, False),) * len(recording.program.calls)
     made: dict[tuple[int, ...], torch.Tensor] = {}
@@ -199,10 +199,10 @@ def call_flops(recording: Recording) -> tuple[tuple[int | None, bool], ...]:
 def shared_flops(
     program: Program, own: Sequence[tuple[int | None, bool]], eager: Sequence[int | None]
 ) -> tuple[int | None, ...]:
-    """FLOPs of calls that stand for eager calls.
+    """Count FLOPs of calls that stand for eager calls.
 
-    A call whose operator is known does what that operator does. Any other does what the eager calls do that it stands
-    for, but for products that a call of the first kind does for them; kernels that stand for the same eager call share
+    A call whose operator is known does what that operator does. Any other does what the eager calls that it stands for
+    do, except products that a call of the first kind does for them. Kernels that stand for the same eager call share
     its operations equally.
 
     Args:

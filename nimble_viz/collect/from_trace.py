@@ -1,4 +1,4 @@
-"""``from_trace``: a Report of a trace that ``torch.profiler`` exported, of code that nobody wrapped."""
+"""``from_trace``: make a Report of a trace that ``torch.profiler`` exported, of code as it is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement
 from nimble_core.ir.program import Origin
 from nimble_core.utils.errors import InputError
-from nimble_viz.collect.iterations import observed, one_iteration
-from nimble_viz.collect.overhead import eager_timeline, iteration_bound, overhead_profile
+from nimble_viz.collect.device_time import iteration_bound
+from nimble_viz.collect.eager_timeline import eager_timeline
+from nimble_viz.collect.iterations import one_iteration
+from nimble_viz.collect.observed import observed
+from nimble_viz.collect.overhead import overhead_profile
 from nimble_viz.render.report import Report
 from nimble_viz.report.data import Sampling
 from nimble_viz.traces.chrome import MAX_BYTES, Recording, read_trace
@@ -31,12 +34,12 @@ class _Profiler(Protocol):
 
 
 def from_trace(source: str | os.PathLike[str] | _Profiler, *, max_bytes: int = MAX_BYTES) -> Report:
-    """A Report of what ``torch.profiler`` recorded: of a Chrome trace that it exported, or of the profiler itself.
+    """Make a Report of a Chrome trace that ``torch.profiler`` exported, or of the profiler itself.
 
-    Shows one iteration, that of median length: what lies between two steps of the profiler, else between two batches of
-    a data loader, else between two steps of an optimizer, else all of it. There is no engine in it, and what the
-    iteration takes without the profiler is not known; source lines are known if it was recorded ``with_stack=True``.
-    Needs neither torch nor a GPU, and runs nothing from the file.
+    It shows the iteration of median length: what lies between two steps of the profiler, else between two batches of a
+    data loader, else between two steps of an optimizer, else all of it. It holds no engine and no time without the
+    profiler. Source lines are known if the trace was recorded ``with_stack=True``. Needs neither torch nor a GPU, and
+    runs nothing from the file.
 
     Args:
         source: path of the trace (``*.json``, ``*.json.gz``), or a ``torch.profiler.profile`` that has stopped.
@@ -91,7 +94,7 @@ def make_report(
     origins: Sequence[Origin] = (),
     warnings: Sequence[str] = (),
 ) -> Report:
-    """A Report of what was recorded.
+    """Make a Report of what was recorded.
 
     Args:
         recording: what the profiler saw.
@@ -110,7 +113,7 @@ def make_report(
     trace, found = one_iteration(recording, iteration)
     what = observed(trace, recording.frames, origins, recording.backward_of)
     program, trace = what.program, what.trace
-    profile = overhead_profile(program, trace, timed.median_ns if timed else 0.0, what.matches)
+    profile = overhead_profile(what, timed.median_ns if timed else 0.0)
     if timed is None:
         profile = replace(profile, source=f"{profile.source}; without the profiler it was not timed")
     size = len(program.calls)
@@ -127,7 +130,7 @@ def make_report(
         schedules=(),
         measurements=(timed,) if timed else (),
         overhead=profile,
-        timelines=(eager_timeline(program, trace, profile, what.matches),),
+        timelines=(eager_timeline(what, profile),),
         warnings=tuple(warnings),
         sampling=Sampling(
             subject=subject,

@@ -1,12 +1,11 @@
-"""Which node of a replayed graph is which call of a report: two tools' views of one plan, joined.
+"""Tell which call of a report each node of a replayed graph is, in a profile of Nsight Systems.
 
-Pure. A node's id tells it exactly; what the id means is found in one of three ways, the surest first:
+Pure. A node's id tells it exactly. What the id means is found in one of two ways, the surest first:
 
-1. By the ranges that a capture leaves in the profile itself: a node belongs to the call in whose NVTX range it was
-   captured, and an instance's node to that of the node it was copied from.
-2. By its place in the graph (the lower half of its id), which is the same for the same plan in every process, where the
-   report holds the places of its own replay; a node counts only if its kernel has the name that the report knows.
-3. By kernel name and the order of the plan, as where there are no ids at all (``profiling.kernel_matching``).
+1. By the NVTX ranges that a capture leaves in the profile: a node belongs to the call in whose range it was captured,
+   and a node of an instantiated graph to the call of the node it was copied from.
+2. By its place in the graph, the lower half of its id. It is the same for the same plan in every process. The report
+   has to hold the places of its own replay, and a node counts only if its kernel has the name that the report knows.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
-from nimble_core.ir.costs import Kernel
 from nimble_core.ir.program import Program
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import SelfCheck, Span, Timeline
 from nimble_core.profiling.cupti import Activity
-from nimble_core.profiling.kernel_matching import TIMED, Launch, Told, tell_by_order
+from nimble_core.profiling.kernel_matching import TIMED, Told
 from nimble_core.profiling.kernel_names import short_kernel_name
 from nimble_core.profiling.nvtx import call_name, whole_name
 from nimble_core.scheduling.verify_capture import RawGraph
@@ -32,42 +29,28 @@ from nimble_viz.traces.nsight import Export, NamedRange, Replay, node_of, proces
 
 __all__ = ["Expected", "Joined", "Way", "expected", "join"]
 
-Way = Literal["capture ranges", "graph node ids", "name and order"]
-
-_SUREST: dict[Way, int] = {"capture ranges": 2, "graph node ids": 1, "name and order": 0}
-_ORDERED = 5
-"""Replays in which nodes are told by order; what most of them say holds for all."""
-_NO_TIME = "empty"
-_NOWHERE = (0, 0, 0)
+Way = Literal["capture ranges", "graph node ids"]
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a replay of a plan runs, as a report knows it.
+    """What a replay of a plan runs, as far as a report knows it.
 
     Args:
         schedule: the plan.
-        capture: the NVTX range around its capture, and
-        replay: around each of its replays.
-        calls: the NVTX range of each call, by index.
-        raw: nodes of its graph and what comes before what; a call of which no kernel is known has one node that takes
-            no time.
-        launches: what each node of ``raw`` launches, its name as short as in a timeline.
-        ids: position in ``raw`` by place in the graph; empty if unknown.
+        capture: name of the NVTX range around its capture.
+        replay: name of the NVTX range around each replay.
+        calls: name of the NVTX range of each call, by index.
+        kernels: ``(kind, name, call)`` of each node whose kernel is known; names are short, as in a timeline.
+        places: position in ``kernels`` by place in the graph; empty if unknown.
     """
 
     schedule: Schedule
     capture: str
     replay: str
     calls: tuple[str, ...]
-    raw: RawGraph
-    launches: tuple[Launch, ...]
-    ids: Mapping[int, int]
-
-    @property
-    def timed(self) -> tuple[int, ...]:
-        """Nodes of which the kernel is known."""
-        return tuple(node for node, kind in enumerate(self.raw.kinds) if kind != _NO_TIME)
+    kernels: tuple[tuple[str, str, int | None], ...]
+    places: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +63,8 @@ class Joined:
         raw: the nodes.
         places: position in ``raw`` by graph node id, all 64 bits, of the nodes that were told.
         replays: those that ran the same nodes as most.
-        partial: how many did not: the profile began or ended amid them, or lost some of their kernels.
-        missing: kernels of the report that no node of the graph is, with how many.
+        partial: how many did not: the profile began or ended during them, or lost some of their kernels.
+        missing: kernels of the report that no node of the graph ran, with how many.
         strangers: kernels of the graph that belong to no call, with how many in each replay.
         rivals: other graphs in the profile that fit as well.
     """
@@ -97,59 +80,28 @@ class Joined:
     rivals: int = 0
 
     def call(self, node: int) -> int | None:
-        """The call of a graph node, by its whole id."""
+        """Return the call of a graph node, given its whole id."""
         return self.raw.owner[self.places[node]] if node in self.places else None
 
 
-def expected(program: Program, schedule: Schedule, line: Timeline | None, kernels: Sequence[Kernel] = ()) -> Expected:
-    """What a report knows of a plan's replays.
+def expected(program: Program, schedule: Schedule, line: Timeline | None) -> Expected:
+    """Collect what a report knows of a plan's replays.
 
     Args:
         program: its calls.
         schedule: the plan.
-        line: its replay as it was measured; None, simulated or unreliable: its kernels are not known.
-        kernels: launch shapes of the calls' kernels, of any plan.
+        line: its replay as it was measured. If it is None, simulated or unreliable, its kernels are not known.
     """
     known = line is not None and line.source == "measured" and line.reliable
     spans, ids = (line.spans, line.nodes) if line is not None and known else ((), ())
-    shapes: dict[tuple[int | None, str], list[Kernel]] = {}
-    for kernel in reversed(kernels):
-        shapes.setdefault((kernel.call, short_kernel_name(kernel.name)), []).append(kernel)
-    kinds: list[str] = []
-    launches: list[Launch] = []
-    owner: list[int | None] = []
-    places: dict[int, int] = {}
-
-    def add(call: int | None, index: int | None) -> int:
-        kind, launch = (_NO_TIME, Launch()) if index is None else _launch(spans[index], shapes)
-        if index is not None and ids:
-            places[ids[index]] = len(kinds)
-        kinds.append(kind)
-        launches.append(launch)
-        owner.append(call)
-        return len(kinds) - 1
-
-    of_call: dict[int | None, list[int]] = {}
-    for index in sorted(range(len(spans)), key=lambda index: ids[index] if ids else index):
-        of_call.setdefault(spans[index].call, []).append(index)
-    for index in of_call.get(None, ()):
-        add(None, index)
-    waits: dict[int, list[int]] = {}
-    for producer, consumer in schedule.syncs:
-        waits.setdefault(consumer, []).append(producer)
-    edges: set[tuple[int, int]] = set()
-    last_on: dict[int, int] = {}
-    last_of: dict[int, int] = {}
-    for call in schedule.order:
-        chain = [add(call, index) for index in of_call.get(call, (None,))]
-        edges.update(pairwise(chain))
-        stream = schedule.stream[call]
-        before = [last_of[one] for one in waits.get(call, ()) if one in last_of]
-        edges.update((node, chain[0]) for node in (*before, last_on.get(stream, chain[0])) if node != chain[0])
-        last_on[stream] = last_of[call] = chain[-1]
-    raw = RawGraph(tuple(range(len(kinds))), tuple(kinds), tuple(sorted(edges)), tuple(owner))
-    names = whole_name("capture", program, schedule), whole_name("replay", program, schedule)
-    return Expected(schedule, *names, tuple(map(call_name, program.calls)), raw, tuple(launches), places)
+    return Expected(
+        schedule=schedule,
+        capture=whole_name("capture", program, schedule),
+        replay=whole_name("replay", program, schedule),
+        calls=tuple(map(call_name, program.calls)),
+        kernels=tuple(_kernel(span) for span in spans),
+        places={place: at for at, place in enumerate(ids)},
+    )
 
 
 def join(export: Export, plan: Expected) -> Joined:
@@ -158,18 +110,16 @@ def join(export: Export, plan: Expected) -> Joined:
     Where the profile holds the plan's own ranges around replays, only those replays count.
 
     Raises:
-        InputError: no graph in the profile is the plan's: of each fewer than half of the nodes could be told.
+        InputError: no graph in the profile is the plan's: fewer than half of the nodes of each could be told.
 
     Complexity:
-        O(n log n) in activities, nodes and ranges; by name and order as ``tell_by_order``, for five replays.
+        O(n log n) in activities, nodes and ranges.
     """
     owners = _captured(export, plan)
     found = []
     for replays in _graphs(export, plan):
         whole, partial = _whole(replays)
-        told = [_by_capture(export, plan, owners, whole), _by_place(export, plan, whole)]
-        if not any(one is not None and one.told.check.passed for one in told):
-            told.append(_by_order(plan, whole))
+        told = _by_capture(export, plan, owners, whole), _by_place(export, plan, whole)
         able = [one for one in told if one is not None]
         if able:
             found.append(replace(max(able, key=_rank), partial=partial))
@@ -180,18 +130,19 @@ def join(export: Export, plan: Expected) -> Joined:
         )
         raise InputError(
             f"{many} the plan {plan.schedule.policy!r} of the report",
-            fix="profile the report's model with its plan (prepare(..., plan=report.plan)) and --trace=cuda,nvtx",
+            fix="profile the report's model with its plan (prepare(..., plan=report.plan)) and --trace=cuda,nvtx, "
+            "its preparation included: the ranges of the capture tell the calls",
         )
     best = max(found, key=lambda one: (_rank(one), len(one.replays)))
     return replace(best, rivals=sum(_rank(one) == _rank(best) for one in found) - 1)
 
 
 def _rank(one: Joined) -> tuple[bool, int, int]:
-    return one.told.check.passed, _SUREST[one.way], one.told.check.seen
+    return one.told.check.passed, int(one.way == "capture ranges"), one.told.check.seen
 
 
 def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
-    """Replays by graph; only those that the plan's ranges hold, if there are any."""
+    """Group replays by graph; only those inside the plan's ranges, if there are any."""
     inside = _Ranges(one for one in export.ranges if one.text == plan.replay)
     named = [replay for replay in export.replays if inside.at(replay.thread, replay.launched_ns)]
     graphs: dict[tuple[int, int], list[Replay]] = {}
@@ -201,7 +152,7 @@ def _graphs(export: Export, plan: Expected) -> list[list[Replay]]:
 
 
 def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
-    """Replays that ran what most of them ran, and how many did not."""
+    """Return the replays that ran what most of them ran, and how many did not."""
     ran = [tuple(sorted(replay.nodes)) for replay in replays]
     counts = Counter(ran)
     usual = max(counts, key=lambda nodes: (counts[nodes], len(nodes)))
@@ -210,7 +161,7 @@ def _whole(replays: Sequence[Replay]) -> tuple[tuple[Replay, ...], int]:
 
 
 class _Ranges:
-    """Ranges that do not nest: which holds a moment on a thread."""
+    """Ranges that do not nest; says which of them holds a moment on a thread."""
 
     def __init__(self, ranges: Iterable[NamedRange]) -> None:
         self._of: dict[int, list[NamedRange]] = {}
@@ -225,10 +176,10 @@ class _Ranges:
 
 
 def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | None]:
-    """The call that captured each node, by process and node, where the profile holds whole captures of the plan.
+    """Return the call that captured each node, by process and node, from whole captures of the plan.
 
-    Inside a capture's range there is one for each call, in the order in which they are issued. A capture in which names
-    or order are others (one that was given up, one of another version) says nothing.
+    Inside a capture's range there is one for each call, in the order of issue. A capture with other names or another
+    order (one that was given up, one of another version) says nothing.
     """
     order = plan.schedule.order
     wanted = [plan.calls[call] for call in order]
@@ -250,7 +201,7 @@ def _captured(export: Export, plan: Expected) -> dict[tuple[int, int], int | Non
 
 
 def _source(export: Export, process: int, node: int) -> int:
-    """The node that was captured, of which ``node`` is a copy, or a copy's copy."""
+    """Return the captured node of which ``node`` is a copy, or a copy's copy."""
     seen: set[int] = set()
     while node not in seen and (process, node) in export.copied:
         seen.add(node)
@@ -274,72 +225,43 @@ def _by_capture(
     if not places:
         return None
     raw = RawGraph(tuple(range(len(calls))), tuple(kinds), (), tuple(calls))
-    return _joined("capture ranges", raw, len(calls), places, whole, plan)
+    return _joined("capture ranges", raw, places, whole, plan)
 
 
 def _by_place(export: Export, plan: Expected, whole: Sequence[Replay]) -> Joined | None:
     process = whole[0].process
     places: dict[int, int] = {}
     for node, activity in _activities(whole[0]).items():
-        at = plan.ids.get(node_of(_source(export, process, node)))
-        if at is not None and (activity.kind, _name(activity)) == (plan.raw.kinds[at], plan.launches[at].name):
+        at = plan.places.get(node_of(_source(export, process, node)))
+        if at is not None and (activity.kind, _name(activity)) == plan.kernels[at][:2]:
             places[node] = at
-    if 2 * len(places) < max(1, len(plan.timed), len(whole[0].nodes)):
+    size = len(plan.kernels)
+    if 2 * len(places) < max(1, size, len(whole[0].nodes)):
         return None
-    return _joined("graph node ids", plan.raw, len(plan.timed), places, whole, plan)
+    kinds, _, owners = zip(*plan.kernels, strict=True)
+    raw = RawGraph(tuple(range(size)), kinds, (), owners)
+    return _joined("graph node ids", raw, places, whole, plan)
 
 
-def _by_order(plan: Expected, whole: Sequence[Replay]) -> Joined | None:
-    shaped = all(any(launch.grid) for node, launch in enumerate(plan.launches) if plan.raw.kinds[node] == "kernel")
-    for shapes in (True, False) if shaped else (False,):
-        said: Counter[tuple[tuple[int, int], ...]] = Counter()
-        doubt = 0
-        for replay in whole[:_ORDERED]:
-            seen = [replace(one, node=at) for at, one in enumerate(replay.activities)]
-            launches = plan.launches
-            if not shapes:
-                seen = [replace(one, grid=_NOWHERE, block=_NOWHERE) for one in seen]
-                launches = tuple(Launch(launch.name) for launch in launches)
-            told = tell_by_order(seen, plan.raw, launches, 1)
-            if told.runs:
-                doubt = max(doubt, told.check.ambiguous)
-                said[tuple(sorted((replay.nodes[of[0].node], node) for node, of in told.runs.items()))] += 1
-        if said:
-            places = dict(said.most_common(1)[0][0])
-            return _joined("name and order", plan.raw, len(plan.timed), places, whole, plan, doubt)
-    return None
-
-
-def _joined(
-    way: Way,
-    raw: RawGraph,
-    timed: int,
-    places: Mapping[int, int],
-    whole: Sequence[Replay],
-    plan: Expected,
-    doubt: int = 0,
-) -> Joined:
+def _joined(way: Way, raw: RawGraph, places: Mapping[int, int], whole: Sequence[Replay], plan: Expected) -> Joined:
     runs: dict[int, list[Activity]] = {}
     for replay in whole:
         for node, activity in zip(replay.nodes, replay.activities, strict=True):
             if node in places:
                 runs.setdefault(places[node], []).append(activity)
     once = {node: tuple(of) for node, of in sorted(runs.items()) if len(of) == len(whole)}
-    strange = Counter(
+    strangers = Counter(
         _name(activity)
         for node, activity in zip(whole[0].nodes, whole[0].activities, strict=True)
         if node not in places
     )
-    unexpected = strange.total() * len(whole)
-    check = SelfCheck(
-        timed, len(once), "name and order" if way == "name and order" else "graph node id", doubt, unexpected
-    )
+    unexpected = strangers.total() * len(whole)
+    check = SelfCheck(len(raw.nodes), len(once), "graph node id", 0, unexpected)
     if way == "capture ranges":
-        ran = Counter(_name(of[0]) for of in once.values())
-        missing = Counter(plan.launches[node].name for node in plan.timed) - ran
+        missing = Counter(name for _, name, _ in plan.kernels) - Counter(_name(of[0]) for of in once.values())
     else:
-        missing = Counter(plan.launches[node].name for node in plan.timed if node not in once)
-    return Joined(way, Told(once, check), raw, places, tuple(whole), 0, _sorted(missing), _sorted(strange))
+        missing = Counter(name for at, (_, name, _) in enumerate(plan.kernels) if at not in once)
+    return Joined(way, Told(once, check), raw, places, tuple(whole), 0, _sorted(missing), _sorted(strangers))
 
 
 def _sorted(counts: Counter[str]) -> tuple[tuple[str, int], ...]:
@@ -354,8 +276,6 @@ def _name(activity: Activity) -> str:
     return activity.kind if activity.kind != "kernel" else short_kernel_name(activity.name)
 
 
-def _launch(span: Span, shapes: Mapping[tuple[int | None, str], list[Kernel]]) -> tuple[str, Launch]:
+def _kernel(span: Span) -> tuple[str, str, int | None]:
     name = short_kernel_name(span.name)
-    left = shapes.get((span.call, name))
-    launch = Launch(name, left[-1].grid, left.pop().block) if left else Launch(name)
-    return name if name in TIMED else "kernel", launch
+    return name if name in TIMED else "kernel", name, span.call

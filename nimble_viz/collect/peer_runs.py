@@ -1,12 +1,11 @@
-"""The peers of one comparison: prepared, held against eager, timed in turn."""
+"""Prepare the peers of one comparison, hold them against eager, and run them in turn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +18,8 @@ from nimble_viz.report.data import PeerResult
 
 if TYPE_CHECKING:
     from nimble_core.ir.candidates import EqualityCheck
-    from nimble_core.tracing.recorded import Recorded
     from nimble_core.validation.eager_cases import Cases
-    from nimble_viz.collect.compare_training import Training
-
+    from nimble_viz.collect.eager_runs import EagerRuns
 
 __all__ = ["Outputs", "PeerRuns"]
 
@@ -33,46 +30,29 @@ _REASON_LENGTH = 300
 
 
 class PeerRuns:
-    """The peers of one comparison. What goes wrong with one is said in its result, and leaves it out.
+    """The peers of one comparison. An error of one is said in its result, and leaves it out.
 
     Only what is no ``Exception`` (Ctrl-C) passes through.
 
     Args:
-        recorded: the model. Attributes that runs change are the caller's to keep (``preserved``).
-        args: positional inputs to prepare for and to run on, and
-        kwargs: keyword inputs.
-        without_autograd: mode to prepare and run in.
+        eager: the model, recorded, and its inputs. Attributes that runs change are the caller's to keep.
         synchronize: waits for the device.
         taken: names that measurements have already.
-        training: the training step that ``recorded`` is of; None for inference.
     """
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        without_autograd: Callable[[], AbstractContextManager[Any]],
-        synchronize: Callable[[], object],
-        taken: Iterable[str] = (),
-        training: Training | None = None,
-    ) -> None:
-        self.recorded, self.args, self.kwargs, self.training = recorded, args, kwargs, training
-        self.without_autograd, self.synchronize, self.taken = without_autograd, synchronize, frozenset(taken)
+    def __init__(self, eager: EagerRuns, *, synchronize: Callable[[], object], taken: Iterable[str] = ()) -> None:
+        assert eager.recorded is not None
+        self.recorded, self.training, self.without_autograd = eager.recorded, eager.training, eager.without_autograd
+        self.args, self.kwargs = eager.args, eager.kwargs
+        self.synchronize, self.taken = synchronize, frozenset(taken)
         self.failed: set[str] = set()
         self._results: dict[str, PeerResult] = {}
         self._runs: dict[str, Run] = {}
 
     @property
     def results(self) -> tuple[PeerResult, ...]:
-        """What became of each."""
+        """What became of each, and why some were left out."""
         return tuple(self._results.values())
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Why some were left out, and what to doubt of the others."""
-        return tuple(f"{result.name}: {result.note}" for result in self.results if result.note)
 
     def prepare(self, one: Peer, cases: Cases) -> None:
         """Prepare ``one``, time that, and judge its outputs on ``cases`` as ``check_equality`` does."""
@@ -117,7 +97,7 @@ class PeerRuns:
         self._results |= {one.name: PeerResult(one.name, note=f"left out: {why}") for one in peers}
 
     def _other_kind(self, tensors: Sequence[torch.Tensor], structure: Structure, cases: Cases) -> str:
-        """How what a peer returns is another kind of value than what the model does, in words; empty if it is none."""
+        """Say how a peer's result is another kind of value than the model's; empty if it is not."""
         expected = self.recorded.recording.output_structure
         if found := structure_difference(expected, structure, "output"):
             return f"{found.path} is {found.now} where eager's is {found.was}"
@@ -147,7 +127,7 @@ class PeerRuns:
         return outputs
 
     def timed(self) -> dict[str, Callable[[], object]]:
-        """One call of each peer that is right, by name; one that fails now is in ``failed`` and does nothing more."""
+        """Return one call of each right peer, by name; one that fails in it runs no more."""
         return {name: self._once(name, run) for name, run in self._runs.items()}
 
     def _once(self, name: str, run: Run) -> Callable[[], object]:
@@ -185,7 +165,7 @@ def _type(tensor: torch.Tensor) -> str:
 
 
 def _why(error: Exception) -> str:
-    """What happened, on one line: the first two lines of the message, of the inner error if there is one."""
+    """Say what happened on one line: two lines of the message, of the inner error if there is one."""
     error = getattr(error, "inner_exception", error)
     if isinstance(error, NimbleError):
         return error.what

@@ -1,4 +1,4 @@
-"""Peers: other ways to run a model, made ready as their users do, for ``compare(..., against=[...])`` and benchmarks.
+"""Peers: other ways to run a model, for ``compare(..., against=[...])`` and benchmarks.
 
 A peer is anything with a ``name`` and a ``prepare`` that maps a model to something called like the model. The built-in
 ones leave nothing behind: they work on a copy of the modules around the same weights, compile under code of their own,
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -24,8 +23,6 @@ from nimble_core.torch_compat.compiler import (
     MARKED_STEPS,
     MODE_OPTIONS,
     RESET_CODE,
-    fuser_enabled,
-    set_fuser_enabled,
 )
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
 from nimble_core.torch_compat.members import TRACER_WARNING
@@ -33,9 +30,6 @@ from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.pytree import Structure, builder, flatten
 from nimble_core.tracing.signature import Signature
 from nimble_core.utils.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Peer", "Run", "TrainablePeer", "close", "peer", "peer_names", "resolve_peers", "twin_of"]
 
@@ -81,7 +75,7 @@ class Peer(Protocol):
 
 @runtime_checkable
 class TrainablePeer(Peer, Protocol):
-    """A peer that can also train: ``compare(..., training=True, against=[...])`` leaves out those that cannot."""
+    """A peer that can also train; a comparison of training steps leaves out those that cannot."""
 
     def prepare_training(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
         """Make ``model`` ready to train on inputs like these.
@@ -97,17 +91,17 @@ class TrainablePeer(Peer, Protocol):
 
 
 def peer_names() -> tuple[str, ...]:
-    """Names that ``peer`` knows; every mode of ``torch.compile`` is among them, with and without freezing."""
+    """Return the names that ``peer`` knows, with every mode of ``torch.compile``."""
     compiled = ["compile" if mode == "default" else f"compile:{mode}" for mode in _modes()]
     return ("torchscript", *compiled, *(f"{name}+freezing" for name in compiled), "cuda-graph", "eager-tuned")
 
 
 def peer(name: str) -> Peer:
-    """The built-in peer called ``name``.
+    """Return the built-in peer called ``name``.
 
     ``torchscript``
-        Traced, frozen and optimised for inference; only traced while a module is in training mode. On a GPU without its
-        fuser, and said so, where a concatenation of more than 12 tensors would keep that busy for minutes or hours.
+        Traced, frozen and optimised for inference; only traced while a module is in training mode. Refused on a GPU if
+        a concatenation of more than 12 tensors would keep its fuser busy for minutes or hours.
     ``compile``, ``compile:MODE``
         ``torch.compile``, shapes static; with ``+freezing`` weights are constants that Inductor may fold. Modes that
         use CUDA graphs overwrite their outputs with the next run.
@@ -136,7 +130,7 @@ def peer(name: str) -> Peer:
 
 
 def resolve_peers(against: str | Iterable[str | Peer]) -> tuple[Peer, ...]:
-    """Peers by name or as they are.
+    """Return peers, given by name or as they are.
 
     Raises:
         InputError: an unknown name, a name given twice, or something that is no peer.
@@ -167,7 +161,7 @@ def _modes() -> list[str]:
 
 
 def twin_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """The modules anew around the same memory: marks that are left on modules and tensors go with them.
+    """Copy the modules around the same memory, so that marks left on modules and tensors go with the copy.
 
     A function is returned as it is.
     """
@@ -200,7 +194,7 @@ def _bound(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class _Flat(torch.nn.Module):
-    """The model as what can be traced: from tensors to a tuple of tensors, whatever the structures around them."""
+    """The model from tensors to a tuple of tensors, so that it can be traced, whatever its structures."""
 
     def __init__(self, model: Callable[..., Any], inputs: Structure, outputs: list[Structure]) -> None:
         super().__init__()
@@ -221,30 +215,12 @@ _FUSED_TENSORS = 12
 tensors, 0.7 s of 8, 6.4 s of 12; of 16 it was not done after 50 s, nor of DenseNet-121, with up to 25, after 800."""
 
 
-def _widest_concatenation(graph: Any) -> int:
-    """Of how many tensors."""
-    lists = [next(node.inputs()).node() for node in graph.findAllNodes("aten::cat")]
-    return max((len(list(one.inputs())) for one in lists), default=0)
-
-
-@contextmanager
-def _fuser_off() -> Iterator[None]:
-    """Of the whole process: what another thread has torch.jit compile meanwhile goes without it, too."""
-    before = fuser_enabled()
-    set_fuser_enabled(False)
-    try:
-        yield
-    finally:
-        set_fuser_enabled(before)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scripted:
-    run: Run
-    note: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+def _require_fusible(graph: Any) -> None:
+    """Raise InputError for a graph that torch.jit's fuser for GPUs would compile for minutes or hours."""
+    lists = (next(node.inputs()).node() for node in graph.findAllNodes("aten::cat"))
+    widest = max((len(list(one.inputs())) for one in lists), default=0)
+    if widest > _FUSED_TENSORS:
+        raise InputError(f"torch.jit's fuser takes exponentially long for a concatenation of {widest} tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +240,14 @@ class _TorchScript:
             traced = torch.jit.trace(flat, tuple(signature.tensors), check_trace=False)
             if not flat.training:
                 traced = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
+        if any(tensor.is_cuda for tensor in signature.tensors):
+            _require_fusible(traced.inlined_graph)
         build = builder(outputs[0])
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return build(traced(*_bound(signature, args, kwargs)))
 
-        widest = _widest_concatenation(traced.inlined_graph)
-        if widest <= _FUSED_TENSORS or not any(tensor.is_cuda for tensor in signature.tensors):
-            return _Scripted(run, "")
-        with _fuser_off():  # it compiles in its second call
-            for _ in range(3):
-                run(*args, **kwargs)
-        slow = f"it takes exponentially long for a concatenation of many tensors, here up to {widest}"
-        return _Scripted(run, f"without torch.jit's fuser: {slow}")
+        return run
 
 
 # -- torch.compile -------------------------------------------------------------------------------------------------
@@ -320,7 +291,7 @@ class _Compile:
 
 
 class _Compiled:
-    """A model compiled by Inductor, under code of its own, which can be forgotten without touching anyone else's.
+    """A model compiled by Inductor under code of its own, which can be forgotten alone.
 
     Args:
         model: what to compile.
@@ -398,7 +369,7 @@ class _CudaGraph:
                     for _ in range(_CAPTURE_WARM_UPS):
                         model(*own_args, **own_kwargs)
                 caller.wait_stream(side)
-                # Workspaces of cuBLAS then lie in the graph's own memory, which nobody frees before the graph.
+                # Workspaces of cuBLAS then lie in the graph's own memory, which is freed with the graph.
                 clear_cublas_workspaces()
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                     results, structure = flatten(model(*own_args, **own_kwargs), what="output")

@@ -1,31 +1,30 @@
 """``plan``: the operator graph, streams and synchronisations of a model, without running a kernel.
 
-The model sees fake tensors on a target device that need not be there; what comes out is a Report without measurements.
+The model sees fake tensors on a target device that need not be there. The Report has no measurements.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Never
 
 from nimble_core.algorithms.critical_path import critical_path
 from nimble_core.ir.call_graph import build_graph, predecessors
 from nimble_core.ir.costs import uniform_costs
-from nimble_core.ir.program import Program
 from nimble_core.profiling.machine import environment
 from nimble_core.scheduling.options import Options, require_options
 from nimble_core.scheduling.verify_schedule import check_schedule
 from nimble_core.utils.errors import InputError
+from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sources import pass_over_machinery, read_sources
 from nimble_viz.collect.suggestions import refuse_unknown
 from nimble_viz.render.report import Report
-from nimble_viz.report.data import PrepareStep
 
 if TYPE_CHECKING:
     import torch
+
+    from nimble_core.tracing.recorded import Recorded
 
 __all__ = ["plan"]
 
@@ -49,7 +48,7 @@ def plan(
         model: module or function, on any device.
         args: positional inputs, on any device; their values do not matter.
         kwargs: keyword inputs, likewise.
-        target: kind of device to plan for, ``"cuda"`` or ``"cpu"``; need not be there.
+        target: kind of device to plan for, ``"cuda"`` or ``"cpu"``; it need not be there.
         options: ``policy`` (``"auto"`` means ``"nimble"``) and ``max_streams``; the rest is about running.
         unknown: refused, with a word on what to write instead.
 
@@ -61,57 +60,66 @@ def plan(
         NotStaticError: two runs of the model do not make the same calls.
         CaptureError: a call whose result depends on values, or whose shapes torch does not know without running it.
     """
-    import torch
-
-    from nimble_core.autotune.capture_pipeline import schedule_by
-    from nimble_core.tracing.fake_run import dry_run
-    from nimble_core.tracing.recorded import Recorded
-    from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
-    from nimble_core.tracing.static_check import check_static
-    from nimble_viz.collect.flops import count_work
-
     refuse_unknown(plan, unknown)
     pass_over_machinery()
     options = Options() if options is None else options
     require_options(options)
-    device = _device(target)
+    device, progress = _device(target), Progress()
     named = _named(model, kwargs)
-    stand_in, warnings = _known(device)
+    recorded, warnings = _recorded(model, args, named, device, progress)
+    return _report(recorded, device, options, progress, warnings)
+
+
+def _recorded(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Recorded, tuple[str, ...]]:
+    """Record the model on fake tensors twice, and require the same calls; return warnings too."""
+    import torch
+
+    from nimble_core.tracing.fake_run import dry_run
+    from nimble_core.tracing.recorded import Recorded
+    from nimble_core.tracing.rng_state import random_state_kept, seed_otherwise
+    from nimble_core.tracing.static_check import check_static
+
+    stand_in, warnings = _stand_in(device)
     remote = stand_in.type != device.type
-    steps: list[PrepareStep] = []
-    start = perf_counter()
-
-    def done(step: str) -> None:
-        nonlocal start
-        now = perf_counter()
-        steps.append(PrepareStep(step, now - start))
-        start = now
-
-    recording, signature = dry_run(model, args, named, stand_in, remote=remote)
-    done("record without running")
+    with progress.step("record without running"):
+        recording, signature = dry_run(model, args, kwargs, stand_in, remote=remote)
     host, drawn = torch.device("cpu"), recording.drawn
-    with random_state_kept(host, draws=drawn):
+    with progress.step("record again"), random_state_kept(host, draws=drawn):
         seed_otherwise(host, (), drawn)
-        check_static(recording, dry_run(model, args, named, stand_in, remote=remote)[0])
-    done("record again")
-    program = replace(recording.program, device=device.type)
-    graph = build_graph(program)
-    recorded = Recorded(model, signature, recording, graph)
-    done("hazards")
+        check_static(recording, dry_run(model, args, kwargs, stand_in, remote=remote)[0])
+    with progress.step("hazards"):
+        graph = build_graph(replace(recording.program, device=device.type))
+    return Recorded(model, signature, recording, graph), warnings
+
+
+def _report(
+    recorded: Recorded, device: torch.device, options: Options, progress: Progress, warnings: tuple[str, ...]
+) -> Report:
+    from nimble_core.autotune.capture_pipeline import schedule_by
+    from nimble_viz.collect.findings import dtype_of, name_of
+    from nimble_viz.collect.flops import count_work
+
+    graph, tensors = recorded.graph, recorded.signature.tensors
+    program = replace(recorded.recording.program, device=device.type)
     costs = uniform_costs(graph.size)
-    policy = "nimble" if options.policy == "auto" else options.policy
     schedules = {}
-    for one in ("single", policy):
-        schedule = schedule_by(recorded, one, costs, options.max_streams)
-        schedules[schedule.policy] = check_schedule(graph, schedule, program)
-        chosen = schedule.policy
-    done("schedule")
+    with progress.step("schedule"):
+        for policy in ("single", "nimble" if options.policy == "auto" else options.policy):
+            schedule = schedule_by(recorded, policy, costs, options.max_streams)
+            schedules[schedule.policy] = check_schedule(graph, schedule, program)
     _, path = critical_path(predecessors(graph, meg=True), costs.ns)
+    where = replace(environment("cpu"), device=device.type, device_name=f"no device (planned for {device.type})")
     return Report(
-        model=type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function"),
-        dtype=_dtype(program),
-        batch=int(signature.tensors[0].shape[0]) if signature.tensors[0].dim() else 0,
-        environment=_environment(device),
+        model=name_of(recorded.model),
+        dtype=dtype_of(recorded.model, tensors, None),
+        batch=int(tensors[0].shape[0]) if tensors[0].dim() else 0,
+        environment=where,
         program=program,
         graph=graph,
         costs=costs,
@@ -119,10 +127,10 @@ def plan(
         critical_path_ns=0.0,
         schedules=tuple(schedules.values()),
         measurements=(),
-        preparation=tuple(steps),
-        chosen=chosen,
-        warnings=tuple(warnings),
-        work=count_work(recording, None, None),
+        preparation=progress.steps,
+        chosen=tuple(schedules)[-1],
+        warnings=warnings,
+        work=count_work(recorded.recording, None, None),
         sources=read_sources(program.calls),
     )
 
@@ -153,8 +161,8 @@ def _named(model: object, kwargs: object) -> dict[str, Any]:
     return dict(kwargs or {})  # type: ignore[call-overload, no-any-return]  # a mapping, as was checked
 
 
-def _known(device: torch.device) -> tuple[torch.device, Sequence[str]]:
-    """Where fake tensors are said to be, and what the reader should know about that."""
+def _stand_in(device: torch.device) -> tuple[torch.device, tuple[str, ...]]:
+    """Return where fake tensors are said to be, and what the reader should know about that."""
     import torch
 
     if device.type == "cpu" or torch.backends.cuda.is_built():
@@ -164,18 +172,3 @@ def _known(device: torch.device) -> tuple[torch.device, Sequence[str]]:
         "this build of torch knows no CUDA: operators that depend on the device (attention, recurrent layers, dropout) "
         "are those of the host",
     )
-
-
-def _environment(device: torch.device) -> Any:
-    return replace(environment("cpu"), device=device.type, device_name=f"no device (planned for {device.type})")
-
-
-def _dtype(program: Program) -> str:
-    """The type that most elements of parameters and inputs have, floating ones first."""
-    windows = {access.ref.storage: access.ref for call in program.calls for access in call.accesses}
-    windows |= {ref.storage: ref for ref in program.inputs}
-    elements: Counter[tuple[bool, str]] = Counter()
-    for storage, ref in windows.items():
-        if program.storages[storage].role in ("input", "parameter"):
-            elements["float" in ref.dtype, ref.dtype] += ref.numel
-    return max(elements, key=lambda key: (key[0], elements[key]))[1] if elements else ""

@@ -1,7 +1,7 @@
 """Progress: tell the user what is being done, and keep how long each step took.
 
-``compare`` calls ``step`` and ``advance``; the seconds of the steps become the report's preparation table. The
-base class shows nothing; ``TerminalProgress`` draws. The clock is injected.
+``compare`` calls ``step`` and ``advance``; the seconds of the steps become the report's preparation table. The base
+class shows nothing. The clock is injected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["NotebookProgress", "Progress", "Step", "TerminalProgress", "default_progress"]
 
 _REST_S, _SENDING_S = 1.0, 0.05
-"""Between two lines of a notebook's progress while something is timed, and for one to be sent."""
+"""Seconds between two lines of a notebook's progress, and seconds for one to be sent."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Step:
 
 
 class Progress:
-    """Times steps and shows nothing: for tests, logs and pipes. A context manager that finishes at its end.
+    """Times steps and shows nothing, for tests, logs and pipes; a context manager.
 
     Args:
         clock: seconds, from any origin.
@@ -54,7 +54,7 @@ class Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """``with progress.step("record") as s: ...`` shows ``name`` while the body runs; then ``s.seconds`` is set.
+        """Show ``name`` while the body runs; afterwards ``seconds`` of the step is set.
 
         A step that raises is kept too. A step inside another one is listed on its own and taken off the outer one,
         so the steps add up to the time spent.
@@ -82,13 +82,13 @@ class Progress:
         return tuple(PrepareStep(name, taken) for name, taken in seconds.items())
 
     def advance(self, done: int, total: int) -> None:
-        """The step under way has done ``done`` of ``total`` pieces."""
+        """Note that the step under way has done ``done`` of ``total`` pieces."""
 
     def finish(self) -> None:
-        """Nothing more will come: take the display away. May be called again, and after an exception."""
+        """Remove the display. May be called again, and after an exception."""
 
     def _show(self, name: str) -> None:
-        """``name`` is now under way."""
+        """Show that ``name`` is under way."""
 
 
 class TerminalProgress(Progress):
@@ -144,9 +144,9 @@ class NotebookProgress(Progress):
         self._shown = 0.0
 
     def advance(self, done: int, total: int) -> None:
-        """Write ``done`` of ``total`` behind the step's name: once a second, and only when that is done go on.
+        """Write ``done`` of ``total`` after the step's name, once a second, and wait until it is sent.
 
-        The kernel sends it on a thread of its own, beside which nothing can be timed.
+        The kernel sends it on a thread of its own, which would disturb what is timed.
         """
         if self._clock() - self._shown < _REST_S:
             return
@@ -155,7 +155,7 @@ class NotebookProgress(Progress):
         time.sleep(_SENDING_S)
 
     def finish(self) -> None:
-        """Leave an empty text, which takes no room: the protocol knows no way to take an output away.
+        """Leave an empty text, which takes no room: the protocol cannot remove an output.
 
         An output without any data takes none either, but nbconvert warns of it.
         """
@@ -166,18 +166,19 @@ class NotebookProgress(Progress):
     def _show(self, name: str) -> None:
         from html import escape
 
-        from IPython.display import HTML, display
+        import IPython.display
 
+        ipython: Any = IPython.display  # its functions have no types
         self._shown = self._clock()
-        line = HTML(f'<span style="opacity:.7">{escape(name)}</span>')
+        line = ipython.HTML(f'<span style="opacity:.7">{escape(name)}</span>')
         if self._handle is None:
-            self._handle = display(line, display_id=True)
+            self._handle = ipython.display(line, display_id=True)
         else:
             self._handle.update(line)
 
 
 def default_progress() -> Progress:
-    """A visible progress where somebody watches (a terminal, a notebook), a silent one elsewhere."""
+    """Return a visible progress in a terminal or a notebook, a silent one elsewhere."""
     if "ipykernel" in sys.modules and _in_kernel():
         return NotebookProgress()
     return TerminalProgress() if sys.stderr.isatty() else Progress()

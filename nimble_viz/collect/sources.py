@@ -1,7 +1,7 @@
-"""The code that calls come from, read where it ran, so that a report shows it elsewhere.
+"""Read the code that calls come from where it ran, so that a report shows it elsewhere.
 
-Only functions that calls name are read, never whole files, and files are called what origins call them. Their text is
-that of now: of a file that was edited since it was imported, lines are off, as in Python's own tracebacks.
+Only functions that calls name are read, never whole files, and files have the names that origins give them. If a file
+was edited since it was imported, lines are off, as in Python's own tracebacks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ __all__ = ["MAX_CHARACTERS", "code_around", "pass_over_machinery", "read_sources
 MAX_CHARACTERS = 200_000
 """Most text that a report carries; functions with the most calls come first."""
 
-_LONGEST_LINE = 400
-_MOST_LINES = 1_000
 _AROUND = 3
 _parsing = free_after_fork(threading.Lock())
-"""Some releases of Python 3.11 count how deep a parse is for all threads together, and fail where two parse at once."""
+"""Some releases of Python 3.11 count the depth of a parse for all threads together, and fail if two parse at once."""
 _CELL_MAGIC = "get_ipython().run_cell_magic("
 _MACHINERY = (
     "nimble_viz", "IPython", "ipykernel", "ipykernel_launcher", "ipywidgets", "traitlets", "tornado", "asyncio",
@@ -37,7 +35,7 @@ _MACHINERY = (
 
 
 def pass_over_machinery() -> None:
-    """Calls made from now on come from the user's lines: neither from this package's nor from those that run cells."""
+    """From now on, skip the frames of this package, and of what runs cells, when attributing calls."""
     from nimble_core.tracing.provenance import pass_over
 
     for module in filter(None, map(sys.modules.get, _MACHINERY)):
@@ -48,11 +46,11 @@ def pass_over_machinery() -> None:
 
 
 def read_sources(calls: Iterable[Call], most: int = MAX_CHARACTERS) -> tuple[SourceLines, ...]:
-    """The functions that ``calls`` come from, by file and line.
+    """Read the functions that ``calls`` come from, by file and line.
 
     Args:
         calls: of a run in this process.
-        most: characters in all. What lies beyond, and what cannot be read, is there without lines, and says why.
+        most: characters in all. A function beyond that, or one that cannot be read, has no lines, and a note why.
     """
     used: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for call in calls:
@@ -72,9 +70,9 @@ def read_sources(calls: Iterable[Call], most: int = MAX_CHARACTERS) -> tuple[Sou
 
 
 def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
-    r"""``(first line, last line, qualified name)`` of the innermost functions around ``lines``, in order, once each.
+    r"""Return ``(first line, last line, qualified name)`` of the innermost functions around ``lines``.
 
-    A line outside of functions gets its statement, and an empty name; such statements are one where no more than a few
+    A line outside of functions gets its statement, and an empty name. Such statements are joined if no more than a few
     lines lie between them. What lies inside another is part of it. O(nodes + lines · functions).
 
     Raises:
@@ -104,7 +102,7 @@ def code_around(text: str, lines: Iterable[int]) -> list[tuple[int, int, str]]:
 
 
 def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]:
-    """Pieces of one file, each with the number of its calls."""
+    """Yield pieces of one file, each with the number of its calls."""
     text = text_of(file)
     note = "not found where it ran" if text is None else ""
     if text is not None and max(used) > len(text):
@@ -121,18 +119,13 @@ def _of_file(file: str, used: Counter[int]) -> Iterator[tuple[SourceLines, int]]
         yield SourceLines(file, min(used), "", (), note), used.total()
         return
     for first, last, name in pieces:
-        inside = {line: calls for line, calls in used.items() if first <= line <= last}
-        begin, end = first, last
-        if end - begin >= _MOST_LINES:
-            begin = max(first, min(inside) - _AROUND)
-            end = min(last, begin + _MOST_LINES - 1)
-        cut = "" if (begin, end) == (first, last) else f"lines {begin} to {end} of {first} to {last}"
-        lines = tuple(_tidy(line) for line in text[begin - 1 : end])
-        yield SourceLines(file, begin, name, lines, cut), sum(inside.values())
+        lines = tuple(line.rstrip("\r\n").expandtabs(4) for line in text[first - 1 : last])
+        calls = sum(count for line, count in used.items() if first <= line <= last)
+        yield SourceLines(file, first, name, lines, ""), calls
 
 
 def text_of(file: str) -> Sequence[str] | None:
-    """The lines that origins call ``file``; None if there is none, or if several texts are called so."""
+    """Return the lines of what origins call ``file``; None if there is none, or more than one."""
     from nimble_core.tracing.provenance import label_of
 
     # Through vars: a module may make attributes when asked, and import others for it.
@@ -152,12 +145,6 @@ def text_of(file: str) -> Sequence[str] | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _tidy(line: str) -> str:
-    """A line without its end, and not endless."""
-    text = line.rstrip("\r\n").expandtabs(4)
-    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 1] + "…"
-
-
 def _functions(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
     pending: list[tuple[ast.AST, str]] = [(tree, "")]
     while pending:
@@ -173,7 +160,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """Statements outside of functions, those of classes one by one."""
+    """Yield the spans of statements outside of functions, those of classes one by one."""
     pending = list(tree.body)
     while pending:
         node = pending.pop()

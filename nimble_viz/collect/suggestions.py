@@ -1,4 +1,4 @@
-"""Names that there are not: those most like them, and for keywords of a function what to write instead."""
+"""Suggest what to write instead of a name that does not exist."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["nearest", "refuse_unknown"]
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) -> list[str]:
-    """At most ``most`` of ``known`` that are like ``name``, the likest first; ties by name.
+    """Return the names in ``known`` most similar to ``name``, the most similar first; ties by name.
 
     Args:
-        name: that there is not.
-        known: names that there are.
-        most: as many at most.
-        least: how like they have to be, from 0 (all will do) to 1.
+        name: a name that does not exist.
+        known: names that do.
+        most: how many at most.
+        least: the least similarity, from 0 (anything) to 1.
 
     >>> nearest("optoins", ["loss_fn", "options"]), nearest("bert", ["net", "bert_large"], most=2, least=0.0)
     (['options'], ['bert_large', 'net'])
@@ -30,11 +30,13 @@ def nearest(name: str, known: Iterable[str], most: int = 1, least: float = 0.6) 
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise InputError for the first of these keywords: a misspelt one, one of ``Options``, or an input of the model.
+    """Raise InputError for the first of these keywords, with what to write instead.
+
+    It may be misspelt, a field of ``Options``, or an input of the model.
 
     Args:
-        function: with ``kwargs`` and ``options`` among its keywords.
-        unknown: given to it, and none of them.
+        function: has ``kwargs`` and ``options`` among its keywords.
+        unknown: keywords that it was given and does not have.
     """
     for name in unknown:
         known = (one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError
-from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, option_fields, profiling, split
+from nimble_viz.cli.arguments import Expression, comparing, complete, keywords, profiling, split
+from nimble_viz.cli.flags import option_values
 from nimble_viz.collect.compare import compare
-from nimble_viz.collect.profile import profile
+from nimble_viz.collect.sampler import Counts
 
 words = st.text("abcxyz_.", min_size=1, max_size=6)
 strings = st.text("abc xyz()[]{},=-", max_size=8)
@@ -63,7 +64,7 @@ def test_what_is_not_closed_is_refused(line: str) -> None:
 
 def test_defaults_are_those_of_the_api() -> None:
     given = comparing().parse_intermixed_args(["model", "x"])
-    assert Options(**option_fields(given)) == Options()
+    assert Options(**option_values(given)) == Options()
     declared = inspect.signature(compare).parameters
     found = keywords(given, compare)
     assert found == {name: declared[name].default for name in found}
@@ -71,8 +72,8 @@ def test_defaults_are_those_of_the_api() -> None:
         name for name, one in declared.items() if one.kind is one.KEYWORD_ONLY and name not in ("kwargs", "options")
     }
     cell = profiling().parse_intermixed_args([])
-    assert Options(**option_fields(cell)) == Options()
-    assert keywords(cell, profile) == {"warmup": 3, "timed": 10, "profiled": 3}
+    assert Options(**option_values(cell)) == Options()
+    assert Counts(**option_values(cell, Counts)) == Counts()
 
 
 def test_options_may_stand_anywhere() -> None:
@@ -81,7 +82,7 @@ def test_options_may_stand_anywhere() -> None:
     )
     assert (given.model, given.inputs, given.out) == ("model", ["x", "y", "k=1"], "name")
     assert isinstance(given.loss_fn, Expression)
-    assert option_fields(given)["max_streams"] is None
+    assert option_values(given)["max_streams"] is None
 
 
 @pytest.mark.parametrize(

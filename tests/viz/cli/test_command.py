@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import inspect
 import json
 import os
 import runpy
 import subprocess
 import sys
-import types
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import nimble_viz.collect.compare
 from nimble_core.scheduling.options import Options
-from nimble_core.utils.errors import CaptureError, InputError
+from nimble_core.utils.errors import CaptureError
 from nimble_viz import __version__, load
-from nimble_viz.cli.command import _TRAINING, _factories, _parser, load_factory, main
-from nimble_viz.collect.compare import compare
+from nimble_viz.cli.command import _parser, main
 from nimble_viz.collect.progress import Progress
+from nimble_viz.collect.sampler import Counts
 from nimble_viz.render.report import Report
 from tests.support.sample_reports import sample_report
 
@@ -200,97 +196,6 @@ def test_an_error_is_its_message(called: Called, factory: str, capsys: pytest.Ca
         main(["compare", f"{factory}:two", "--traceback"])
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("nothing", "does not name a factory"),
-        ("json:", "does not name a factory"),
-        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
-        ("json.no_such_part:f", "there is no module"),
-        ("no_such_file.py:f", "there is no file"),
-        ("json:nothing", "json has no 'nothing'"),
-        ("json:__name__", "not callable"),
-    ],
-)
-def test_what_is_no_factory(spec: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", spec]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "to do:" in error
-
-
-def test_a_factory_that_gives_something_else(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", f"{factory}:wrong"]) == 2
-    assert "gave function, not (model, args)" in capsys.readouterr().err
-    assert not called
-
-
-def test_training_takes_a_dict(called: Called, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", f"{factory}:step", "--training", "--quiet"]) == 0
-    assert (called["args"], called["kwargs"], called["training"]) == ((1,), {"scale": 2}, True)
-    assert (called["target"], called["loss_fn"], called["clip_grad_norm"]) == (3, max, 0.5)
-    assert not {"optimizer", "autocast", "scaler", "accumulate"} & called.keys()  # compare's own defaults
-    called.clear()
-    assert main(["compare", f"{factory}:step", "--quiet"]) == 0
-    assert (called["args"], called["kwargs"]) == ((1,), {"scale": 2})
-    assert not {"training", "loss_fn", "target", "optimizer", "clip_grad_norm"} & called.keys()
-    with pytest.raises(SystemExit):
-        main(["compare", "-h"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--training" in shown
-    assert "a dict of model, args and, if needed, kwargs, loss_fn, target, optimizer, autocast, scaler and" in shown
-
-
-def test_a_factory_that_does_not_say_how_to_train(
-    called: Called, factory: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", f"{factory}:two", "--training"]) == 2
-    assert "gave tuple, which does not say how to train" in capsys.readouterr().err
-    assert main(["compare", f"{factory}:trained"]) == 2
-    assert "leave 'training' out, and start with --training" in capsys.readouterr().err
-    assert main(["compare", f"{factory}:misspelt", "--training"]) == 2
-    assert "gave dict of model, args, loss, with unknown 'loss'" in capsys.readouterr().err
-    assert not called
-
-
-def test_every_keyword_of_training_may_be_in_the_dict() -> None:
-    known = set(inspect.signature(compare).parameters)
-    assert known - set(_TRAINING) == {
-        "model", "args", "kwargs", "against", "options", "training", "progress", "device", "unknown"
-    }  # fmt: skip
-    assert set(_TRAINING) <= known
-
-
-def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "needs_more.py").write_text("import no_such_module_at_all\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
-        load_factory(f"{tmp_path / 'needs_more.py'}:f")
-
-
-@given(st.sets(st.from_regex(r"_?[a-f]{1,4}", fullmatch=True), max_size=15))
-def test_factories_are_public_functions_of_the_module(names: set[str]) -> None:
-    module = types.ModuleType("net")
-    for name in names:
-        exec(f"def {name}(): ...", vars(module))
-    net = type("Net", (), {"__module__": "net", "__call__": lambda self: self})
-    vars(module).update(Net=net, net=net(), load=load)  # a class, what can be called like a factory, another module's
-    public = {name for name in names if not name.startswith("_")}
-    assert set(_factories(module)) == (public or names)
-
-
-def test_the_closest_public_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    file = tmp_path / "nets.py"
-    functions = "".join(f"def {name}(): ...\n" for name in ("_bert_larg", "alexnet", "bert_large", "bert"))
-    file.write_text(f"class BertLarg: ...\n{functions}")
-    with pytest.raises(InputError, match=r"no 'bert_larg'\n.*it has bert_large, bert, alexnet$"):
-        load_factory(f"{file}:bert_larg")
-    file.write_text("def _only(): ...\n")
-    with pytest.raises(InputError, match=r"it has _only$"):
-        load_factory(f"{file}:only")
-
-
 @pytest.mark.parametrize("line", [[], ["compare"], ["compare", "json:loads", "--tune", "much"], ["nothing"]])
 def test_bad_usage(line: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -347,58 +252,16 @@ def test_a_file_that_says_nothing_is_bad_input_to_every_command(
     assert capsys.readouterr().err.startswith("error: ")
 
 
-OURS = ("--html", "--save", "--warmup", "--timed", "--profiled", "--stop", "--quiet", "--traceback")
+def test_what_follows_the_script_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[Any] = []
 
+    def profile_script(script: Path, *given: Any, **named: Any) -> tuple[Report, int]:
+        run.append((script.name, *given, named))
+        return sample_report(12), 7
 
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Arguments of the scripts that were profiled."""
-    run: list[list[str]] = []
-
-    def profile_script(script: Path, arguments: list[str], **_: Any) -> tuple[Report, int]:
-        run.append(arguments)
-        return sample_report(12), 0
-
-    monkeypatch.setattr("nimble_viz.collect.profile.profile_script", profile_script)
-    return run
-
-
-@pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.sampled_from(["--epochs", "3", "-o", "--help", "--htm", "html", "", "--", "--html=p", *OURS]), max_size=5
-    ).filter(lambda arguments: arguments[:1] != ["--"])  # which argparse takes for its own
-)
-def test_options_after_the_script_are_its_own_and_those_like_ours_are_said(
-    scripts: list[list[str]], capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    scripts.clear()
-    capsys.readouterr()
-    assert main(["profile", "train.py", *arguments]) == 0
-    shown = capsys.readouterr()
-    assert scripts == [arguments]
-    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    names = {one.removesuffix("=p") for one in before} & set(OURS)
-    assert len(shown.err.splitlines()) == bool(names)
-    said = shown.err.partition(" w")[0]
-    assert set(said.split(", ")) - {""} == names
-    assert shown.out  # the report, whatever the script was told
-    assert main(["profile", "--quiet", "train.py", *arguments]) == 0
-    assert capsys.readouterr() == ("", "")
-
-
-def test_how_an_option_of_ours_is_written(scripts: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "a/train.py", "--lr", "1", "--html", "a.html", "--stop", "--html=b"]) == 0
-    assert capsys.readouterr().err == (
-        "--html, --stop were given to train.py; options of ours come before it: "
-        "python -m nimble_viz profile --html PATH --stop a/train.py\n"
-    )
-    assert main(["profile", "none.json", "--save", "a.nimble"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("--save was ignored: a trace takes none; ")
-    assert said[0].endswith("profile --save PATH none.json")
-    assert len(scripts) == 1
+    monkeypatch.setattr("nimble_viz.collect.profile_script.profile_script", profile_script)
+    assert main(["profile", "--quiet", "--stop", "--timed", "4", "train.py", "--html", "--epochs", "3"]) == 7
+    assert run == [("train.py", ["--html", "--epochs", "3"], Counts(3, 4, 3), {"stop": True})]
 
 
 def test_the_readme_writes_options_of_profile_before_the_script() -> None:
@@ -407,7 +270,7 @@ def test_the_readme_writes_options_of_profile_before_the_script() -> None:
     for line in lines:
         words = line.partition("#")[0].split()
         found = _parser().parse_args(words[words.index("profile") :])
-        assert not {one.partition("=")[0] for one in found.arguments} & set(OURS), line
+        assert not {one.partition("=")[0] for one in found.arguments} & {"--html", "--save", "--stop", "--quiet"}, line
 
 
 def test_as_a_program(tmp_path: Path) -> None:
@@ -457,7 +320,6 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, capsys: pytest.Captur
 # -- diagnose ------------------------------------------------------------------------------------------------------
 
 DIAGNOSED = """
-import sys
 import torch
 
 class Net(torch.nn.Module):
@@ -469,37 +331,24 @@ def blocked():
 
 def fine():
     return torch.nn.ReLU(), [torch.ones(3)]
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["nothing"]:
-        raise SystemExit(3)
-    for _ in range(1000):
-        Net().eval()(torch.ones(3), scale=3.0)
-        print("after the first call")
 """
 
 
-def test_diagnose_a_factory_and_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "diagnosed_for_tests.py"
     path.write_text(DIAGNOSED)
-    before = list(sys.path)
-    try:
-        assert main(["diagnose", f"{path}:fine"]) == 0
-        assert "ReLU can be prepared." in capsys.readouterr().out
-        for arguments in ([f"{path}:blocked"], [str(path), "--epochs", "3"]):
-            assert main(["diagnose", *arguments]) == 1
-            out = capsys.readouterr().out
-            assert "Net cannot be prepared" in out
-            assert "if tensor:" in out
-            assert "after the first call" not in out
-        assert main(["diagnose", "--json", f"{path}:blocked"]) == 1
-        assert json.loads(capsys.readouterr().out)["ok"] is False
-        assert main(["diagnose", str(path), "nothing"]) == 2
-        assert main(["diagnose", str(tmp_path / "missing.py")]) == 2
-        assert "there is no file" in capsys.readouterr().err
-    finally:
-        sys.path[:] = before
-        sys.modules.pop("diagnosed_for_tests", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "diagnosed_for_tests", raising=False)
+    assert main(["diagnose", f"{path}:fine"]) == 0
+    assert "ReLU can be prepared." in capsys.readouterr().out
+    assert main(["diagnose", f"{path}:blocked"]) == 1
+    out = capsys.readouterr().out
+    assert "Net cannot be prepared" in out
+    assert "if tensor:" in out
+    assert main(["diagnose", "--json", f"{path}:blocked"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+    assert main(["diagnose", str(path)]) == 2
+    assert "MODULE:FACTORY" in capsys.readouterr().err
 
 
 def test_names_of_files_do_not_reach_the_terminal_as_they_are(

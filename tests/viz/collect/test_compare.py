@@ -142,33 +142,17 @@ def test_exact_times_on_a_fake_device() -> None:
 
 
 class Disturbed(FakeDevice):
-    """Says of its first observations that calls took a thousand times as long."""
-
-    def __init__(self, observations: int) -> None:
-        super().__init__()
-        self.left = observations
+    """Says that calls took a thousand times as long."""
 
     def observe(self, *args: Any) -> Observation:
         seen = super().observe(*args)
-        self.left -= 1
-        if self.left < 0:
-            return seen
         slow = replace(seen.timeline, profiled_ns=1e3 * seen.timeline.profiled_ns)
         return Observation(slow, replace(seen.costs, ns=tuple(1e3 * ns for ns in seen.costs.ns)))
 
 
-def test_costs_that_a_replay_refutes_are_measured_again() -> None:
+def test_costs_that_a_replay_refutes_are_unknown() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
-    right = on_fake(model, x)
-    again = on_fake(model, x, device=Disturbed(1))
-    assert (again.costs.ns, again.critical_path_ns) == (right.costs.ns, right.critical_path_ns)
-    assert [line.profiled_ns for line in again.timelines] == [line.profiled_ns for line in right.timelines]
-    assert again.warnings == right.warnings
-
-
-def test_costs_that_a_replay_refutes_twice_are_unknown() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
-    report = on_fake(model, x, device=Disturbed(99))
+    report = on_fake(model, x, device=Disturbed())
     assert (report.costs.source, report.critical_path_ns) == ("uniform", 0.0)
     (warning,) = (one for one in report.warnings if "what each call costs is unknown" in one)
     assert "the machine was not quiet" in warning
@@ -208,236 +192,12 @@ def test_a_policy_of_the_users_own() -> None:
     assert [plan.policy for plan in single.schedules] == ["single"]
 
 
-# -- peers ---------------------------------------------------------------------------------------------------------
-
-
-class Beside:
-    """A peer that is the model itself, changed as a test wants it."""
-
-    def __init__(self, name: str = "own", prepare: Any = None, run: Any = None) -> None:
-        self.name, self.started, self.run, self.closed = name, prepare, run, 0
-
-    def prepare(self, model: Any, args: Any, kwargs: Any) -> Any:
-        assert torch.is_inference_mode_enabled()
-        if self.started:
-            self.started()
-        self.model = model
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.model(*args, **kwargs)
-        return self.run(out) if self.run else out
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def test_peers_are_measured_beside_in_the_same_rounds() -> None:
-    device = FakeDevice(1000.0)
-
-    def slow(out: Any) -> Any:
-        device.advance(50.0)
-        return out
-
-    own = Beside(run=slow)
-    spy = Spy()
-    report = compare(
-        Wide(), torch.randn(2, 16), against=[own, "torchscript"], options=NIMBLE, device=device, progress=spy
-    )
-    assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "own", "torchscript"]
-    assert set(report.measurement("own").samples_ns) == {50.0}
-    assert len({len(taken.samples_ns) + taken.dropped for taken in report.measurements}) == 1
-    assert report.chosen == "nimble"  # a peer is faster, but no plan of ours
-    assert [result.name for result in report.peers] == ["own", "torchscript"]
-    for result in report.peers:
-        assert result.check.passed
-        assert result.prepare_s > 0
-        assert result.note == ""
-    assert {check.name for check in report.checks} == {"single", "nimble"}
-    assert spy.names.index("peer own") < spy.names.index("peer torchscript") < spy.names.index("measure")
-    assert not any(step.name.startswith("peer") for step in report.preparation)
-    assert own.closed == 1
-    assert report.ratio("nimble", "own").value == pytest.approx(50.0 / report.measurement("nimble").median_ns)
-
-
-def test_built_in_peers_on_the_host() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
-    x = torch.randn(2, 3, 6, 6)
-    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    names = ["torchscript", "compile", "compile+freezing", "eager-tuned", "cuda-graph"]
-    report = compare(model, x, against=names, options=FAST, progress=Progress())
-    assert [result.name for result in report.peers] == names
-    assert [taken.name for taken in report.measurements][-4:] == names[:-1]
-    for result in report.peers[:-1]:
-        assert result.check.passed, result
-        assert report.ratio(report.chosen, result.name) is not None
-    refused = report.peers[-1]
-    assert (refused.check, refused.prepare_s) == (None, 0.0)
-    assert "on CUDA only" in refused.note
-    assert any("cuda-graph" in warning and "on CUDA only" in warning for warning in report.warnings)
-    assert report.complete
-    assert report.chosen in {plan.policy for plan in report.schedules}
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_peer_for_a_model_that_writes_its_state() -> None:
-    model, x = Norms().train(), torch.randn(4, 3, 6, 6)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    report = on_fake(model, x, against=["torchscript", "compile", "eager-tuned"])
-    assert all(result.check.passed for result in report.peers), report.peers
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_peer_that_cannot_be_closed_is_said_to() -> None:
-    class Open(Beside):
-        def close(self) -> None:
-            boom()
-
-    report = on_fake(Wide(), torch.randn(2, 16), against=[Open("open"), Open("wrong", run=lambda out: out * 2)])
-    right, wrong = report.peers
-    assert right.check.passed
-    assert right.note == "its close() failed: RuntimeError: boom and where"
-    assert report.measurement("open") is not None
-    assert wrong.note.startswith("left out: outputs differ")
-    assert wrong.note.endswith("its close() failed: RuntimeError: boom and where")
-
-
-def boom() -> None:
-    raise RuntimeError("boom\nand where\nand a trace")
-
-
-def test_a_peer_that_fails_is_left_out() -> None:
-    calls: list[int] = []
-
-    def late(out: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 20:
-            boom()
-        return out
-
-    own = [Beside("never", prepare=boom), Beside("first", run=lambda out: boom()), Beside("late", run=late)]
-    report = on_fake(Wide(), torch.randn(2, 16), against=[*own, Beside("good")])
-    assert [result.name for result in report.peers] == ["never", "first", "late", "good"]
-    for result in report.peers[:-1]:
-        assert result.note == "left out: RuntimeError: boom and where"
-        assert any(result.name in warning and "boom" in warning for warning in report.warnings)
-        assert report.measurement(result.name) is None
-    assert report.measurement("good") is not None
-    assert report.complete
-    assert [one.closed for one in own] == [0, 1, 1]
-
-
-def test_a_compiler_that_is_missing_leaves_a_peer_out() -> None:
-    from torch._inductor import config
-
-    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
-        report = on_fake(lambda x: torch.sin(x) * 3 + x.cos(), torch.randn(8), against=["compile"])
-    assert "no-such-compiler" in report.peers[0].note
-    assert report.measurement("compile") is None
-    assert report.complete
-
-
-def test_a_peer_with_wrong_outputs_is_left_out() -> None:
-    wrong, fewer = Beside("wrong", run=lambda out: out + 1), Beside("fewer", run=lambda out: [])
-    report = on_fake(Wide(), torch.randn(2, 16), against=[wrong, fewer])
-    for result in report.peers:
-        assert result.check.differs
-        assert "left out: outputs differ" in result.note
-        assert report.measurement(result.name) is None
-    assert (wrong.closed, fewer.closed) == (1, 1)
-    assert sum("differ" in warning for warning in report.warnings) == 2
-    assert all(check.passed for check in report.checks)
-
-
-def test_a_peer_whose_outputs_are_of_another_kind_is_left_out() -> None:
-    peers = [
-        Beside("double", run=lambda out: out.double()),
-        Beside("tuple", run=lambda out: (out,)),
-        Beside("same"),
-    ]
-    report = on_fake(Wide(), torch.randn(2, 16), against=peers)
-    double, nested, _ = report.peers
-    assert double.note == "left out: output is float64 where eager's is float32"
-    assert nested.note == "left out: output is tuple where eager's is a tensor"
-    assert [one.check.passed for one in report.peers] == [False, False, True]
-    assert double.check.differs
-    assert [report.measurement(one.name) is None for one in report.peers] == [True, True, False]
-    assert [one.closed for one in peers] == [1, 1, 1]
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_frozen_script_module_which_has_no_mode() -> None:
     frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(4, 4).eval()))
     report = compare(frozen, torch.randn(2, 4), options=FAST, progress=Progress())
     assert report.complete
     assert all(check.passed for check in report.checks)
-
-
-def test_a_peer_that_overwrites_its_outputs_is_right() -> None:
-    kept: list[torch.Tensor] = []
-
-    def overwritten(out: torch.Tensor) -> torch.Tensor:
-        kept[1:] = []
-        kept.append(out.clone())
-        kept[0].copy_(out)
-        return kept[0]
-
-    report = on_fake(Wide(), torch.randn(2, 16), against=[Beside(run=overwritten)])
-    assert report.peers[0].check.passed
-
-
-def test_what_cannot_be_checked_is_measured_and_said() -> None:
-    report = on_fake(lambda x: (x * 0).sum() + torch.ones(3), torch.randn(4), against=[Beside()])
-    assert report.peers[0].check.void
-    assert "void" in report.peers[0].note
-    assert report.measurement("own") is not None
-
-
-def test_a_name_that_is_taken() -> None:
-    report = on_fake(Wide(), torch.randn(2, 16), against=[Beside("single"), Beside("eager")])
-    assert all("another run has this name" in result.note for result in report.peers)
-    assert [taken.name for taken in report.measurements][:2] == ["eager", "single"]
-    assert len({taken.name for taken in report.measurements}) == len(report.measurements)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_interruption_while_a_peer_is_prepared_measures_what_is_ready() -> None:
-    device = FakeDevice()
-    peers = [Beside("first"), Beside("second", prepare=interrupt), Beside("third")]
-    with pytest.warns(NimbleWarning, match="compare was interrupted"):
-        report = on_fake(device.eager(Wide()), torch.randn(2, 16), against=peers, options=NIMBLE, device=device)
-    assert not report.complete
-    assert [taken.name for taken in report.measurements] == ["eager", "single", "nimble", "first"]
-    assert report.ratio("nimble").decided
-    assert {one.name: one.note for one in report.peers} == {
-        "first": "", "second": "left out: interrupted", "third": "left out: interrupted",
-    }  # fmt: skip
-    assert [one.closed for one in peers] == [1, 0, 0]
-
-
-def test_an_unknown_peer() -> None:
-    with pytest.raises(InputError, match="no peer called 'inductor'") as caught:
-        compare(Wide(), torch.randn(2, 16), against=("inductor",))
-    assert "torchscript" in caught.value.fix
-    with pytest.raises(InputError, match="two peers are called"):
-        compare(Wide(), torch.randn(2, 16), against=[Beside(), Beside()])
-
-
-@pytest.mark.gpu
-def test_built_in_peers_on_a_gpu() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
-    model, x = model.eval().cuda(), torch.randn(2, 3, 8, 8, device="cuda")
-    names = ["torchscript", "compile:reduce-overhead", "compile:reduce-overhead+freezing", "cuda-graph", "eager-tuned"]
-    report = compare(model, x, against=names, options=FAST, progress=Progress())
-    assert [result.name for result in report.peers] == names
-    assert all(result.check.passed for result in report.peers), report.peers
-    assert [taken.name for taken in report.measurements][-5:] == names
-    assert report.peers[1].note == ""  # its CUDA graphs are in use
-    assert torch.backends.cudnn.benchmark is False
 
 
 # -- the model stays as it was -------------------------------------------------------------------------------------
@@ -479,33 +239,30 @@ def test_a_model_that_cannot_run_in_inference_mode_is_measured_without_it() -> N
     assert not any("inference_mode" in warning for warning in on_fake(Deep(), torch.randn(1, 8)).warnings)
 
 
-# -- checks that cannot be void ------------------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------------------------
 
 
-def test_an_output_that_does_not_depend_on_the_input() -> None:
-    report = on_fake(lambda x: (x * 0).sum() + torch.ones(3), torch.randn(4))
+class Wrong(FakeDevice):
+    def capture(self, *args: Any) -> Any:
+        made = super().capture(*args)
+        run = made.run
+        made.run = lambda inputs, static=False: [out + 1 for out in run(inputs)]  # type: ignore[method-assign]
+        return made
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "said"),
+    [
+        (lambda x: (x * 0).sum() + torch.ones(3), FakeDevice(), "void"),
+        (lambda x: x * float("nan"), FakeDevice(), "not finite"),
+        (torch.tanh, Wrong(), "differ from eager"),
+    ],
+)
+def test_checks_that_do_not_pass_say_why(model: Any, device: FakeDevice, said: str) -> None:
+    report = on_fake(model, torch.randn(4), device=device)
     assert not any(check.passed for check in report.checks)
-    assert any("void" in warning for warning in report.warnings)
-
-
-def test_outputs_that_are_not_numbers() -> None:
-    report = on_fake(lambda x: x * float("nan"), torch.randn(4))
-    assert not any(check.passed for check in report.checks)
-    assert any("not finite" in warning for warning in report.warnings)
+    assert any(said in warning for warning in report.warnings)
     assert report.complete
-
-
-def test_a_replay_that_is_wrong_is_found() -> None:
-    class Wrong(FakeDevice):
-        def capture(self, *args: Any) -> Any:
-            made = super().capture(*args)
-            run = made.run
-            made.run = lambda inputs, static=False: [out + 1 for out in run(inputs)]  # type: ignore[method-assign]
-            return made
-
-    report = on_fake(Wide(), torch.randn(2, 16), device=Wrong())
-    assert not any(check.passed for check in report.checks)
-    assert any("differ from eager" in warning for warning in report.warnings)
 
 
 # -- verdicts ------------------------------------------------------------------------------------------------------
@@ -529,7 +286,7 @@ def test_where_nothing_is_decided_the_prepared_plan_stays() -> None:
 
 
 def test_sampling_goes_on_while_a_verdict_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_viz.collect.compare._PATIENCE_S", 1.0)
+    monkeypatch.setattr("nimble_viz.collect.comparison._PATIENCE_S", 1.0)
     for device, most in ((Wandering(), 4096), (FakeDevice(1000.0), 512)):
         options = Options(policy="nimble", budget_s=60.0)
         report = on_fake(device.eager(Wide()), torch.randn(2, 16), device=device, options=options)
@@ -646,43 +403,40 @@ def test_an_error_passes_through_and_frees_the_engines(at: str) -> None:
 
 # -- refusals ------------------------------------------------------------------------------------------------------
 
-
-def test_bad_input() -> None:
-    x = torch.randn(2, 16)
-    with pytest.raises(InputError, match=r"given type Wide itself"):
-        compare(Wide, x)
-    with pytest.raises(InputError, match="given int"):
-        compare(3, x)
-    with pytest.raises(InputError, match="no tensor"):
-        compare(Wide())
-    with pytest.raises(InputError, match="mixed devices"):
-        compare(Wide(), x, x.to("meta"))
-    with pytest.raises(InputError, match="only cuda and cpu"):
-        compare(torch.sin, x.to("meta"))
-    with pytest.raises(InputError, match="no policy"):
-        compare(Wide(), x, options=Options(policy="nonsense"), progress=Progress())
-    with pytest.raises(RuntimeError):  # the model's own complaint
-        compare(Wide(), torch.randn(2, 5), progress=Progress())
+X = torch.ones(2, 16)
 
 
-def test_models_that_are_not_static() -> None:
-    def reads(x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
-
-    def draws(x: torch.Tensor) -> torch.Tensor:
-        return x + random.random()
-
-    x = torch.randn(3)
-    with pytest.raises(CaptureError, match="_local_scalar_dense") as caught:
-        on_fake(reads, x)
-    assert "test_compare.py" in caught.value.where
-    with pytest.raises(NotStaticError, match="other="):
-        on_fake(draws, x)
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
 
 
-def test_a_limit_on_memory() -> None:
-    with pytest.raises(DeviceError, match="memory_limit"):
-        compare(Wide(), torch.randn(2, 16), options=Options(memory_limit=0), progress=Progress())
+def draws(x: torch.Tensor) -> torch.Tensor:
+    return x + random.random()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "more", "error", "said"),
+    [
+        (Wide, [X], {}, InputError, "given type Wide itself"),
+        (3, [X], {}, InputError, "given int"),
+        (Wide(), [], {}, InputError, "no tensor"),
+        (Wide(), [X, X.to("meta")], {}, InputError, "mixed devices"),
+        (torch.sin, [X.to("meta")], {}, InputError, "only cuda and cpu"),
+        (Wide(), [X], {"options": Options(memory_limit=0)}, DeviceError, "memory_limit"),
+        (Wide(), [X], {"against": "inductor"}, InputError, "no peer called 'inductor'"),
+        (Wide(), [X], {"kwargs": [X]}, InputError, "kwargs is a list"),
+        (Wide(), [X], {"device": "cuda"}, InputError, "device is a str, not a Device"),
+        (Wide(), [X], {"progress": True}, InputError, "progress is a bool"),
+        (Wide(), [torch.ones(2, 5)], {}, RuntimeError, "shapes cannot be multiplied"),  # the model's own complaint
+        (reads, [X], {}, CaptureError, "_local_scalar_dense"),
+        (draws, [X], {}, NotStaticError, "other="),
+    ],
+)
+def test_what_cannot_be_compared(
+    model: Any, inputs: list[Any], more: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        compare(model, *inputs, **{"options": FAST, "progress": Progress(), **more})
 
 
 def test_a_model_that_cannot_be_split_says_so() -> None:

@@ -9,8 +9,11 @@ import pytest
 
 from nimble_core.ir.program import Origin
 from nimble_viz.analysis.syncs import hint
-from nimble_viz.collect.iterations import TICK, Observed, observed, one_iteration
-from nimble_viz.collect.overhead import Forest, iteration_bound, overhead_profile
+from nimble_viz.collect.device_time import iteration_bound
+from nimble_viz.collect.iterations import TICK, one_iteration
+from nimble_viz.collect.matched_trace import MatchedTrace
+from nimble_viz.collect.observed import observed
+from nimble_viz.collect.overhead import overhead_profile
 from nimble_viz.report.data import Bound, CallOverhead, DeviceIdle, HostSync
 from nimble_viz.traces.chrome import Recording, read_trace
 from tests.support.kineto_traces import ITERATIONS, cpu_op, event, kernel, runtime, training_loop, write_trace
@@ -21,7 +24,7 @@ def recorded(tmp_path: Path, *events: dict[str, Any]) -> Recording:
 
 
 @pytest.fixture
-def loop(tmp_path: Path) -> Observed:
+def loop(tmp_path: Path) -> MatchedTrace:
     recording = read_trace(write_trace(tmp_path / "trace.json", training_loop()))
     trace, found = one_iteration(recording)
     assert found.what == "one batch of the data loader"
@@ -33,7 +36,7 @@ def us(*parts: float) -> tuple[float, ...]:
     return tuple(part * 1000 for part in parts)
 
 
-def test_a_training_loop_by_phase(loop: Observed) -> None:
+def test_a_training_loop_by_phase(loop: MatchedTrace) -> None:
     start = loop.trace.start_ns
     assert [(name, (a - start) / 1000, (b - start) / 1000) for name, a, b in loop.trace.phases] == [
         ("loader", 0, 200),
@@ -47,8 +50,8 @@ def test_a_training_loop_by_phase(loop: Observed) -> None:
     ]
 
 
-def test_its_calls_and_their_overhead(loop: Observed) -> None:
-    profile = overhead_profile(loop.program, loop.trace, 0.0, loop.matches)
+def test_its_calls_and_their_overhead(loop: MatchedTrace) -> None:
+    profile = overhead_profile(loop, 0.0)
     assert [(call.operator, call.phase) for call in loop.program.calls] == [
         ("aten.to", "forward"),
         ("aten.linear", "forward"),
@@ -76,8 +79,8 @@ def test_its_calls_and_their_overhead(loop: Observed) -> None:
     assert iteration_bound(loop.trace, profile) == Bound(*us(220, 262, 518))
 
 
-def test_its_synchronisations(loop: Observed) -> None:
-    profile = overhead_profile(loop.program, loop.trace, 0.0, loop.matches)
+def test_its_synchronisations(loop: MatchedTrace) -> None:
+    profile = overhead_profile(loop, 0.0)
     assert profile.host_syncs == (
         HostSync("aten::item", 1, 80_000.0, "", "forward"),
         HostSync("Memcpy HtoD (Pageable -> Device)", 1, 12_000.0, "", "copy"),
@@ -109,16 +112,13 @@ _VALUES = [*((name, start + 100 * i + 60, end + 100 * i + 60) for i in range(9) 
         ("print(t) of a tensor on the host", [("nimble::print", 0, 1000), *_VALUES], [], []),
     ],
 )
-@pytest.mark.parametrize("said", ["by an annotation", "by Python functions"])
 def test_what_makes_the_host_wait_is_one_line_each(
-    tmp_path: Path, line: str, ops: Any, waits: Any, found: list[tuple[str, int, int]], said: str
+    tmp_path: Path, line: str, ops: Any, waits: Any, found: list[tuple[str, int, int]]
 ) -> None:
     copies = any(name == "aten::copy_" for name, *_ in ops)
     events = [cpu_op(*one) for one in ops if one[0] != "nimble::print"]
     for _, start, end in (one for one in ops if one[0] == "nimble::print"):
-        ours = event("user_annotation", "nimble::print", start, end)
-        torchs = event("python_function", "lib/torch/_tensor_str.py(712): _str", start, end)
-        events.append(ours if said == "by an annotation" else torchs)
+        events.append(event("user_annotation", "nimble::print", start, end))
     launches = [cpu_op("aten::mm", -90, -40), runtime("cudaLaunchKernel", -80, -70, 1), kernel("mm", -75, -30, 1)]
     if copies:
         launches += [
@@ -129,7 +129,7 @@ def test_what_makes_the_host_wait_is_one_line_each(
     recording = recorded(tmp_path, *events, *launches)
     trace, _ = one_iteration(recording)
     seen = observed(trace, recording.frames)
-    profile = overhead_profile(seen.program, seen.trace, 0.0, seen.matches)
+    profile = overhead_profile(seen, 0.0)
     if copies:  # a copy to pageable memory waits by itself, too
         found = [(kind, count, lasted + 8) for kind, count, lasted in found]
     assert [(one.kind, one.count, one.total_ns) for one in profile.host_syncs] == [
@@ -153,7 +153,7 @@ def test_what_was_dispatched_elsewhere_names_the_lines(tmp_path: Path) -> None:
     places = [(call.origins[0].module, call.origins[0].file, call.origins[0].line) for call in found.program.calls]
     assert places == [("", "train.py", 10), ("net.fc", "net.py", 3), ("", "train.py", 12), ("", "", 0), ("", "", 0)]
     assert found.program.calls[1].origins[0].operator == "aten.linear"
-    syncs = overhead_profile(found.program, trace, 0.0, found.matches).host_syncs
+    syncs = overhead_profile(found, 0.0).host_syncs
     assert syncs[1].source == "train.py:10"
 
 
@@ -249,9 +249,9 @@ def test_launches_without_an_operator_are_calls_under_their_own_name(tmp_path: P
         "void at.native.reduce<float>",
         "cudaGraphLaunch",
     ]
-    profile = overhead_profile(found.program, found.trace, 0.0, found.matches)
+    profile = overhead_profile(found, 0.0)
     assert [row.work_ns for row in profile.calls] == [10_000, 8_000, 15_000]
-    assert all(Forest.of(found.trace.operators).events[at].name for _, at in found.matches)
+    assert all(found.forest.events[at].name for _, at in found.matches)
 
 
 def test_iterations_are_found_by_what_tells_most(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_the_device_runs_behind_the_host(tmp_path: Path) -> None:
     )
     trace, _ = one_iteration(recording, "one go")
     found = observed(trace)
-    profile = overhead_profile(found.program, found.trace, 0.0, found.matches)
+    profile = overhead_profile(found, 0.0)
     assert [(row.call, row.work_ns) for row in profile.calls] == [(0, 35_000)]
     assert (profile.profiled_ns, profile.device_busy_ns) == us(49, 29)  # from the end of one mark to the next
 
@@ -312,7 +312,7 @@ def test_lost_events_are_survived(tmp_path: Path) -> None:
     recording = read_trace(write_trace(tmp_path / "trace.json", {**trace, "traceEvents": kept}))
     cut, _ = one_iteration(recording)
     found = observed(cut)
-    profile = overhead_profile(found.program, found.trace, 0.0, found.matches)
+    profile = overhead_profile(found, 0.0)
     assert found.program.calls == ()
     assert profile.device_busy_ns == 162_000
     assert profile.idle is not None

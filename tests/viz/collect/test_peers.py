@@ -349,27 +349,17 @@ class Concatenated(nn.Module):
         return found[-1]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_widest_concatenation_of_a_graph(frozen: bool) -> None:
-    x = torch.randn(1, 4, 3, 3)
-    for layers in (1, 5):
-        traced = torch.jit.trace(Concatenated(layers).eval(), x)
-        traced = torch.jit.freeze(traced) if frozen else traced
-        assert peers._widest_concatenation(traced.inlined_graph) == layers
-    assert peers._widest_concatenation(torch.jit.trace(torch.sin, x).inlined_graph) == 0
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("layers", "fused"), [(4, True), (20, False)])
-def test_wide_concatenations_are_kept_from_a_fuser_that_would_take_hours(layers: int, fused: bool) -> None:
-    model, x = Concatenated(layers).eval().cuda(), torch.randn(1, 4, 6, 6, device="cuda")
+def test_wide_concatenations_are_kept_from_a_fuser_that_would_take_hours() -> None:
+    x = torch.randn(1, 4, 6, 6, device="cuda")
     with torch.inference_mode():
+        model = Concatenated(4).eval().cuda()
         run = peer("torchscript").prepare(model, [x], {})
-        assert ("20" in run.note) != fused
         for _ in range(4):
             x = torch.randn_like(x)
             torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
-    assert torch._C._jit_texpr_fuser_enabled()
+        with pytest.raises(InputError, match="exponentially long for a concatenation of 20 tensors"):
+            peer("torchscript").prepare(Concatenated(20).eval().cuda(), [x], {})
 
 
 def test_inputs_of_another_shape_are_refused() -> None:

@@ -180,21 +180,6 @@ def test_the_most_used_functions_are_kept_within_the_bound(tmp_path: Path, monke
     assert (second.name, len(second.lines), second.note) == ("b", 101, "")
 
 
-def test_a_very_long_function_is_cut_around_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "endless.py").write_text("def f():\n" + "    x = 1\n" * 5_000)
-    (piece,) = read_sources([call("endless.py", 4_000)])
-    assert piece.first <= 4_000 < piece.first + len(piece.lines)
-    assert len(piece.lines) <= 1_005
-    assert piece.note == f"lines {piece.first} to {piece.first + len(piece.lines) - 1} of 1 to 5001"
-
-
-def test_a_line_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linecache.cache, "<odd>", (9, None, ["def f():\n", f"    return '{'x' * 9_000}'\n"], "<odd>"))
-    (piece,) = read_sources([call("<odd>", 2)])
-    assert len(piece.lines[1]) == 400
-
-
 def test_text_that_no_file_can_hold_is_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(linecache.cache, "<odd>", (9, None, ["def f():\n", "    return '\udc80'\n"], "<odd>"))
     assert read_sources([call("<odd>", 2)])[0].lines == ()

@@ -1,0 +1,112 @@
+"""Models for the command line: ``MODULE:FACTORY`` names a function that makes a model and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from nimble_core.utils.errors import InputError
+from nimble_viz.collect.suggestions import nearest
+
+__all__ = ["TRAINING", "TRAINING_FACTORY", "load_factory", "made_by"]
+
+_FACTORY_FIX = "MODULE:FACTORY: MODULE is importable or a path to a .py file, FACTORY() gives (model, args) or a dict"
+
+TRAINING = ("target", "loss_fn", "optimizer", "autocast", "scaler", "clip_grad_norm", "accumulate")
+"""Keys of a factory's dict that say how to train, keywords of ``compare``."""
+
+TRAINING_FACTORY = (
+    "a dict of model, args and, if needed, kwargs, loss_fn, target, optimizer, autocast, scaler and clip_grad_norm (as "
+    "compare takes them; without an optimizer a training step is forward, loss and backward)"
+)
+
+
+def load_factory(spec: str) -> Callable[[], Any]:
+    """Return the callable that ``MODULE:FACTORY`` names.
+
+    Args:
+        spec: ``MODULE`` is a module's name, or the path of a ``.py`` file, whose folder is then put first on the path.
+
+    Raises:
+        InputError: not of that form, no such module, or nothing callable of that name in it. Errors inside the module
+            are the user's and propagate.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise InputError(f"{spec!r} does not name a factory", fix=_FACTORY_FIX)
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    try:
+        factory = getattr(module, name)
+    except AttributeError:
+        known = nearest(name, _factories(module), most=10, least=0.0)
+        fix = f"it has {', '.join(known)}" if known else _FACTORY_FIX
+        raise InputError(f"{place} has no {name!r}", fix=fix) from None
+    if not callable(factory):
+        raise InputError(f"{spec} is not callable", fix=_FACTORY_FIX)
+    return cast(Callable[[], Any], factory)
+
+
+def _factories(module: types.ModuleType) -> list[str]:
+    """Return the functions that the module defines, private ones only if there are no others."""
+    functions = ((name, value) for name, value in vars(module).items() if inspect.isroutine(value))
+    own = [name for name, value in functions if getattr(value, "__module__", "") == module.__name__]
+    return [name for name in own if not name.startswith("_")] or own
+
+
+def _from_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}", fix=_FACTORY_FIX)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be imported", fix=_FACTORY_FIX)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(f"there is no module {name!r}", fix=_FACTORY_FIX) from error
+
+
+def made_by(spec: str, training: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Call a factory: the model, positional and keyword inputs, and keywords of ``compare`` for training.
+
+    Raises:
+        InputError: no such factory, or it gives something else.
+    """
+    made = load_factory(spec)()
+    match made:
+        case {"model": model, **rest} if rest.keys() <= {"args", "kwargs", *TRAINING}:
+            args, kwargs = rest.get("args", ()), rest.get("kwargs") or {}
+            if isinstance(args, tuple | list) and isinstance(kwargs, dict):
+                return model, tuple(args), kwargs, {key: rest[key] for key in TRAINING if key in rest and training}
+        case (model, tuple() | list() as args) if not training:
+            return model, tuple(args), {}, {}
+        case (model, tuple() | list() as args, dict() as kwargs) if not training:
+            return model, tuple(args), kwargs, {}
+    given = type(made).__name__
+    if isinstance(made, dict):
+        known = ("model", "args", "kwargs", *TRAINING)
+        unknown = ", ".join(repr(key) for key in made if key not in known)
+        given = f"{given} of {', '.join(map(str, made))}{f', with unknown {unknown}' if unknown else ''}"
+    if training:
+        raise InputError(f"{spec} gave {given}, which does not say how to train", fix=f"return {TRAINING_FACTORY}")
+    if isinstance(made, dict) and "training" in made:
+        raise InputError(f"{spec} gave {given}", fix="leave 'training' out, and start with --training")
+    raise InputError(
+        f"{spec} gave {given}, not (model, args) or (model, args, kwargs)",
+        fix="return the model, a tuple of its inputs and, if it takes any, a dict of keyword inputs",
+    )

@@ -1,0 +1,99 @@
+"""What made the host wait: each wait once, by kind and place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nimble_core.ir.program import Call, Program
+from nimble_viz.report.data import HostSync
+from nimble_viz.traces.profiler import DeviceEvent, RuntimeEvent, Trace, outer_first, profile_eager
+from tests.support.eager_traces import CUDA, TWO, op, program_of, split
+
+
+def test_host_synchronisations_by_kind_and_place() -> None:
+    trace = replace(
+        CUDA,
+        operators=outer_first(
+            [*CUDA.operators, op("item", 120, 150), op("_local_scalar_dense", 121, 149), op("item", 152, 156)]
+        ),
+        runtime=(
+            *CUDA.runtime,
+            RuntimeEvent("cudaMemcpyAsync", 125, 130, 1, 104),
+            RuntimeEvent("cudaStreamSynchronize", 130, 145, 1, 105),
+        ),
+    )
+    syncs = split(TWO, trace, 0.0).host_syncs
+    # Nothing waited in the second read: what it read lay on the host.
+    assert [(s.kind, s.count, s.total_ns, s.source) for s in syncs] == [
+        ("aten::item", 1, 30.0, "after model.py:2"),
+        ("cudaStreamSynchronize", 1, 10.0, "model.py:2"),
+    ]
+
+
+def test_what_has_no_line_comes_after_the_last_that_is_known_in_its_phase() -> None:
+    trace = replace(CUDA, operators=outer_first([*CUDA.operators, op("item", 120, 150)]), device="cpu", runtime=())
+    known = program_of("addmm", lines=True).calls[0]
+    for phase, source in (("forward", "after model.py:1"), ("backward", "")):
+        calls = (known, Call(1, "aten.relu.default", (), (), phase=phase))
+        (sync,) = split(Program(calls, (), (), ()), trace, 0.0).host_syncs
+        assert (sync.kind, sync.source) == ("aten::item", source)
+
+
+def test_on_the_host_the_optimizer_reads_counters() -> None:
+    reads = [op("item", 120, 125), op("item", 130, 140), op("item", 150, 155)]
+    phases = (("forward", 0, 126), ("optimizer", 126, 145), ("forward", 145, 200))
+    trace = replace(
+        CUDA, operators=outer_first([*CUDA.operators, *reads]), device="cpu", runtime=(), kernels=(), phases=phases
+    )
+    (sync,) = split(TWO, trace, 0.0).host_syncs
+    assert (sync.kind, sync.count, sync.total_ns) == ("aten::item", 2, 10.0)
+
+
+def waiting(*names: tuple[str, int, int], launch: int, wait: int, copy: str = "") -> list[HostSync]:
+    """Synchronisations of a run of nested operators with one launch and one wait for the stream after it."""
+    trace = Trace(
+        "cuda", 0, 100, 100, outer_first([op(*one) for one in names]),
+        runtime=(
+            RuntimeEvent("cudaMemcpyAsync", launch, launch + 2, 1, 7),
+            RuntimeEvent("cudaStreamSynchronize", wait, wait + 20, 1, 8),
+        ),
+        kernels=(DeviceEvent(copy, "memcpy", launch + 5, launch + 9, 7, 7),) if copy else (),
+    )  # fmt: skip
+    return list(split(program_of("_to_copy"), trace, 0.0).host_syncs)
+
+
+def test_a_blocking_copy_is_named_after_the_copy() -> None:
+    copy = "Memcpy DtoH (Device -> Pinned)"
+    nested = ("to", 10, 60), ("_to_copy", 12, 58), ("copy_", 20, 55)
+    assert waiting(*nested, launch=25, wait=30, copy=copy) == [HostSync(copy, 1, 20.0, "")]
+    within = "Memcpy DtoD (Device -> Device)"
+    assert waiting(*nested, launch=25, wait=30, copy=within) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+    assert waiting(*nested, launch=25, wait=30) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+    assert waiting(*nested, launch=25, wait=70, copy=copy) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+
+
+def test_a_copy_to_pageable_memory_waits_by_itself() -> None:
+    copy = "Memcpy DtoH (Device -> Pageable)"
+    nested = ("to", 10, 60), ("_to_copy", 12, 58), ("copy_", 20, 55)
+    # The copy waits (25–27), then the stream is waited for (30–50): one synchronisation.
+    assert waiting(*nested, launch=25, wait=30, copy=copy) == [HostSync(copy, 1, 22.0, "")]
+    # non_blocking=True does not help where the memory is not pinned.
+    assert waiting(*nested, launch=25, wait=70, copy=copy) == [
+        HostSync("cudaStreamSynchronize", 1, 20.0, ""),
+        HostSync(copy, 1, 2.0, ""),
+    ]
+    assert waiting(launch=25, wait=70, copy=copy)[1] == HostSync(copy, 1, 2.0, "")
+
+
+def test_an_operator_whose_size_depends_on_data_is_one_synchronisation() -> None:
+    assert waiting(("nonzero", 10, 60), launch=25, wait=30) == [HostSync("aten::nonzero", 1, 50.0, "")]
+    # Where the host did not wait inside it, it is none.
+    assert waiting(("nonzero", 10, 60), launch=25, wait=70) == [HostSync("cudaStreamSynchronize", 1, 20.0, "")]
+
+
+def test_item_on_the_host_is_listed() -> None:
+    import torch
+
+    trace = profile_eager(lambda: torch.ones(3).sum().item(), device="cpu", synchronize=lambda: None)
+    (sync,) = split(program_of("sum"), trace, 0.0).host_syncs
+    assert (sync.kind, sync.count) == ("aten::item", 1)
