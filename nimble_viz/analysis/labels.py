@@ -31,6 +31,7 @@ __all__ = [
     "ratio_figures",
     "ratio_sentence",
     "ratio_words",
+    "source_of",
     "spanned_modules",
     "split_plan",
     "trains",
@@ -139,6 +140,12 @@ def label_call(call: Call) -> str:
         return label_operators(origin.operator for origin in call.origins)
     kernel = _KERNEL.fullmatch(call.operator)
     return (kernel[1] or "triton") if kernel else call.label
+
+
+def source_of(call: Call) -> str:
+    """Return the source line of the first origin, ``"net.py:12"``; empty if unknown."""
+    origin = call.origins[0] if call.origins else None
+    return f"{origin.file}:{origin.line}" if origin and origin.file else ""
 
 
 def label_operators(operators: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_ns
 from nimble_viz.analysis.dag import nest, opening_schedule
-from nimble_viz.analysis.labels import label_call, label_run, trains
+from nimble_viz.analysis.labels import label_call, label_run, source_of, trains
 from nimble_viz.analysis.provenance import module_of, nesting_modules
 from nimble_viz.report.data import ReportData
 
@@ -83,8 +83,7 @@ def digraph(report: ReportData, policy: str | None = None, *, transitive: bool =
             figures = [format_ns(report.costs.ns[box])] if any(report.costs.ns) and report.costs.ns[box] else []
             figures += [] if stream is None else [f"stream {stream}"]
             lines = [f"{box} {label_call(calls[box])}", " · ".join(figures)]
-            origin = calls[box].origins[0] if calls[box].origins else None
-            where = f"{origin.file}:{origin.line}" if origin and origin.file else ""
+            where = source_of(calls[box])
             around.node(
                 f"c{box}",
                 label=r"\n".join(graphviz.escape(line) for line in lines if line),

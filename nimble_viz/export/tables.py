@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from nimble_core.ir.candidates import EqualityCheck
-from nimble_core.ir.program import Call
 from nimble_core.ir.schedule import SyncCounts
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.advice import advice
 from nimble_viz.analysis.gaps import replay_gaps
-from nimble_viz.analysis.labels import label_call, label_run
+from nimble_viz.analysis.labels import label_call, label_run, source_of
 from nimble_viz.analysis.overhead import module_tree
 from nimble_viz.analysis.timeline import distortion
 from nimble_viz.analysis.work import call_work, launches
@@ -164,11 +163,6 @@ def _join(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
-def _source(call: Call) -> str:
-    origin = call.origins[0] if call.origins else None
-    return f"{origin.file}:{origin.line}" if origin and origin.file else ""
-
-
 # One function for each table.
 
 
@@ -181,7 +175,7 @@ def _calls(report: ReportData) -> _Columns:
         "label": (str, [label_call(call) for call in calls]),
         "phase": (str, [call.phase for call in calls]),
         "module": (str, [call.module for call in calls]),
-        "source": (str, [_source(call) for call in calls]),
+        "source": (str, [source_of(call) for call in calls]),
         "origins": (int, [len(call.origins) for call in calls]),
         "eager_calls": (str, [_join(call.eager) for call in calls]),
         "flops": (int, [done.flops for done in work]),
@@ -374,7 +368,7 @@ def _overhead(report: ReportData) -> _Columns:
         "operator": (str, [call.operator for call in calls]),
         "phase": (str, [call.phase for call in calls]),
         "module": (str, [call.module for call in calls]),
-        "source": (str, [_source(call) for call in calls]),
+        "source": (str, [source_of(call) for call in calls]),
         **_part_columns(rows),
     }
 

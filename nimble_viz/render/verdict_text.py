@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_bytes, format_count, format_ns
-from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange, source_of
+from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange
 from nimble_viz.analysis.gate import GateData, Outcome
-from nimble_viz.analysis.labels import INTERVAL, label_call, label_plan, plural, ratio_figures, ratio_sentence
+from nimble_viz.analysis.labels import (
+    INTERVAL,
+    label_call,
+    label_plan,
+    plural,
+    ratio_figures,
+    ratio_sentence,
+    source_of,
+)
 from nimble_viz.render.text import _bullet, _pairs, _table, _text
 
 if TYPE_CHECKING:
