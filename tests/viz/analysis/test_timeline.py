@@ -14,8 +14,10 @@ from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
+from nimble_core.utils.units import format_percent
 from nimble_viz.analysis.concurrency import DeviceStreams, device_streams, flight_times, flights, in_flight
 from nimble_viz.analysis.limit import limit
+from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.timeline import axis_note, distorted, distortion, timelines
 from nimble_viz.export.tables import make_table
@@ -23,7 +25,9 @@ from nimble_viz.export.trace import make_trace
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import DeviceIdle
-from tests.support.sample_reports import sample_report
+from tests.support.sample_reports import (
+    sample_report,
+)
 
 LANES = (Lane("stream 0", "stream"), Lane("stream 1", "stream"))
 SPANS = (
@@ -243,3 +247,30 @@ def test_times_with_so_many_in_flight_add_up_to_the_replay(line: Timeline) -> No
 def test_flights_count_what_runs_at_a_time(line: Timeline, at: int) -> None:
     running = sum(s.start_ns <= at + 0.5 < s.end_ns for s in line.spans if line.lanes[s.lane].kind != "host")
     assert next((count for since, count in reversed(flights(line)) if since <= at + 0.5), 0) == running
+
+
+def test_timelines_start_at_zero_eager_first_and_mark_distortion():
+    shown = timelines(sample_report(60))
+    assert [line["run"] for line in shown] == ["eager", "single", "nimble"]
+    assert all(min(line["columns"]["start"]) == 0 for line in shown)
+    assert shown[0]["distorted"]
+    assert not shown[2]["distorted"]
+    assert all((lane["idle"] is None) == (lane["kind"] == "host") for line in shown for lane in line["lanes"])
+    assert all(0 <= lane["idle"] < 1 for line in shown for lane in line["lanes"] if lane["kind"] != "host")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_how_long_the_device_was_idle_is_one_number(device):
+    """What the profile of eager found is what overhead, timeline and the lane of its only stream show."""
+    report = sample_report(60, device=device)
+    eager = replace(report.timeline("eager"), profiled_ns=report.overhead.profiled_ns)
+    report = replace(report, timelines=(eager, *report.timelines[1:]))
+    shown, *replays = timelines(report)
+    share = report.overhead.device_idle_share
+    assert shown["idle"] == share > 0
+    assert dict(overhead(report)["facts"])["Device idle"] == format_percent(share)
+    assert [lane["idle"] for lane in shown["lanes"]] == ([None, round(share, 4)] if device == "cuda" else [None])
+    for line in replays:  # busy while any of the streams is
+        assert 0 <= line["idle"] <= min(lane["idle"] for lane in line["lanes"])
+    alone = next(line for line in replays if len(line["lanes"]) == 1)
+    assert alone["idle"] == alone["lanes"][0]["idle"]

@@ -23,7 +23,7 @@ from nimble_core.ir.program import Phase
 from nimble_core.runtime.host.device import HostDevice
 from nimble_core.scheduling.options import Options
 from nimble_core.utils.errors import InputError, NimbleError
-from nimble_viz.analysis.dag import nest
+from nimble_viz.analysis.dag_boxes import nest
 from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.analysis.phases import PHASES, phase_syncs, phases, span_phases
 from nimble_viz.analysis.summary import verdict
