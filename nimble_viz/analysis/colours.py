@@ -54,9 +54,5 @@ def exposed(report: ReportData) -> list[int]:
         return [round(known.get(call.index, -1)) for call in report.program.calls]
     own = [dict.fromkeys(call.eager) for call in report.program.calls]
     shared: Counter[int] = Counter(index for indices in own for index in indices)
-    return [
-        round(sum(known[index] / shared[index] for index in found))
-        if (found := [k for k in indices if k in known])
-        else -1
-        for indices in own
-    ]
+    profiled = [[index for index in indices if index in known] for indices in own]
+    return [round(sum(known[k] / shared[k] for k in indices)) if indices else -1 for indices in profiled]

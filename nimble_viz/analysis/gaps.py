@@ -11,8 +11,8 @@ from typing import Any
 from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.labels import label_call
+from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.labels import label_call, share_rows
 from nimble_viz.analysis.limit import chain_that_ran
 from nimble_viz.report.data import ReportData
 
@@ -119,37 +119,23 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     seen = {span.call for span in line.spans if span.call is not None}
     queued = _union((ready[call][0], held[call][0]) for call in seen)
     starts = [start for start, _ in queued]
-    reached = [zero] * len(line.lanes)
+    reached: dict[int, float] = {}
     begun: set[int] = set()
-    lanes: set[int] = set()
     found = []
     for span in line.spans:
-        since, reached[span.lane] = reached[span.lane], max(reached[span.lane], span.end_ns)
-        call = span.call
-        if call is None:
-            until, awaited = since, None
-        elif call in begun:
-            until, awaited = since, call
-        else:
-            until, awaited = held[call]
-            begun.add(call)
-        first = span.lane not in lanes
-        lanes.add(span.lane)
+        first, since = span.lane not in reached, reached.get(span.lane, zero)
+        reached[span.lane] = max(since, span.end_ns)
+        until, awaited = since, span.call
+        if span.call is not None and span.call not in begun:
+            begun.add(span.call)
+            until, awaited = held[span.call]
         if span.start_ns <= since or (first and awaited is None):
             continue
         until = min(max(until, since), span.start_ns)
-        waited = _overlap(queued, starts, since, until)
+        wait_ns = _overlap(queued, starts, since, until)
+        unready_ns = until - since - wait_ns
         found.append(
-            Gap(
-                span.lane,
-                call,
-                awaited,
-                since,
-                span.start_ns,
-                launch_ns=span.start_ns - until,
-                wait_ns=waited,
-                unready_ns=until - since - waited,
-            )
+            Gap(span.lane, span.call, awaited, since, span.start_ns, span.start_ns - until, wait_ns, unready_ns)
         )
     return found
 
@@ -182,23 +168,8 @@ def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
 
 
 def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
-    """What the time of all streams together was spent on: share, nanoseconds, name, meaning; zeros left out."""
-    total = sum(getattr(one, f"{key}_ns") for one in times for key, _, _ in PARTS)
-    rows = []
-    for key, name, meaning in PARTS:
-        ns = sum(getattr(one, f"{key}_ns") for one in times)
-        if ns > 0:
-            rows.append(
-                {
-                    "key": key,
-                    "name": name,
-                    "meaning": meaning,
-                    "ns": ns,
-                    "text": format_ns(ns),
-                    "share": format_percent(ns / total),
-                }
-            )
-    return rows
+    """Say what the time of all streams together was spent on (``share_rows``)."""
+    return share_rows((name, sum(getattr(one, f"{key}_ns") for one in times), meaning) for key, name, meaning in PARTS)
 
 
 def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
@@ -251,14 +222,10 @@ def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
     for gap in found:
         if gap.awaited is None or gap.launch_ns <= 0:
             continue
-        inside = gap.awaited == gap.call
-        kind = (
-            "inside a call"
-            if inside
-            else "after a call of its stream"
-            if lane_of[gap.awaited] == gap.lane
-            else "after one of another"
-        )
+        if gap.awaited == gap.call:
+            kind = "inside a call"
+        else:
+            kind = "after a call of its stream" if lane_of[gap.awaited] == gap.lane else "after one of another"
         kinds[kind].append(gap.launch_ns)
     return [
         {"kind": kind, "count": len(ns), "ns": sum(ns), "text": format_ns(sum(ns)), "median": format_ns(median(ns))}

@@ -10,7 +10,7 @@ from typing import Any
 
 from nimble_core.ir.measurement import Measurement, Ratio
 from nimble_core.ir.program import Call
-from nimble_core.utils.units import format_count, format_ratio
+from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.report.data import ReportData
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "ratio_figures",
     "ratio_sentence",
     "ratio_words",
+    "share_rows",
     "source_of",
     "spanned_modules",
     "split_plan",
@@ -282,6 +283,16 @@ def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None
         "interval": interval,
         "full": f"{label_run(report, ratio.name)} over {label_run(report, ratio.baseline)}, {context(report)}",
     }
+
+
+def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
+    """Turn ``(name, nanoseconds, meaning)`` of parts of one time into rows with text and share; zeros are left out."""
+    kept = [part for part in parts if part[1] > 0]
+    total = sum(ns for _, ns, _ in kept)
+    return [
+        {"name": name, "ns": ns, "text": format_ns(ns), "share": format_percent(ns / total), "meaning": meaning}
+        for name, ns, meaning in kept
+    ]
 
 
 def doubt_of(taken: Measurement | None) -> float:

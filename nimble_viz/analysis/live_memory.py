@@ -157,29 +157,7 @@ def _run(
     alive = [storage for storage, (first, last) in spans.items() if first <= at <= last]
     alive = [storage for storage in alive if program.storages[storage].nbytes]
     alive.sort(key=lambda storage: (-program.storages[storage].nbytes, spans[storage][0]))
-    holders = []
-    for storage in alive[:HOLDERS]:
-        first, last = spans[storage]
-        nbytes = program.storages[storage].nbytes
-        maker, user = program.calls[order[first]], program.calls[order[last]]
-        module = modules_of(maker)
-        place = f"{label_call(maker)}{f' in {module}' if module else ''}"
-        output = any(ref.storage == storage for ref in program.outputs)
-        until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
-        holders.append(
-            {
-                "call": order[first],
-                "last_call": order[last],
-                "bytes": nbytes,
-                "size": format_bytes(nbytes),
-                "share": format_percent(nbytes / peak),
-                "first": first,
-                "last": last,
-                "output": output,
-                "phase": maker.phase,
-                "text": f"made by {order[first]} {place}, {until}",
-            }
-        )
+    holders = [_holder(program, order, storage, spans[storage], peak) for storage in alive[:HOLDERS]]
     rest = alive[HOLDERS:]
     total = sum(makes)
     planned = next((one for one in report.memory.planned if one.name == name), None)
@@ -205,6 +183,29 @@ def _run(
         "holders": holders,
         "more": len(rest),
         "more_bytes": sum(program.storages[storage].nbytes for storage in rest),
+    }
+
+
+def _holder(program: Program, order: Sequence[int], storage: int, span: tuple[int, int], peak: int) -> dict[str, Any]:
+    """Describe a result that is alive at the peak; ``span``: positions of the first and the last call to touch it."""
+    first, last = span
+    nbytes = program.storages[storage].nbytes
+    maker, user = program.calls[order[first]], program.calls[order[last]]
+    module = modules_of(maker)
+    place = f"{label_call(maker)}{f' in {module}' if module else ''}"
+    output = any(ref.storage == storage for ref in program.outputs)
+    until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
+    return {
+        "call": order[first],
+        "last_call": order[last],
+        "bytes": nbytes,
+        "size": format_bytes(nbytes),
+        "share": format_percent(nbytes / peak),
+        "first": first,
+        "last": last,
+        "output": output,
+        "phase": maker.phase,
+        "text": f"made by {order[first]} {place}, {until}",
     }
 
 

@@ -68,11 +68,11 @@ def phases(report: ReportData) -> dict[str, Any] | None:
 
 
 def _inside(report: ReportData, phase: Stage) -> str:
-    """``"inside 2 calls of backward"``: which fused calls of other phases stand for eager calls of this one."""
+    """Say which fused calls of other phases stand for eager calls of this one: ``"inside 2 calls of backward"``."""
     if report.eager is None:
         return ""
     eager = report.eager.calls
-    holders = Counter(
+    holders: Counter[Stage] = Counter(
         call.phase for call in report.program.calls if any(eager[index].phase == phase for index in call.eager)
     )
     named = ", ".join(f"{plural(holders[one], 'call')} of {one}" for one in PHASES if holders[one])
@@ -80,7 +80,7 @@ def _inside(report: ReportData, phase: Stage) -> str:
 
 
 def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
-    """How many of the plan's waits lie between which phases, in a step's order; empty without training."""
+    """Count the plan's waits by the phases they lie between, in a step's order; empty without training."""
     if not trains(report):
         return []
     calls = report.program.calls

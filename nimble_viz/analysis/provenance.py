@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate
 from typing import Any
 
 from nimble_core.ir.program import Call
@@ -70,7 +69,12 @@ def nesting_modules(report: ReportData) -> list[str]:
     known = [modules_of(call) if call.origins else None for call in calls]
 
     def nearest(paths: list[str | None]) -> list[str | None]:
-        return list(accumulate(paths, lambda last, path: last if path is None else path))
+        """Replace each None by the path before it."""
+        last, found = None, []
+        for path in paths:
+            last = path if path is not None else last
+            found.append(last)
+        return found
 
     before, after = nearest(known), nearest(known[::-1])[::-1]
     found = []

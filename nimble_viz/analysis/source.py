@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.labels import about, doubt_of, label_run, plural, trains, visible
 from nimble_viz.report.data import HostSync, ReportData, SourceLines
@@ -42,22 +43,7 @@ def source(report: ReportData) -> dict[str, Any] | None:
     if not any(origin.file for call in calls for origin in call.origins[:1]):
         return None
     places = _Places(report)
-    rows: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    times = _times(report)
-    for call in calls:
-        key = places.of(call.origins[0].file, call.origins[0].line) if call.origins else (-1, 0)
-        side = "_backward" if call.phase == "backward" else ""
-        row = rows[key]
-        row[f"calls{side}"] += 1
-        for name in FIGURES:
-            row[name + side] += times[name][call.index]
-    for sync in report.overhead.host_syncs if report.overhead else ():
-        row, after = rows[places.of_sync(sync)], sync.source.startswith(_AFTER)
-        row["after" if after else "waits"] += sync.count
-        row["after_wait" if after else "wait"] += sync.total_ns
-    for index in _awaiting(report):
-        if calls[index].origins:
-            rows[places.of(calls[index].origins[0].file, calls[index].origins[0].line)]["planned"] += 1
+    rows = _line_sums(report, places)
     sides = _SIDES if any(call.phase == "backward" for call in calls) else _SIDES[:1]
     names = [name + ("_backward" if side == "backward" else "") for side in sides for name in _COLUMNS]
     names += ["waits", "wait", "after", "after_wait", "planned"]
@@ -205,6 +191,10 @@ class _Places:
             self.groups.append(file)
         return self.bare[file], line
 
+    def of_call(self, call: Call) -> tuple[int, int]:
+        """``(function, line)`` of the call's first origin."""
+        return self.of(call.origins[0].file, call.origins[0].line) if call.origins else (-1, 0)
+
     def of_sync(self, sync: HostSync) -> tuple[int, int]:
         """Of the line that a host synchronisation names; an optimizer's waits after calls of others are not theirs."""
         if sync.phase == "optimizer":
@@ -228,6 +218,26 @@ class _Places:
 def _group(piece: SourceLines) -> str:
     around = piece.name.rpartition(".")[0]
     return around or piece.file
+
+
+def _line_sums(report: ReportData, places: _Places) -> dict[tuple[int, int], dict[str, float]]:
+    """Sum what the calls of each line take, by ``(function, line)``; ``(-1, 0)`` is what has no line."""
+    calls, times = report.eager_calls, _times(report)
+    rows: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for call in calls:
+        row = rows[places.of_call(call)]
+        side = "_backward" if call.phase == "backward" else ""
+        row[f"calls{side}"] += 1
+        for name in FIGURES:
+            row[name + side] += times[name][call.index]
+    for sync in report.overhead.host_syncs if report.overhead else ():
+        row, after = rows[places.of_sync(sync)], sync.source.startswith(_AFTER)
+        row["after" if after else "waits"] += sync.count
+        row["after_wait" if after else "wait"] += sync.total_ns
+    for index in _awaiting(report):
+        if calls[index].origins:
+            rows[places.of_call(calls[index])]["planned"] += 1
+    return rows
 
 
 def _times(report: ReportData) -> dict[str, list[float]]:

@@ -6,17 +6,17 @@ profiler are for, so every run states both lengths, and is marked where they dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.analysis.concurrency import device_streams, flight_times, flights, in_flight
 from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
-from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural
+from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural, share_rows
 from nimble_viz.analysis.limit import distance_doubt
 from nimble_viz.analysis.phases import span_phases
-from nimble_viz.report.data import DeviceIdle, ReportData
+from nimble_viz.report.data import ReportData
 
 __all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "timelines"]
 
@@ -33,7 +33,7 @@ _IDLE = (
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
-    """One entry per timeline, eager first; spans as columns, whole nanoseconds from that run's first start.
+    """Describe each timeline, eager first; spans as columns, whole nanoseconds from that run's first start.
 
     ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
     ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
@@ -41,63 +41,62 @@ def timelines(report: ReportData) -> list[dict[str, Any]]:
     stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
     kernels are missing, nothing can be said about the time between them.
     """
-    ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
-    shown = []
-    for line in ordered:
-        zero = min((span.start_ns for span in line.spans), default=0.0)
-        phase_of = span_phases(report, line)
-        order = sorted(
-            range(len(line.spans)),
-            key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns),
-        )
-        spans = [line.spans[at] for at in order]
-        length = _drawn(line)
-        found = replay_gaps(report, line)
-        own: list[list[Span]] = [[] for _ in line.lanes]
-        for span in spans:
-            own[span.lane].append(span)
-        lanes = [
+    return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
+
+
+def _shown(report: ReportData, line: Timeline) -> dict[str, Any]:
+    length, found = _drawn(line), replay_gaps(report, line)
+    order = sorted(
+        range(len(line.spans)), key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns)
+    )
+    spans = [line.spans[at] for at in order]
+    own: list[list[Span]] = [[] for _ in line.lanes]
+    for span in spans:
+        own[span.lane].append(span)
+    return {
+        "run": line.run,
+        "label": label_run(report, line.run),
+        "source": line.source,
+        "clock": line.clock,
+        "length_ns": line.length_ns,
+        "profiled_ns": line.profiled_ns,
+        "unprofiled_ns": line.unprofiled_ns,
+        "idle": device_idle(report, line),
+        "factor": distortion(line),
+        "distorted": distorted(report, line),
+        "distortion": _distortion_words(report, line),
+        "reliable": line.reliable,
+        "note": line.note,
+        "lengths": _lengths(report, line),
+        "marks": _marks(report, line),
+        "facts": _facts(report, line, found),
+        "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
+        "lanes": [
             {"name": lane.name, "kind": lane.kind, "idle": _idle(length, inside) if _on_device(lane) else None}
             for lane, inside in zip(line.lanes, own, strict=True)
-        ]
-        shown.append(
-            {
-                "run": line.run,
-                "label": label_run(report, line.run),
-                "source": line.source,
-                "clock": line.clock,
-                "length_ns": line.length_ns,
-                "profiled_ns": line.profiled_ns,
-                "unprofiled_ns": line.unprofiled_ns,
-                "idle": device_idle(report, line),
-                "factor": distortion(line),
-                "distorted": distorted(report, line),
-                "distortion": _distortion_words(report, line),
-                "reliable": line.reliable,
-                "note": line.note,
-                "lengths": _lengths(report, line),
-                "marks": _marks(report, line),
-                "facts": _facts(report, line, found),
-                "lost": _lost(report, line, found),
-                "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
-                "lanes": lanes,
-                "gaps": _gap_columns(found, spans),
-                "columns": {
-                    "lane": [span.lane for span in spans],
-                    "start": [round(span.start_ns - zero) for span in spans],
-                    "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
-                    "call": [-1 if span.call is None else span.call for span in spans],
-                    "name": [span.name for span in spans],
-                    "phase": [phase_of[at] for at in order],
-                    "stream": [line.streams[at] for at in order] if line.streams else [],
-                },
-            }
-        )
-    return shown
+        ],
+        "gaps": _gap_columns(found, spans),
+        "columns": _span_columns(report, line, order),
+    }
+
+
+def _span_columns(report: ReportData, line: Timeline, order: Sequence[int]) -> dict[str, list[Any]]:
+    """Spans as columns, in this order; whole nanoseconds from the first start."""
+    spans, phase_of = [line.spans[at] for at in order], span_phases(report, line)
+    zero = min((span.start_ns for span in spans), default=0.0)
+    return {
+        "lane": [span.lane for span in spans],
+        "start": [round(span.start_ns - zero) for span in spans],
+        "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
+        "call": [-1 if span.call is None else span.call for span in spans],
+        "name": [span.name for span in spans],
+        "phase": [phase_of[at] for at in order],
+        "stream": [line.streams[at] for at in order] if line.streams else [],
+    }
 
 
 def axis_note(report: ReportData) -> str:
-    """One sentence on what may be compared along the axis: which clocks the runs were timed by, and what is simulated.
+    """Say what may be compared along the axis: which clocks timed the runs, and what is simulated.
 
     Empty where there is no timeline.
     """
@@ -120,7 +119,7 @@ def axis_note(report: ReportData) -> str:
 
 
 def distortion(line: Timeline) -> float:
-    """How many times longer the profiled run was than the unprofiled one; 0 if either is unknown."""
+    """Return how many times longer the profiled run was than the unprofiled one; 0 if either is unknown."""
     return _length(line) / line.unprofiled_ns if line.unprofiled_ns else 0.0
 
 
@@ -233,31 +232,15 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
 
 
 def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str, Any]]:
-    """What the device's time went to: of a replay by stream, of an eager run as the profile of its overhead says."""
+    """Say what the device's time went to: of a replay by stream, of an eager run by the profile of its overhead."""
     if line.run != "eager":
         plan = report.schedule(line.run)
         return lost(stream_times(found, line)) if plan is not None and line.reliable else []
     profile = report.overhead
     if profile is None or profile.idle is None:
         return []
-    total = profile.device_busy_ns + sum(getattr(profile.idle, key) for key, _, _ in _IDLE)
-    parts = [("busy", profile.device_busy_ns, "a kernel was running"), *_idle_parts(profile.idle)]
-    return [
-        {
-            "key": name,
-            "name": name,
-            "meaning": meaning,
-            "ns": ns,
-            "text": format_ns(ns),
-            "share": format_percent(ns / total),
-        }
-        for name, ns, meaning in parts
-        if ns > 0
-    ]
-
-
-def _idle_parts(idle: DeviceIdle) -> list[tuple[str, float, str]]:
-    return [(name, getattr(idle, key), meaning) for key, name, meaning in _IDLE]
+    idle = [(name, getattr(profile.idle, key), meaning) for key, name, meaning in _IDLE]
+    return share_rows([("busy", profile.device_busy_ns, "a kernel was running"), *idle])
 
 
 def _path(report: ReportData, line: Timeline) -> str:

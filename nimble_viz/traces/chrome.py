@@ -17,7 +17,7 @@ import msgspec
 
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.report.file import MAX_RATIO, SMALL, unpacks_beyond
-from nimble_viz.traces.profiler import RawEvent
+from nimble_viz.traces.events import RawEvent
 
 __all__ = ["MAX_BYTES", "Frame", "Recording", "read_trace"]
 

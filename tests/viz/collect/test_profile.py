@@ -30,7 +30,7 @@ from nimble_core.profiling.cupti import profiler_runs
 from nimble_core.utils.errors import DeviceError, InputError
 from nimble_viz.cli.command import main
 from nimble_viz.collect.profile import Profiling, Sampler, _Session, profile, profile_script
-from nimble_viz.traces.profiler import dispatch_floor_ns
+from nimble_viz.traces.profiler import profile_eager
 
 NEXT = _BaseDataLoaderIter.__next__
 
@@ -316,7 +316,7 @@ def test_of_two_threads_one_profiles() -> None:
         with pytest.raises(DeviceError, match="another profiler"):
             profile().__enter__()
         with pytest.raises(DeviceError, match="another profiler"):
-            dispatch_floor_ns()
+            profile_eager(lambda: None, device="cpu", synchronize=lambda: None)
     finally:
         done.set()
         holder.join()
