@@ -200,7 +200,7 @@ def _eager(report: ReportData, profile: OverheadProfile) -> Split:
         *([("work", summed("work"), "the operators' own computing")] if _on_host(report) else []),
         ("waiting", profile.waiting_ns, "the host waits for the device"),
         ("loader", profile.loader_ns, "the host waits for the data loader"),
-        ("remainder", profile.remainder_ns, "belongs to no call"),
+        ("remainder", profile.remainder_ns, "attributed to no call"),
     ]
     note = f"host time of one iteration, measured by {profile.source}"
     if profile.unprofiled_ns:

@@ -96,7 +96,7 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
             ("Profiler's slowdown", slowdown if profile.unprofiled_ns else "unknown"),
             *([("Waits for the device", format_ns(profile.waiting_ns))] if profile.waiting_ns else []),
             *([("Waits for the data loader", format_ns(profile.loader_ns))] if profile.loader_ns else []),
-            ("Belongs to no call", _of(profile.remainder_ns, profile.profiled_ns)),
+            ("Unattributed", _of(profile.remainder_ns, profile.profiled_ns)),
             *_uncalled(report, profile),
             ("Calls found in the profile", f"{profile.matched:,} of {profile.total:,}"),
             ("Measured by", profile.source),

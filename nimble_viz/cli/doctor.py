@@ -128,7 +128,7 @@ class Diagnosis:
         from rich.padding import Padding
         from rich.table import Table
 
-        from nimble_viz.render.text import _text
+        from nimble_viz.render.layout import words as _text
 
         yield _text("nimble_viz doctor", "bold")
         yield _text(self.verdict, "bold red" if self.exit_code else "bold green")

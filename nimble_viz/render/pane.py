@@ -18,7 +18,8 @@ from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.timeline import timelines
 from nimble_viz.render.html import fragment, page
-from nimble_viz.render.text import columns, pane_text, plain_text
+from nimble_viz.render.layout import columns
+from nimble_viz.render.text import pane_text, plain_text
 
 if TYPE_CHECKING:
     from nimble_viz.report.data import ReportData

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.diff import DifferenceData, differences, environment_changes, subjects
 from nimble_viz.analysis.gate import GateData, Rules, judge
-from nimble_viz.render.text import plain
+from nimble_viz.render.layout import plain
 from nimble_viz.render.verdict_text import difference_text, gate_text
 from nimble_viz.report.data import ReportData
 
