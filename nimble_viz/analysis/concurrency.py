@@ -33,7 +33,10 @@ _OVERLAPS = 0.05
 
 
 def graph_width(graph: CallGraph) -> tuple[int, str]:
-    """The most calls of which none must wait for another, and the same as text: ``"at least 9"`` if it is a bound."""
+    """Count the most calls of which none must wait for another.
+
+    Also as text, ``"at least 9"`` if it is a bound.
+    """
     before = predecessors(graph, meg=True)
     if graph.size <= EXACT_CALLS:
         exact = width(before)
@@ -43,7 +46,7 @@ def graph_width(graph: CallGraph) -> tuple[int, str]:
 
 
 def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
-    """Kernels (on the host: calls) that a replay ran at one time, ``most`` and ``mean``; None if it was not watched."""
+    """Return how many kernels (on the host: calls) a replay ran at one time; None if it was not watched."""
     line = report.timeline(policy)
     if line is None or not line.spans:
         return None
@@ -52,7 +55,7 @@ def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
 
 
 def in_flight(line: Timeline) -> tuple[int, float]:
-    """The most spans on the device at one time, and their time-weighted mean over the timeline's length.
+    """Return the most spans on the device at one time, and their mean over the timeline's length.
 
     Calls that follow each other at one point of time were never side by side.
 
@@ -67,7 +70,7 @@ def in_flight(line: Timeline) -> tuple[int, float]:
 
 
 def flights(line: Timeline) -> list[tuple[float, int]]:
-    """How many spans run on the device from each time on where that changes; the first at the timeline's first start.
+    """List how many spans run on the device from each time on where that changes.
 
     On a replay's streams or workers, and on the GPU streams of an eager run; host threads do not count. The last entry
     is at the timeline's last end, with 0.
@@ -98,7 +101,7 @@ def flights(line: Timeline) -> list[tuple[float, int]]:
 
 
 def flight_times(steps: Sequence[tuple[float, int]]) -> list[float]:
-    """Nanoseconds with 0, 1, 2, … spans running, given ``flights``: together the timeline's length.
+    """Sum the nanoseconds with 0, 1, 2, … spans running, given ``flights``.
 
     >>> flight_times([(0.0, 1), (1.0, 2), (2.0, 1), (4.0, 0)])
     [0.0, 3.0, 1.0]
@@ -130,7 +133,7 @@ class DeviceStreams:
 
 
 def device_streams(line: Timeline) -> DeviceStreams | None:
-    """Planned and observed streams of a replay; None where the device did not say.
+    """Compare planned and observed streams of a replay; None where the device did not say.
 
     >>> from nimble_core.ir.timeline import Lane, Span
     >>> lanes, spans = (Lane("0", "stream"), Lane("1", "stream")), [Span(k % 2, k, k + 1.0, k, "k") for k in range(5)]

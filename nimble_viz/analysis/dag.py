@@ -80,7 +80,7 @@ def _paths(boxes: Boxes) -> list[str]:
 
 
 def _ranks(values: Sequence[Any]) -> list[int]:
-    """Number each value among its equals, from 1.
+    """Return the rank of each value among its equals, from 1.
 
     >>> _ranks(["a", "b", "a"])
     [1, 1, 2]
@@ -94,5 +94,5 @@ def _ranks(values: Sequence[Any]) -> list[int]:
 
 
 def opening_schedule(report: ReportData) -> Schedule | None:
-    """Choose the schedule to show first: that of the run the verdict is about, else the last; None without any."""
+    """Choose the schedule to show first: that of the verdict, else the last; None without any."""
     return report.schedule(best_run(report)) or (report.schedules[-1] if report.schedules else None)

@@ -46,7 +46,9 @@ def components(module: str) -> tuple[str, ...]:
 
 
 def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
-    """Group neighbouring calls by module path, step by step; no groups of one call, or of all calls of their parent.
+    """Group neighbouring calls by module path, step by step.
+
+    No groups of one call, or of all calls of their parent.
 
     A step that holds all calls of the group around it is said in that group's name, unless that is a phase; one that
     holds all calls vanishes.
@@ -96,7 +98,10 @@ def nest(modules: Sequence[str], phases: Sequence[str] | None = None) -> Boxes:
 
 
 def _runs(paths: Sequence[tuple[str, ...]], begin: int, end: int, depth: int) -> list[tuple[int, int]]:
-    """Split ``begin`` to ``end`` into stretches of one step at ``depth``; a path that ends above it stands alone."""
+    """Split ``begin`` to ``end`` into stretches of one step at ``depth``.
+
+    A path that ends above it stands alone.
+    """
     runs = []
     at = begin
     while at < end:

@@ -155,7 +155,7 @@ def _passed_rows(
 def _place(
     routes: _Routes, group: int, row: Sequence[int], passed: Sequence[tuple[int, int, int]], position: list[float]
 ) -> list[Lane]:
-    """Order the boxes and lanes of one group; write the boxes' places to ``position`` and return the lanes."""
+    """Order one group; write its boxes' places to ``position`` and return its lanes."""
     members = routes.inside[group]
     local = {box: index for index, box in enumerate(members)}
     lines, width = [row[box] for box in members], [1.0] * len(members)
@@ -179,7 +179,7 @@ def _place(
 
 
 def layers(size: int, edges: Sequence[tuple[int, int]], fed: Collection[int] = ()) -> list[int]:
-    """Return the row of each box: the longest path from the sources; a source sinks to just above its first reader.
+    """Return the row of each box: its longest path; a source sinks to just above its first reader.
 
     Args:
         size: number of boxes.
@@ -270,7 +270,7 @@ def order(row: Sequence[int], links: Sequence[tuple[int, int]], width: Sequence[
 
 
 def spread_row(wanted: Sequence[float], width: Sequence[float]) -> list[float]:
-    """Find places in order, nearest to ``wanted`` in least squares, so that boxes of these widths do not overlap.
+    """Find places in order, nearest to ``wanted`` in least squares, without overlap.
 
     Pooling of adjacent violators, O(boxes).
 

@@ -189,7 +189,7 @@ class DifferenceData:
 
 
 def differences(before: Sequence[ReportData], after: Sequence[ReportData]) -> DifferenceData:
-    """What changed from the reports ``before`` to those ``after``; swapped, it says the opposite.
+    """Compare the reports ``before`` with those ``after``; swapped, the result says the opposite.
 
     Several of one side are of the same model in several processes. Times are those of all, all else is of the first.
 
@@ -254,7 +254,7 @@ def subjects(old: ReportData, new: ReportData) -> str:
 
 
 def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio:
-    """Speed of ``news`` over ``olds`` (> 1: faster), a measurement of each process.
+    """Compute the speed of ``news`` over ``olds`` (> 1: faster), one measurement of each process.
 
     From ``FEWEST_PROCESSES`` a side on, what processes differ by is known: Welch's t interval of the logarithms of
     their medians, and differences count from ``SAME`` on. Of fewer all pairs together, from ``ACROSS`` on. A
@@ -286,7 +286,7 @@ def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio
 
 
 def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
-    """Speed of a run (``""``: the chosen one) over eager, each in its report; None if none measured both.
+    """Compute the speed of a run (``""``: the chosen one) over eager; None if no report measured both.
 
     Of several reports the median, and their intervals together.
     """
@@ -299,7 +299,7 @@ def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
 
 
 def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...]:
-    """What makes ``new`` another environment than ``old``: devices, versions, threads, settings.
+    """List what makes ``new`` another environment than ``old``: devices, versions, threads, settings.
 
     Not what varies from run to run (date, load, clocks, other processes).
     """
@@ -311,14 +311,14 @@ def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...
 
 
 def host_sync_count(report: ReportData) -> int | None:
-    """How often the eager run made the host wait; None if it was not profiled."""
+    """Count how often the eager run made the host wait; None if it was not profiled."""
     return sum(sync.count for sync in report.overhead.host_syncs) if report.overhead else None
 
 
 def _moved(
     old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]], before: Schedule, after: Schedule
 ) -> tuple[Moved, ...]:
-    """Matched calls on another stream, where streams that share most calls count as one."""
+    """List matched calls on another stream; streams that share most calls count as one."""
     shared = Counter((before.stream[u], after.stream[v]) for u, v in pairs)
     renamed: dict[int, int] = {}
     # Ties go by the sum, so that swapping the reports decides them alike; of equal sums no two share a stream.
@@ -369,7 +369,7 @@ def _cost_doubts(old: ReportData, new: ReportData) -> list[str]:
 
 
 def _speed(olds: Sequence[ReportData], news: Sequence[ReportData], run: str) -> SpeedChange:
-    """The run of all old reports against that of all new ones; ``""``: the chosen ones."""
+    """Compare a run of all old reports with that of all new ones; ``""``: the chosen ones."""
     before, after = run or olds[0].chosen, run or news[0].chosen
     was, now = ([taken for one in some if (taken := one.measurement(run or one.chosen))] for some in (olds, news))
     return SpeedChange(

@@ -87,7 +87,7 @@ _Interval = tuple[float, float]
 
 
 def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
-    """Every stretch in which a stream of ``line`` stood still before one of its kernels, in order of their ends.
+    """List every gap in which a stream idled before one of its kernels, in order of their ends.
 
     Before a stream's first call is a gap only if that had to wait for a call: one that waits for none delays nobody of
     its stream.
@@ -141,13 +141,16 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
 
 
 def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
-    """``gaps`` of one of the report's timelines; none of an eager run, or where kernels are missing."""
+    """Return ``gaps`` of one of the report's timelines.
+
+    None of an eager run, or where kernels are missing.
+    """
     plan = report.schedule(line.run)
     return gaps(report.graph, plan, line) if plan is not None and line.reliable else []
 
 
 def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
-    """What each lane's time was spent on, given ``gaps``."""
+    """Sum what each lane's time was spent on, given ``gaps``."""
     length, zero = line.length_ns, min((span.start_ns for span in line.spans), default=0.0)
     busy, last = [0.0] * len(line.lanes), [zero] * len(line.lanes)
     first: dict[int, float] = {}
@@ -173,7 +176,7 @@ def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
 
 
 def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
-    """The gaps that delayed the replay most, as text: who waited for whom, how long, and why.
+    """List the gaps that delayed the replay most, as text: who waited for whom, how long, and why.
 
     Those before (and inside) calls of the chain that ran longest: a call off it may begin later and nothing is lost.
     ``delay`` is what a faster launch or another order could save: since the call's data was ready, or since its kernel
@@ -216,7 +219,7 @@ def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most:
 
 
 def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
-    """Launch gaps by what came before: how many, their sum and median, as text; kinds that do not occur left out."""
+    """Group launch gaps by what came before: how many, their sum and median, as text."""
     lane_of = {span.call: span.lane for span in line.spans}
     kinds: dict[str, list[float]] = {"after a call of its stream": [], "after one of another": [], "inside a call": []}
     for gap in found:
@@ -256,7 +259,7 @@ _Moment = tuple[float, int | None]
 
 
 def _moments(graph: CallGraph, plan: Schedule, line: Timeline, zero: float) -> tuple[list[_Moment], list[_Moment]]:
-    """For each call: when its data was ready, and when all had ended that the plan makes it wait for."""
+    """Return for each call when its data was ready, and when everything it waits for had ended."""
     end: dict[int, float] = {}
     for span in line.spans:
         if span.call is not None:
@@ -279,7 +282,7 @@ def _latest(moments: Sequence[_Moment], zero: float) -> _Moment:
 
 
 def _union(intervals: Any) -> list[_Interval]:
-    """Intervals that are not empty, sorted, merged where they touch."""
+    """Sort intervals, drop empty ones, and merge those that touch."""
     merged: list[_Interval] = []
     for start, end in sorted(one for one in intervals if one[1] > one[0]):
         if merged and start <= merged[-1][1]:
@@ -290,7 +293,7 @@ def _union(intervals: Any) -> list[_Interval]:
 
 
 def _overlap(merged: Sequence[_Interval], starts: Sequence[float], since: float, until: float) -> float:
-    """How much of ``since`` to ``until`` the intervals cover."""
+    """Measure how much of ``since`` to ``until`` the intervals cover."""
     at, covered = max(bisect_right(starts, since) - 1, 0), 0.0
     while at < len(merged) and merged[at][0] < until:
         covered += max(0.0, min(merged[at][1], until) - max(merged[at][0], since))

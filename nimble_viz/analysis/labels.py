@@ -66,12 +66,12 @@ _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
 
 
 def planned(report: ReportData) -> bool:
-    """Whether this is a plan: nothing was run, and so nothing measured."""
+    """Tell whether this is a plan: nothing was run, so nothing was measured."""
     return report.complete and not (report.measurements or report.checks or report.timelines)
 
 
 def context(report: ReportData) -> str:
-    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``; and if it is training."""
+    """Name what every ratio depends on, ``"float16, batch 1, NVIDIA H200"``, and say if it is training."""
     if report.sampling is not None:
         where = report.environment
         return f"profile of code as it is, {where.device_name or _UNNAMED[where.device == 'cuda']}"
@@ -81,12 +81,12 @@ def context(report: ReportData) -> str:
 
 
 def trains(report: ReportData) -> bool:
-    """Whether it is about training steps."""
+    """Tell whether the report is about training steps."""
     return any(call.phase != "forward" for call in report.program.calls)
 
 
 def split_plan(name: str) -> tuple[str, str]:
-    """Whose kernels a plan runs, and the plan itself.
+    """Split a plan's name into whose kernels it runs and the plan itself.
 
     >>> split_plan("inductor, nimble, 4 streams"), split_plan("nimble, 4 streams")
     (('inductor', 'nimble, 4 streams'), ('none', 'nimble, 4 streams'))
@@ -96,14 +96,14 @@ def split_plan(name: str) -> tuple[str, str]:
 
 
 def label_plan(name: str) -> str:
-    """A plan's name for people: ``"inductor, single"`` reads ``"inductor, one stream"``."""
+    """Return a plan's display name: ``"inductor, single"`` reads ``"inductor, one stream"``."""
     fuse, plan = split_plan(name)
     plan = "one stream" if plan == "single" else plan
     return plan if fuse == "none" else f"{fuse}, {plan}"
 
 
 def label_run(report: ReportData, name: str) -> str:
-    """A run's name for people: ``"single"`` reads ``"one-stream replay"``, ``"nimble"`` ``"nimble replay"``.
+    """Return a run's display name: ``"single"`` reads ``"one-stream replay"``.
 
     Fused ones say whose kernels they run, ``"nimble replay (inductor)"``, and beside them those of eager's kernels
     ``"one-stream replay (unfused)"``. What was only planned is no replay: ``"one stream"``, ``"nimble"``. Peers keep
@@ -122,7 +122,7 @@ def label_run(report: ReportData, name: str) -> str:
 
 
 def one_stream(name: str) -> str:
-    """The run of the same kernels as ``name``, on one stream.
+    """Name the run of the same kernels as ``name`` on one stream.
 
     >>> one_stream("inductor, nimble"), one_stream("nimble")
     ('inductor, single', 'single')
@@ -132,7 +132,7 @@ def one_stream(name: str) -> str:
 
 
 def label_call(call: Call) -> str:
-    """A call's short name: that of its operator, or where it stands for eager calls, of these operators.
+    """Return a call's short name: its operator's, or that of the operators it stands for.
 
     ``"triton_poi_fused__native_batch_norm_relu_3"`` reads ``"bn+relu"`` after its origins; without origins, after the
     kernel's own name.
@@ -150,7 +150,7 @@ def source_of(call: Call) -> str:
 
 
 def label_operators(operators: Iterable[str]) -> str:
-    """What a call that stands for these operators does, in order.
+    """Name a call that stands for these operators, in order.
 
     >>> label_operators(["aten.convolution.default", "aten.native_batch_norm.default", "aten.relu_.default"])
     'conv+bn+relu'
@@ -169,7 +169,7 @@ def label_operators(operators: Iterable[str]) -> str:
 
 
 def common_module(modules: Sequence[str]) -> str:
-    """The innermost module that holds all of ``modules``; empty for the model itself.
+    """Find the innermost module that holds all of ``modules``; empty for the model itself.
 
     >>> common_module(["layer.0.attention.query", "layer.0.attention.key"])
     'layer.0.attention'
@@ -184,7 +184,7 @@ def common_module(modules: Sequence[str]) -> str:
 
 
 def spanned_modules(modules: Sequence[str]) -> str:
-    """``common_module``, and where that is a list, which of its members hold ``modules``.
+    """Return ``common_module`` and, where that is a list, which of its members hold ``modules``.
 
     >>> spanned_modules(["cells.3.lefts.0", "cells.5.before", "cells.4"])
     'cells.3–5'
@@ -209,7 +209,7 @@ def _short(operator: str) -> str:
 
 
 def visible(text: str) -> str:
-    r"""One line with a box for each character that a terminal or a browser would obey instead of showing it.
+    r"""Replace each character that a terminal or a browser would obey instead of showing it.
 
     >>> visible("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
     True
@@ -218,12 +218,12 @@ def visible(text: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 stream"``, ``"1,024 streams"``."""
+    """Return a count with its noun: ``"1 stream"``, ``"1,024 streams"``."""
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def error_text(error: float) -> str:
-    """A relative error; files hold those that are no number as 1e300.
+    """Format a relative error; files hold those that are not finite as 1e300.
 
     >>> error_text(3.14e-7), error_text(1e300)
     ('3.1e-07', 'not finite')
@@ -232,7 +232,7 @@ def error_text(error: float) -> str:
 
 
 def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
-    """How a run compares with another one, in the words of its verdict and with its interval, as all views say it.
+    """Say how a run compares with another one: the verdict and its interval, as all views put it.
 
     A ratio below 1 is turned over, and so is its interval.
 
@@ -262,18 +262,21 @@ def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
 
 
 def ratio_sentence(subject: str, ratio: Ratio, baseline: str = "", note: str = "") -> str:
-    """``"nimble replay is 1.80x faster than …"``, ``"nimble replay: no difference from …"``; see ``ratio_words``."""
+    """Make a sentence of ``ratio_words``: ``"nimble replay is 1.80x faster than …"``."""
     return f"{subject}{':' if ratio.verdict == 'no difference' else ' is'} {ratio_words(ratio, baseline, note)}"
 
 
 def ratio_figures(ratio: Ratio) -> tuple[str, str]:
-    """A ratio and its interval for a table: ``("1.80x", "[1.76, 1.85]")``, ``("undecided", "[0.95, 57.80]")``."""
+    """Format a ratio and its interval for a table: ``("1.80x", "[1.76, 1.85]")``."""
     interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _known(ratio) else "too few samples"
     return format_ratio(ratio.value) if ratio.decided else "undecided", interval
 
 
 def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
-    """``verdict``, ``text`` and ``interval`` (see ``ratio_figures``) and ``full``, what it is of; None stays None."""
+    """Return ``verdict``, ``text``, ``interval`` (``ratio_figures``) and ``full``, what it is of.
+
+    None gives None.
+    """
     if ratio is None:
         return None
     text, interval = ratio_figures(ratio)
@@ -286,7 +289,7 @@ def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None
 
 
 def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
-    """Turn ``(name, nanoseconds, meaning)`` of parts of one time into rows with text and share; zeros are left out."""
+    """Turn ``(name, nanoseconds, meaning)`` of one time's parts into rows with shares, without zeros."""
     kept = [part for part in parts if part[1] > 0]
     total = sum(ns for _, ns, _ in kept)
     return [
@@ -296,7 +299,7 @@ def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
 
 
 def doubt_of(taken: Measurement | None) -> float:
-    """By what share a run's time may differ where it is set against one that was not taken in turn with it.
+    """Return by what share a run's time may differ from one that was not taken in turn with it.
 
     Its interquartile range; infinite for too few samples.
     """
@@ -304,7 +307,7 @@ def doubt_of(taken: Measurement | None) -> float:
 
 
 def about(value: str, doubt: float) -> str:
-    """A number that comes of two measurements not taken in turn: what they vary by is no part of it.
+    """Format a number with its doubt, where it comes of two measurements that were not taken in turn.
 
     >>> about("1.08x", 0.052), about("1.08x", math.inf)
     ('1.08x ± 5%', '1.08x ± unknown')

@@ -33,7 +33,9 @@ _IDLE = (
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
-    """Describe each timeline, eager first; spans as columns, whole nanoseconds from that run's first start.
+    """Describe each timeline, eager first.
+
+    Spans as columns, whole nanoseconds from that run's first start.
 
     ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
     ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
@@ -124,13 +126,13 @@ def distortion(line: Timeline) -> float:
 
 
 def distorted(report: ReportData, line: Timeline) -> bool:
-    """Whether the profiled run is no measure of the unprofiled one, by more than the unprofiled one varies."""
+    """Tell whether the profiled run is no measure of the unprofiled one, beyond what the latter varies by."""
     factor, most = distortion(line), DISTORTION_BOUND * (1 + doubt_of(report.measurement(line.run)))
     return bool(factor) and not 1 / most <= factor <= most
 
 
 def device_idle(report: ReportData, line: Timeline) -> float:
-    """Share of a run's length during which the device did nothing, whatever the stream.
+    """Return the share of a run's length during which no stream of the device did anything.
 
     The length of a replay is that from its first start to its last end, as its lanes are drawn; of the eager run that
     of the profiled run, the wait for the device at its end included. Of the eager run this is
@@ -143,7 +145,7 @@ def device_idle(report: ReportData, line: Timeline) -> float:
 
 
 def _on_device(lane: Lane) -> bool:
-    """Whether a lane shows what the device does, not the host that asks for it."""
+    """Tell whether a lane shows what the device does, not the host."""
     return lane.kind != "host"
 
 
@@ -152,12 +154,12 @@ def _length(line: Timeline) -> float:
 
 
 def _drawn(line: Timeline) -> float:
-    """What idle shares are shares of."""
+    """Return the length that idle shares refer to."""
     return _length(line) if line.run == "eager" else line.length_ns
 
 
 def _idle(length: float, spans: Iterable[Span]) -> float:
-    """Share of ``length`` in which none of the spans, sorted by start, ran."""
+    """Return the share of ``length`` in which none of the spans, sorted by start, ran."""
     busy, reached = 0.0, float("-inf")
     for span in spans:
         busy += max(0.0, span.end_ns - max(span.start_ns, reached))
@@ -166,7 +168,7 @@ def _idle(length: float, spans: Iterable[Span]) -> float:
 
 
 def _lengths(report: ReportData, line: Timeline) -> str:
-    """Both lengths of a run, in words."""
+    """Say both lengths of a run."""
     taken = "simulated" if line.source == "simulated" else "profiled"
     profiled = f"{format_ns(_length(line))} {taken}"
     if not line.unprofiled_ns:
@@ -187,7 +189,10 @@ def _marks(report: ReportData, line: Timeline) -> list[str]:
 
 
 def _distortion_words(report: ReportData, line: Timeline) -> str:
-    """How the profiled run's length differs, and where what is drawn does not; empty if it is none to speak of."""
+    """Say how the profiled run's length differs, and whether the calls as drawn do.
+
+    Empty if not distorted.
+    """
     if not distorted(report, line):
         return ""
     factor = about(format_ratio(distortion(line)), doubt_of(report.measurement(line.run)))
@@ -244,7 +249,7 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
 
 
 def _path(report: ReportData, line: Timeline) -> str:
-    """How much of the unprofiled replay its critical path accounts for; empty where that is not known."""
+    """Say how much of the unprofiled replay its critical path accounts for; empty where that is not known."""
     wall, path = line.unprofiled_ns, set(report.critical_path)
     if report.schedule(line.run) is None or report.critical_path_ns <= 0 or not wall or not line.length_ns:
         return ""
@@ -259,7 +264,7 @@ def _path(report: ReportData, line: Timeline) -> str:
 
 
 def _streams(line: Timeline) -> str:
-    """Planned streams and those that the device used, in words."""
+    """Say how many streams were planned, and how many the device used."""
     found = device_streams(line)
     if found is None:
         return ""
@@ -276,7 +281,7 @@ def _streams(line: Timeline) -> str:
 
 
 def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
-    """Of gaps before calls. One lasts from the end of what ran before ``span`` on its lane, or the replay's start.
+    """Return gaps before calls as columns; one lasts from the end of what ran before ``span`` on its lane.
 
     Of that, ``launch`` and ``wait`` are known by themselves; what is left: nothing was ready.
     """

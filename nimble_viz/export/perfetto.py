@@ -101,7 +101,10 @@ class _Interned:
         self._ids: dict[str, int] = {}
 
     def iid(self, text: str, new: Any) -> int:
-        """Return the id of ``text``; write it to ``new``, the packet's part of the table, if it was not seen before."""
+        """Return the id of ``text``.
+
+        Write it to ``new``, the packet's part of the table, if it was not seen before.
+        """
         if text not in self._ids:
             self._ids[text] = len(self._ids) + 1
             new.add(iid=self._ids[text], **{self._field: text.encode() if self._field == "str" else text})

@@ -93,11 +93,11 @@ class Diagnosis:
         return f"{self.model} cannot be prepared: {plural(len(self.blockers), 'blocker')}."
 
     def to_text(self, width: int | None = None) -> str:
-        """As plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
+        """Return plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
         return plain(self, width)
 
     def to_json(self) -> str:
-        """All of it as JSON, with a line break at the end."""
+        """Return all of it as JSON, with a line break at the end."""
         found = [{**asdict(one), "link": one.link} for one in self.blockers]
         whole = {"model": self.model, "ok": self.ok, "blockers": found, "notes": self.notes}
         return json.dumps(whole, indent=2) + "\n"

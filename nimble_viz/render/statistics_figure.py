@@ -21,7 +21,7 @@ _COLOURS = ("#7a7a7a", "#d98c21", "#1f6fb4", "#2e9e6b", "#a04fb0", "#c44e52")
 
 
 def statistics_figure(report: ReportData) -> Figure:
-    """Draw two panels: a box per candidate with its raw samples, and the samples in the order they were taken.
+    """Draw a box per candidate with its raw samples, and the samples in the order they were taken.
 
     Milliseconds. The names carry the median, ``unstable`` where spread or drift is beyond its bound, and ``peer``;
     peers are drawn hollow and dotted. The title names model, dtype, batch and device. A report without measurements
@@ -92,5 +92,5 @@ def _traces(report: ReportData, taken: Measurement, colour: str) -> tuple[Box, S
 
 
 def _escape(text: str) -> str:
-    """plotly reads a little HTML in labels: names are text."""
+    """Escape a name: plotly reads a little HTML in labels."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

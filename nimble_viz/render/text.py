@@ -59,12 +59,12 @@ _NOTHING = {
 
 
 def plain_text(report: ReportData, width: int | None = None) -> str:
-    """``report_text`` as a string without colour codes; ``width`` as for ``plain``."""
+    """Return ``report_text`` as a string without colour codes; ``width`` as for ``plain``."""
     return plain(report_text(report), width)
 
 
 def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
-    """What ``report_text`` says of one view, as a string without colour codes.
+    """Return what ``report_text`` says of one view, as a string without colour codes.
 
     Args:
         report: what is shown.
@@ -82,7 +82,9 @@ def pane_text(report: ReportData, pane: str, width: int | None = None) -> str:
 
 
 def report_text(report: ReportData) -> RenderableType:
-    """All of ``report`` for a rich console: verdict, speed, peers, equality, plans, limits, overhead, memory, ….
+    """Return all of ``report`` for a rich console: verdict, speed, plans, limits, overhead, memory, ….
+
+    Sections without anything to say are left out.
 
     Sections without anything to say are left out.
     """
@@ -97,7 +99,9 @@ def report_text(report: ReportData) -> RenderableType:
 
 
 def paste_lines(report: ReportData) -> str:
-    """Python lines that prepare with the chosen plan from a file; the first, a comment, says how to make the file.
+    """Write Python lines that prepare with the chosen plan from a file.
+
+    A comment says how to make the file.
 
     Without an optimizer they prepare the model in place, which takes no plan. Empty if no plan was chosen.
     """
@@ -136,7 +140,7 @@ def paste_lines(report: ReportData) -> str:
 
 
 def _headline(report: ReportData, head: dict[str, str]) -> Text:
-    """What it is about in bold, and in the colour of its verdict if nothing is doubtful; undecided it is plain."""
+    """Set the lead in bold, in the colour of its verdict if nothing is doubtful; plain if undecided."""
     good = report.complete and bool(report.checks) and all(check.passed for check in report.checks)
     colour = _VERDICTS.get(head["verdict"], "") if good else "yellow"
     style = "" if head["verdict"] == "undecided" else f"bold {colour}".strip() if head["verdict"] else "bold yellow"
@@ -144,7 +148,7 @@ def _headline(report: ReportData, head: dict[str, str]) -> Text:
 
 
 def _sections(report: ReportData, tables: dict[str, Any]) -> Iterator[tuple[str, str, list[RenderableType]]]:
-    """Of each section the names of the views that it belongs to, its title and its body."""
+    """Yield of each section the names of the views that it belongs to, its title and its body."""
     if tables["profiled"]:
         yield "summary", "What an iteration is spent on", _spent(tables["profiled"])
     if tables["speed"] and not tables["profiled"]:
@@ -266,7 +270,7 @@ def _phases(found: dict[str, Any]) -> list[RenderableType]:
 
 
 def _candidates(tried: dict[str, Any]) -> list[RenderableType]:
-    """Two lines for each plan: figures in columns of fixed width, then what does not fit beside a long name."""
+    """Draw two lines for each plan: figures in columns, then what does not fit beside a long name."""
     body = figure_head(("plan", "median", "prepared", "break-even"), _PLAN_COLUMNS)
     for row in tried["rows"]:
         colour = "red" if row["wrong"] else ""
@@ -365,7 +369,7 @@ def _ends(row: dict[str, Any]) -> str:
 
 
 def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
-    """Width, what ran side by side, and how many streams are worth it."""
+    """Say the width, what ran side by side, and how many streams are worth it."""
     what = "calls" if tables["host"] else "kernels"
     rows = [("Width of the DAG", tables["width"])]
     for row in tables["plans"]:
@@ -388,7 +392,7 @@ def _concurrency(tables: dict[str, Any]) -> list[RenderableType]:
 
 
 def _timelines(lines: Sequence[dict[str, Any]], chosen: dict[str, Any], axis: str) -> list[RenderableType]:
-    """What each run's lanes show: both lengths, what to doubt, and what the streams' time went to."""
+    """Say what each run's lanes show: both lengths, what to doubt, and what the streams' time went to."""
     body: list[RenderableType] = []
     for line in lines:
         idle = f", device idle {format_percent(line['idle'])}"
@@ -510,7 +514,7 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _hottest(code: dict[str, Any]) -> list[RenderableType]:
-    """Lines of the model's code that take most of what is known first: eager host time, else time in the replay."""
+    """Draw the lines of code that take most of what is known: eager host time, else time in the replay."""
     key, name, meaning = code["figures"][0]
     cells = []
     for row in hottest(code, key, _LINES):

@@ -43,7 +43,7 @@ _SECTIONS = {
 
 
 def headline(found: DifferenceData) -> str:
-    """One sentence: how the chosen runs compare, and what else changed.
+    """Say in one sentence how the chosen runs compare, and what else changed.
 
     ``"The chosen run (nimble) is 1.21x slower than the old one (1.19x to 1.24x); 2 calls added, 1 call on another
     stream."`` That the two are of different models, dtypes or batches comes first.
@@ -64,7 +64,7 @@ def headline(found: DifferenceData) -> str:
 
 
 def difference_text(found: DifferenceData) -> RenderableType:
-    """All of ``found`` for a rich console; sections without a change are left out."""
+    """Return all of ``found`` for a rich console; sections without a change are left out."""
     from rich.console import Group
 
     verdict = found.chosen.verdict if found.chosen and not found.subjects else ""
@@ -74,7 +74,7 @@ def difference_text(found: DifferenceData) -> RenderableType:
 
 
 def gate_text(found: GateData) -> RenderableType:
-    """The verdicts of ``found`` for a rich console."""
+    """Return the verdicts of ``found`` for a rich console."""
     from rich.console import Group
 
     rows = [
@@ -143,7 +143,7 @@ def _cell(found: Ratio | None, colour: str) -> Text:
 
 
 def _over_eager(one: SpeedChange) -> Text:
-    """Both, each muted where it is undecided."""
+    """Show both ratios, each muted where it is undecided."""
     pair = (one.old_over_eager, one.new_over_eager)
     shown = words("")
     for found in pair if any(pair) else ():
@@ -194,7 +194,7 @@ def _change(one: Change) -> str:
 
 
 def _bytes_changed(found: DifferenceData, one: Change) -> str:
-    """Bytes, or why there are none: of a run that was not there, or not measured."""
+    """Say the bytes, or why there are none: the run was not there, or not measured."""
     run = "eager" if one.name == "eager's peak" else one.name.rpartition(": ")[0]
     ran = next(((speed.old_ns, speed.new_ns) for speed in found.speeds if speed.name == run), (None, None))
     planned = one.name.endswith(_PLANNED)

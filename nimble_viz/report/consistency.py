@@ -86,7 +86,7 @@ def check_report(report: ReportData) -> ReportData:
 
 
 def _out_of_range(value: Any, signed: bool = False) -> tuple[str, float] | None:
-    """Find the first number in ``value`` that is not between 0 (``-MAX_NUMBER`` if ``signed``) and ``MAX_NUMBER``.
+    """Find the first number in ``value`` that is negative (unless ``signed``) or beyond ``MAX_NUMBER``.
 
     Returns:
         Its place within ``value`` and the number itself; None if all are in range.
@@ -116,7 +116,7 @@ def _numeric_fields(kind: type) -> tuple[tuple[str, bool], ...]:
 
 
 def _check_program(program: Program, where: str, eager_size: int) -> None:
-    """Check calls and storages; ``eager_size``: number of eager calls that the calls of ``program`` may stand for."""
+    """Check calls and storages; ``eager_size``: how many eager calls there are to stand for."""
     storages = len(program.storages)
     for k, call in enumerate(program.calls):
         _require(call.index == k, f"{where}.calls[{k}].index", f"it is {call.index}, its place is {k}")

@@ -69,7 +69,7 @@ _wire = msgspec.json.Decoder(Wire)
 
 
 def save(report: ReportData, path: str | os.PathLike[str]) -> Path:
-    """Write ``report`` to ``path``, all of it or nothing (see ``utils.files.write_file``), and return the path.
+    """Write ``report`` to ``path``, all of it or nothing, and return the path.
 
     The same report gives the same bytes. They are decoded once before they are written, so what is written is readable.
 
@@ -196,7 +196,7 @@ def _decode(data: bytes) -> ReportData:
 
 
 def _checks(report: ReportData) -> list[EqualityCheck]:
-    """List all equality checks, numbered as ``not_finite`` does: the report's, its candidates', its peers'."""
+    """List all equality checks as ``not_finite`` numbers them: report's, candidates', peers'."""
     of_candidates = [one.check for one in report.candidates if one.check is not None]
     return [*report.checks, *of_candidates, *(one.check for one in report.peers if one.check is not None)]
 

@@ -114,7 +114,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> R
 
 
 def _unpacked(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """What the file holds. What is too much is refused before it is read, or read in pieces that are not kept."""
+    """Read the file; refuse one that is too large before it is kept in memory."""
     with open(path, "rb") as file:
         packed = file.peek(len(_GZIP)).startswith(_GZIP)
         size = os.fstat(file.fileno()).st_size
@@ -226,7 +226,7 @@ def _recording(file: _File) -> Recording:
 
 
 def _is_whole(event: _Event) -> bool:
-    """Whether it has a time and a length. Raises ReportFileError if these are none that a clock gives."""
+    """Tell whether an event has a time and a length; raise ReportFileError if no clock gives such."""
     if event.ts is None or event.dur is None:
         return False
     if not (_in_reach(event.ts) and 0 <= event.dur <= _LATEST_US):
@@ -272,7 +272,7 @@ def _key(event: _Event) -> tuple[str, str]:
 
 
 def _int(value: Any) -> int:
-    """A number of the file as an integer, 0 if it is none."""
+    """Return a number of the file as an integer, 0 if it is none."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):

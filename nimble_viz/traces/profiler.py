@@ -149,7 +149,7 @@ class Running:
 
 
 def claim_profiler(torch: Any, *, cuda: bool) -> None:
-    """Take ``torch.profiler`` for this process until ``release_profiler``: beside another profiler it does not start.
+    """Take ``torch.profiler`` for this process until ``release_profiler``.
 
     In one thread a second one loses what either of them holds. From two threads they corrupt memory: what torch knows
     of its own profiler it knows by thread, and Kineto is one for the process.
