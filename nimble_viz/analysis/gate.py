@@ -18,7 +18,7 @@ from nimble_core.ir.measurement import ACROSS, Measurement
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
 from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, processes
-from nimble_viz.analysis.labels import context, label_plan, label_run, trains
+from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains
 from nimble_viz.analysis.peers import unshown
 from nimble_viz.report.data import ReportData
 
@@ -369,9 +369,8 @@ def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
 
 
 def _interval(value: float, low: float, high: float) -> str:
-    if not low or math.isinf(high):
-        return "undecided (too few samples)"
-    return f"{format_ratio(value)} [{format_ratio(low)}, {format_ratio(high)}]"
+    known = low > 0 and math.isfinite(high)
+    return f"{format_ratio(value)} {interval_text(low, high)}" if known else "undecided (too few samples)"
 
 
 def _finite(value: object) -> object:

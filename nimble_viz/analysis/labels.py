@@ -20,6 +20,7 @@ __all__ = [
     "context",
     "doubt_of",
     "error_text",
+    "interval_text",
     "label_call",
     "label_operators",
     "label_plan",
@@ -257,7 +258,11 @@ def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
         "no difference": "no difference from",
         "undecided": "undecided against",
     }[ratio.verdict]
-    interval = f"{format_ratio(low)} to {format_ratio(high)}" if _known(ratio) else "too few samples"
+    interval = (
+        f"{format_ratio(low)} to {format_ratio(high)}"
+        if ratio.low > 0 and math.isfinite(ratio.high)
+        else "too few samples"
+    )
     return f"{words} {baseline or ratio.baseline} ({interval}{note and '; '}{note})"
 
 
@@ -268,8 +273,13 @@ def ratio_sentence(subject: str, ratio: Ratio, baseline: str = "", note: str = "
 
 def ratio_figures(ratio: Ratio) -> tuple[str, str]:
     """Format a ratio and its interval for a table: ``("1.80x", "[1.76, 1.85]")``."""
-    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _known(ratio) else "too few samples"
+    interval = interval_text(ratio.low, ratio.high)
     return format_ratio(ratio.value) if ratio.decided else "undecided", interval
+
+
+def interval_text(low: float, high: float) -> str:
+    """Format an interval of ratios: ``"[1.76, 1.85]"``."""
+    return f"[{low:.2f}, {high:.2f}]" if low > 0 and math.isfinite(high) else "too few samples"
 
 
 def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
@@ -313,10 +323,6 @@ def about(value: str, doubt: float) -> str:
     ('1.08x ± 5%', '1.08x ± unknown')
     """
     return f"{value} ± {f'{doubt:.{int(doubt < 0.0095)}%}' if math.isfinite(doubt) else 'unknown'}"
-
-
-def _known(ratio: Ratio) -> bool:
-    return math.isfinite(ratio.high) and ratio.low > 0
 
 
 def _place(report: ReportData) -> str:

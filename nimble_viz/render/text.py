@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from nimble_viz.render.layout import (
     sections,
     words,
 )
+from nimble_viz.render.paste_lines import paste_lines
 from nimble_viz.report.data import ReportData
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ _GAPS = 5
 _LINES = 5
 _PLAN_COLUMNS, _PEER_COLUMNS = (38, 7, 8, 12), (28, 7, 25, 11)
 _PATH_ENDS = 3
-_FILE_NAME = 20
 _VERDICTS = {"faster": "green", "slower": "red", "undecided": "dim"}
 """How a ratio is set, and a headline but for what is undecided."""
 _NOTHING = {
@@ -95,47 +94,6 @@ def report_text(report: ReportData) -> RenderableType:
         words(f"nimble_viz: {report.model}", "bold"),
         _headline(report, tables["headline"]),
         *sections((title, body) for _, title, body in _sections(report, tables)),
-    )
-
-
-def paste_lines(report: ReportData) -> str:
-    """Write Python lines that prepare with the chosen plan from a file.
-
-    A comment says how to make the file.
-
-    Without an optimizer they prepare the model in place, which takes no plan. Empty if no plan was chosen.
-    """
-    if report.schedule(report.chosen) is None:
-        return ""
-    name = re.sub(r"[^A-Za-z0-9_-]+", "_", report.model)[:_FILE_NAME].strip("_") or "model"
-    if trains(report):
-        if not any(call.phase == "optimizer" for call in report.program.calls):
-            lines = [
-                "from nimble_core import Nimble",
-                "",
-                "net = Nimble(model).prepare(*args, training=True)",
-                "loss_fn(net(*args), target).backward()",
-            ]
-        else:
-            lines = [
-                f'# once: report.plan.save("{name}.plan.json")',
-                "from nimble_core import TrainStep, load_plan",
-                "",
-                f'plan = load_plan("{name}.plan.json")',
-                "# add autocast=, scaler= and clip_grad_norm= as compared",
-                "step = TrainStep(model, loss_fn, optimizer)",
-                "step.prepare(inputs, targets, plan=plan)",
-                "loss = step(inputs, targets)",
-            ]
-        return "\n".join(lines)
-    return "\n".join(
-        [
-            f'# once: report.plan.save("{name}.plan.json")',
-            "from nimble_core import Nimble, load_plan",
-            "",
-            f'plan = load_plan("{name}.plan.json")',
-            "net = Nimble(model).prepare(*args, plan=plan, **kwargs)",
-        ]
     )
 
 
