@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 from nimble_core.algorithms.antichain import level_width, width
@@ -16,8 +14,6 @@ from nimble_viz.report.data import ReportData
 
 __all__ = [
     "EXACT_CALLS",
-    "DeviceStreams",
-    "device_streams",
     "flight_times",
     "flights",
     "graph_width",
@@ -27,9 +23,6 @@ __all__ = [
 
 EXACT_CALLS = 10_000
 """Up to so many calls the width is computed exactly; above, a lower bound is."""
-
-_OVERLAPS = 0.05
-"""Share of kernels that may begin before the one before them on a stream has ended, as some libraries ask for."""
 
 
 def graph_width(graph: CallGraph) -> tuple[int, str]:
@@ -110,46 +103,3 @@ def flight_times(steps: Sequence[tuple[float, int]]) -> list[float]:
     for (since, running), (until, _) in pairwise(steps):
         times[running] += until - since
     return times
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStreams:
-    """Which of the device's own streams ran the calls of each planned stream.
-
-    Args:
-        planned: streams of the plan that ran something.
-        observed: streams of the device that did.
-        moved: spans that ran elsewhere than most spans of their planned stream.
-        shared: pairs of planned streams, ``(lower, higher)``, most of whose spans ran on one stream of the device: they
-            could not run beside each other.
-        told: False if kernels of one number often ran side by side: then the numbers are not those of streams.
-    """
-
-    planned: int
-    observed: int
-    moved: int
-    shared: tuple[tuple[int, int], ...]
-    told: bool = True
-
-
-def device_streams(line: Timeline) -> DeviceStreams | None:
-    """Compare planned and observed streams of a replay; None where the device did not say.
-
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> lanes, spans = (Lane("0", "stream"), Lane("1", "stream")), [Span(k % 2, k, k + 1.0, k, "k") for k in range(5)]
-    >>> device_streams(Timeline("mine", "measured", "clock", lanes, tuple(spans), streams=(7, 9, 7, 9, 9)))
-    DeviceStreams(planned=2, observed=2, moved=1, shared=(), told=True)
-    """
-    if not line.streams:
-        return None
-    ran: dict[int, Counter[int]] = {}
-    reached: dict[int, float] = {}
-    beside = 0
-    for span, stream in zip(line.spans, line.streams, strict=True):
-        ran.setdefault(span.lane, Counter())[stream] += 1
-        beside += span.start_ns < reached.get(stream, span.start_ns)
-        reached[stream] = max(reached.get(stream, span.end_ns), span.end_ns)
-    usual = {lane: min(counts, key=lambda stream: (-counts[stream], stream)) for lane, counts in sorted(ran.items())}
-    moved = sum(counts.total() - counts[usual[lane]] for lane, counts in ran.items())
-    shared = tuple((a, b) for a, b in combinations(usual, 2) if usual[a] == usual[b])
-    return DeviceStreams(len(ran), len(set(line.streams)), moved, shared, beside <= _OVERLAPS * len(line.spans))

@@ -11,9 +11,9 @@ from typing import Any
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
-from nimble_viz.analysis.concurrency import device_streams, flight_times, flights, in_flight
+from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
 from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
-from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural, share_rows
+from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
 from nimble_viz.analysis.limit import distance_doubt
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import ReportData
@@ -230,9 +230,6 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     path = _path(report, line)
     if path:
         facts.append(("Critical path", path))
-    streams = _streams(line)
-    if streams:
-        facts.append(("Streams of the device", streams))
     return facts
 
 
@@ -261,23 +258,6 @@ def _path(report: ReportData, line: Timeline) -> str:
         f"{format_ns(report.critical_path_ns)} of calls alone, {about_share} of the unprofiled replay; "
         f"a call of it was running for {format_percent(running)} of this one"
     )
-
-
-def _streams(line: Timeline) -> str:
-    """Say how many streams were planned, and how many the device used."""
-    found = device_streams(line)
-    if found is None:
-        return ""
-    text = f"{format_count(found.planned)} planned, {format_count(found.observed)} observed"
-    if not found.told:
-        return f"{text}; not told apart: kernels with one stream number ran side by side"
-    if found.moved:
-        text += f"; {plural(found.moved, 'kernel')} ran elsewhere than most of their planned stream"
-    if found.shared:
-        pairs = ", ".join(f"{a} and {b}" for a, b in found.shared[:3])
-        more = f" and {len(found.shared) - 3} pairs more" if len(found.shared) > 3 else ""
-        text += f"; planned streams {pairs}{more} shared one"
-    return text
 
 
 def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
 from nimble_core.utils.units import format_percent
-from nimble_viz.analysis.concurrency import DeviceStreams, device_streams, flight_times, flights, in_flight
+from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
 from nimble_viz.analysis.limit import limit
 from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.summary import summary
@@ -66,7 +66,6 @@ def test_the_figures_of_a_replay() -> None:
         "after one of another: 2, median 4 ns, together 7 ns",
         "Critical path": "33 ns of calls alone, 60.0% ± 0.0% of the unprofiled replay; "
         "a call of it was running for 86.0% of this one",
-        "Streams of the device": "2 planned, 2 observed",
     }
 
 
@@ -181,27 +180,14 @@ def test_workers_of_a_host_replay_have_their_calls_gaps_and_flights() -> None:
     shown = next(line for line in timelines(sample_report(40, device="cpu")) if line["run"] == "nimble")
     assert {lane["kind"] for lane in shown["lanes"]} == {"worker"}
     assert set(shown["columns"]["call"]) == set(range(40))
-    assert "Streams of the device" not in dict(shown["facts"])
     assert shown["gaps"]["span"]
 
 
-def test_planned_and_observed_streams_are_told_apart() -> None:
+def test_the_table_of_spans_names_the_streams_of_the_device() -> None:
     lanes = tuple(Lane(f"stream {k}", "stream") for k in range(3))
     spans = tuple(Span(k % 3, float(k), k + 1.0, k, "k") for k in range(9))
     line = replace(LINE, lanes=lanes, spans=spans, streams=(7, 7, 8, 7, 7, 8, 7, 7, 13))
-    assert device_streams(line) == DeviceStreams(3, 3, 1, ((0, 1),))
-    text = (
-        "3 planned, 3 observed; 1 kernel ran elsewhere than most of their planned stream; "
-        "planned streams 0 and 1 shared one"
-    )
     report = replace(sample_report(9), timelines=(line,))
-    assert dict(timelines(report)[0]["facts"])["Streams of the device"] == text
-    assert device_streams(replace(line, streams=())) is None
-    one = replace(LINE, streams=(7, 7, 7, 7))  # the third began while the second ran
-    assert device_streams(one) == DeviceStreams(2, 1, 0, ((0, 1),), told=False)
-    assert facts(one)["Streams of the device"] == (
-        "2 planned, 1 observed; not told apart: kernels with one stream number ran side by side"
-    )
     cells = next(column.cells for column in make_table(report, "spans").columns if column.name == "device_stream")
     assert cells == line.streams
 
