@@ -14,7 +14,6 @@ from nimble_core.utils.units import format_count, format_ns, format_percent, for
 from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
 from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
 from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
-from nimble_viz.analysis.limit import distance_doubt
 from nimble_viz.analysis.phases import span_phases
 from nimble_viz.report.data import ReportData
 
@@ -227,9 +226,6 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     )
     if launches:
         facts.append(("Launch gaps", launches))
-    path = _path(report, line)
-    if path:
-        facts.append(("Critical path", path))
     return facts
 
 
@@ -243,21 +239,6 @@ def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str
         return []
     idle = [(name, getattr(profile.idle, key), meaning) for key, name, meaning in _IDLE]
     return share_rows([("busy", profile.device_busy_ns, "a kernel was running"), *idle])
-
-
-def _path(report: ReportData, line: Timeline) -> str:
-    """Say how much of the unprofiled replay its critical path accounts for; empty where that is not known."""
-    wall, path = line.unprofiled_ns, set(report.critical_path)
-    if report.schedule(line.run) is None or report.critical_path_ns <= 0 or not wall or not line.length_ns:
-        return ""
-    on_path = [span for span in line.spans if span.call in path]
-    running = 1 - _idle(line.length_ns, on_path)
-    share = report.critical_path_ns / wall
-    about_share = about(format_percent(share), share * distance_doubt(report, line.run))
-    return (
-        f"{format_ns(report.critical_path_ns)} of calls alone, {about_share} of the unprofiled replay; "
-        f"a call of it was running for {format_percent(running)} of this one"
-    )
 
 
 def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
