@@ -116,7 +116,7 @@ class Advice:
 
 
 def best_run(report: ReportData) -> str:
-    """The replay that a report is about: the chosen plan, else the fastest replay that was measured; ``""`` if none."""
+    """Name the replay that a report is about: the chosen one, else the fastest; ``""`` if none."""
     wrong = {check.name for check in report.checks if check.differs}
     if report.measurement(report.chosen) and report.chosen not in wrong:
         return report.chosen
@@ -125,7 +125,7 @@ def best_run(report: ReportData) -> str:
 
 
 def advice(report: ReportData) -> Advice:
-    """Where the time of ``report`` goes and what would help next. O(calls + edges + spans), and one simulation."""
+    """Say where the time of ``report`` goes and what would help next. O(calls + edges + spans)."""
     if planned(report):
         return Advice(None, None, ())
     run = best_run(report)
@@ -141,7 +141,10 @@ def advice(report: ReportData) -> Advice:
 
 
 def advice_data(report: ReportData) -> dict[str, Any] | None:
-    """``advice`` as plain data: ``sentence``, ``changes``, ``eager`` and ``replay``; None where there is none."""
+    """Return ``advice`` as plain data: ``sentence``, ``changes``, ``eager`` and ``replay``.
+
+    None where there is nothing to say.
+    """
     found = advice(report)
     if not (found.eager or found.replay or found.changes):
         return None
@@ -200,7 +203,7 @@ def _eager(report: ReportData, profile: OverheadProfile) -> Split:
         *([("work", summed("work"), "the operators' own computing")] if _on_host(report) else []),
         ("waiting", profile.waiting_ns, "the host waits for the device"),
         ("loader", profile.loader_ns, "the host waits for the data loader"),
-        ("remainder", profile.remainder_ns, "belongs to no call"),
+        ("remainder", profile.remainder_ns, "attributed to no call"),
     ]
     note = f"host time of one iteration, measured by {profile.source}"
     if profile.unprofiled_ns:
@@ -265,7 +268,7 @@ def _copies_ns(report: ReportData, found: Breakdown) -> float:
 
 
 def _of_eager(report: ReportData) -> Iterator[Change]:
-    """Changes to a run without a replay: code that was profiled as it is, or a model that could not be captured."""
+    """Suggest changes to a run without a replay: unmodified code, or a model that could not be captured."""
     profile, timed = report.overhead, report.measurement("eager")
     if profile is None or not profile.profiled_ns:
         return
@@ -335,7 +338,7 @@ def _of_replay(report: ReportData, run: str, found: Breakdown | None) -> Iterato
 
 
 def _faster_runs(report: ReportData, run: str, now: float) -> Iterator[Change]:
-    """Whatever else was measured in the same rounds, has eager's outputs, and is decidedly faster."""
+    """Suggest runs of the same rounds that have eager's outputs and are decidedly faster."""
     checks = {check.name: check for check in report.checks}
     checks |= {peer.name: peer.check for peer in report.peers if peer.check}
     for other in report.measurements:
@@ -362,7 +365,7 @@ def _other_streams(report: ReportData, run: str, plan: Schedule, now: float) -> 
 def _other_kernels(
     report: ReportData, found: Breakdown, rows: list[CallWork], bound: Callable[[str, float, str], Change]
 ) -> Iterator[Change]:
-    """Kernels on the chain that ran longest: those far from the best rates, and those that only wait for memory."""
+    """Suggest faster kernels on the chain that ran longest: those far from the best rates, and memory-bound ones."""
     if report.work is None:
         return
     calls, ns = report.program.calls, report.costs.ns

@@ -18,7 +18,7 @@ FOLDED_ABOVE = 3
 
 
 def candidates(report: ReportData) -> dict[str, Any] | None:
-    """``rows``: the chosen one, then by median, then those dropped and those not captured; ``folded``: groups.
+    """Return ``rows``: the chosen plan, the others by median, those not captured; and ``folded`` groups.
 
     Many plans that were never captured are no rows but groups, one for each reason. ``fused``: whether kernels other
     than eager's were tried. ``single``: the one-stream replay that ``over one stream`` is about, which is that of
@@ -41,7 +41,7 @@ def candidates(report: ReportData) -> dict[str, Any] | None:
 
 
 def pays_back(cost_s: float, median_ns: float, baseline_ns: float) -> int | None:
-    """After how many calls ``cost_s`` of preparation is earned back; None if a call is not faster than the baseline.
+    """Count the calls after which ``cost_s`` of preparation breaks even; None if calls are not faster.
 
     >>> pays_back(0.001, 300_000, 550_000), pays_back(0.001, 550_000, 550_000)
     (4, None)
@@ -53,13 +53,13 @@ def pays_back(cost_s: float, median_ns: float, baseline_ns: float) -> int | None
 
 
 def _single(report: ReportData) -> Candidate | None:
-    """One stream of eager's kernels if it was measured, else of others."""
+    """Find the measured one-stream candidate, of eager's kernels if there is one."""
     ones = [one for one in report.candidates if one.measurement and one.name.rpartition(", ")[2] == "single"]
     return min(ones, key=lambda one: one.fuse != "none", default=None)
 
 
 def _never_captured(one: Candidate) -> bool:
-    """Left aside by choice; what was dropped because it failed is shown in its own right."""
+    """Tell whether a plan was left aside by choice; one that failed is shown by itself."""
     tried = one.chosen or one.measurement is not None or one.check is not None or one.capture_s > 0
     return not tried and one.note.startswith("not captured")
 
@@ -100,7 +100,7 @@ def _row(report: ReportData, one: Candidate, single: Candidate | None) -> dict[s
 
 
 def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
-    """In the same rounds where the comparison measured both; eager was not among those timed while preparing."""
+    """Compare with eager, in the same rounds where the comparison measured both."""
     eager = report.measurement("eager")
     if report.measurement(one.name) or not (one.measurement and eager):
         return report.ratio(one.name)
@@ -108,7 +108,10 @@ def _over_eager(report: ReportData, one: Candidate) -> Ratio | None:
 
 
 def _pays(over: Ratio | None, cost_s: float, baseline: Measurement | None) -> str:
-    """``"after 1,234 calls"``, ``"at once"``, ``"never"``, ``"undecided"``; empty where either was not measured."""
+    """Say when a plan breaks even: ``"after 1,234 calls"``, ``"at once"``, ``"never"``, ``"undecided"``.
+
+    Empty where either was not measured.
+    """
     if over is None or baseline is None:
         return ""
     if over.verdict != "faster":
@@ -124,7 +127,7 @@ def _quartiles(taken: Measurement) -> str:
 
 
 def _outcome(report: ReportData, one: Candidate) -> str:
-    """``"chosen"``, or why not."""
+    """Return ``"chosen"``, or why the plan was not."""
     if one.chosen:
         return "chosen"
     if one.check is not None and one.check.differs:

@@ -11,7 +11,7 @@ __all__ = ["colours", "exposed"]
 
 
 def colours(report: ReportData) -> list[dict[str, str]]:
-    """What calls can be coloured by, in the order in which it is offered.
+    """List what calls can be coloured by, in the order in which it is offered.
 
     A row has ``key`` (``"stream"``, ``"exposed"``, ``"time"`` or ``"phase"``), ``name``, ``meaning``, ``unknown`` (what
     to say of calls without a value; empty where each has one) and ``why`` (a few words where no call has one or all
@@ -43,7 +43,7 @@ def colours(report: ReportData) -> list[dict[str, str]]:
 
 
 def exposed(report: ReportData) -> list[int]:
-    """Exposed overhead of each call of the program in the profiled eager iteration, whole ns; -1 where it is not known.
+    """Return the exposed overhead of each call in profiled eager, whole ns; -1 where it is not known.
 
     A call that stands for eager calls has theirs together. An eager call that several stand for is shared out among
     them equally, so that no sum over calls counts it twice. O(calls + eager calls).
@@ -54,9 +54,5 @@ def exposed(report: ReportData) -> list[int]:
         return [round(known.get(call.index, -1)) for call in report.program.calls]
     own = [dict.fromkeys(call.eager) for call in report.program.calls]
     shared: Counter[int] = Counter(index for indices in own for index in indices)
-    return [
-        round(sum(known[index] / shared[index] for index in found))
-        if (found := [k for k in indices if k in known])
-        else -1
-        for indices in own
-    ]
+    profiled = [[index for index in indices if index in known] for indices in own]
+    return [round(sum(known[k] / shared[k] for k in indices)) if indices else -1 for indices in profiled]

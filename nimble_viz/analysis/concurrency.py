@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 from nimble_core.algorithms.antichain import level_width, width
@@ -16,8 +14,6 @@ from nimble_viz.report.data import ReportData
 
 __all__ = [
     "EXACT_CALLS",
-    "DeviceStreams",
-    "device_streams",
     "flight_times",
     "flights",
     "graph_width",
@@ -28,12 +24,12 @@ __all__ = [
 EXACT_CALLS = 10_000
 """Up to so many calls the width is computed exactly; above, a lower bound is."""
 
-_OVERLAPS = 0.05
-"""Share of kernels that may begin before the one before them on a stream has ended, as some libraries ask for."""
-
 
 def graph_width(graph: CallGraph) -> tuple[int, str]:
-    """The most calls of which none must wait for another, and the same as text: ``"at least 9"`` if it is a bound."""
+    """Count the most calls of which none must wait for another.
+
+    Also as text, ``"at least 9"`` if it is a bound.
+    """
     before = predecessors(graph, meg=True)
     if graph.size <= EXACT_CALLS:
         exact = width(before)
@@ -43,7 +39,7 @@ def graph_width(graph: CallGraph) -> tuple[int, str]:
 
 
 def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
-    """Kernels (on the host: calls) that a replay ran at one time, ``most`` and ``mean``; None if it was not watched."""
+    """Return how many kernels (on the host: calls) a replay ran at one time; None if it was not watched."""
     line = report.timeline(policy)
     if line is None or not line.spans:
         return None
@@ -52,7 +48,7 @@ def observed(report: ReportData, policy: str) -> dict[str, Any] | None:
 
 
 def in_flight(line: Timeline) -> tuple[int, float]:
-    """The most spans on the device at one time, and their time-weighted mean over the timeline's length.
+    """Return the most spans on the device at one time, and their mean over the timeline's length.
 
     Calls that follow each other at one point of time were never side by side.
 
@@ -67,7 +63,7 @@ def in_flight(line: Timeline) -> tuple[int, float]:
 
 
 def flights(line: Timeline) -> list[tuple[float, int]]:
-    """How many spans run on the device from each time on where that changes; the first at the timeline's first start.
+    """List how many spans run on the device from each time on where that changes.
 
     On a replay's streams or workers, and on the GPU streams of an eager run; host threads do not count. The last entry
     is at the timeline's last end, with 0.
@@ -98,7 +94,7 @@ def flights(line: Timeline) -> list[tuple[float, int]]:
 
 
 def flight_times(steps: Sequence[tuple[float, int]]) -> list[float]:
-    """Nanoseconds with 0, 1, 2, … spans running, given ``flights``: together the timeline's length.
+    """Sum the nanoseconds with 0, 1, 2, … spans running, given ``flights``.
 
     >>> flight_times([(0.0, 1), (1.0, 2), (2.0, 1), (4.0, 0)])
     [0.0, 3.0, 1.0]
@@ -107,46 +103,3 @@ def flight_times(steps: Sequence[tuple[float, int]]) -> list[float]:
     for (since, running), (until, _) in pairwise(steps):
         times[running] += until - since
     return times
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStreams:
-    """Which of the device's own streams ran the calls of each planned stream.
-
-    Args:
-        planned: streams of the plan that ran something.
-        observed: streams of the device that did.
-        moved: spans that ran elsewhere than most spans of their planned stream.
-        shared: pairs of planned streams, ``(lower, higher)``, most of whose spans ran on one stream of the device: they
-            could not run beside each other.
-        told: False if kernels of one number often ran side by side: then the numbers are not those of streams.
-    """
-
-    planned: int
-    observed: int
-    moved: int
-    shared: tuple[tuple[int, int], ...]
-    told: bool = True
-
-
-def device_streams(line: Timeline) -> DeviceStreams | None:
-    """Planned and observed streams of a replay; None where the device did not say.
-
-    >>> from nimble_core.ir.timeline import Lane, Span
-    >>> lanes, spans = (Lane("0", "stream"), Lane("1", "stream")), [Span(k % 2, k, k + 1.0, k, "k") for k in range(5)]
-    >>> device_streams(Timeline("mine", "measured", "clock", lanes, tuple(spans), streams=(7, 9, 7, 9, 9)))
-    DeviceStreams(planned=2, observed=2, moved=1, shared=(), told=True)
-    """
-    if not line.streams:
-        return None
-    ran: dict[int, Counter[int]] = {}
-    reached: dict[int, float] = {}
-    beside = 0
-    for span, stream in zip(line.spans, line.streams, strict=True):
-        ran.setdefault(span.lane, Counter())[stream] += 1
-        beside += span.start_ns < reached.get(stream, span.start_ns)
-        reached[stream] = max(reached.get(stream, span.end_ns), span.end_ns)
-    usual = {lane: min(counts, key=lambda stream: (-counts[stream], stream)) for lane, counts in sorted(ran.items())}
-    moved = sum(counts.total() - counts[usual[lane]] for lane, counts in ran.items())
-    shared = tuple((a, b) for a, b in combinations(usual, 2) if usual[a] == usual[b])
-    return DeviceStreams(len(ran), len(set(line.streams)), moved, shared, beside <= _OVERLAPS * len(line.spans))

@@ -1,21 +1,16 @@
 """What changed between two reports: calls, streams, costs, speed, synchronisations, memory, environment, equality.
 
-Calls have no names, so they are matched: by operator, module path and source line in their order (an alignment, which
-insertions do not disturb), what is left in between without the line, then by operator and shapes alone (the modules of
-a ``Sequential`` are renumbered by an insertion), and at last those that only changed places. Times are compared as
-intervals, with a wider margin than within a process, unless at least three processes a side show what those differ by.
+Times are compared as intervals, with a wider margin than within a process, unless at least three processes a side show
+by how much processes differ.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from statistics import fmean, median, variance
 from typing import Any, Literal
 
@@ -25,7 +20,8 @@ from nimble_core.ir.environment import Environment
 from nimble_core.ir.measurement import Measurement, Ratio, Verdict, across
 from nimble_core.ir.program import Call
 from nimble_core.ir.schedule import Schedule
-from nimble_viz.analysis.labels import trains
+from nimble_viz.analysis.call_matching import match_calls
+from nimble_viz.analysis.labels import source_of, trains
 from nimble_viz.report.data import ReportData
 
 __all__ = [
@@ -40,9 +36,7 @@ __all__ = [
     "differences",
     "environment_changes",
     "host_sync_count",
-    "match_calls",
     "processes",
-    "source_of",
     "subjects",
 ]
 
@@ -57,10 +51,6 @@ also by more than this."""
 _IDENTITY = (
     "device", "device_name", "host_cpu", "cores", "threads", "torch", "python", "system", "driver", "cuda"
 )  # fmt: skip
-_COMPARISONS = 10_000_000
-_NUMBERED = re.compile(r"(triton_\w+?)_\d+")
-
-_Key = tuple[Any, ...]
 _Value = str | int | None
 
 
@@ -188,37 +178,10 @@ class DifferenceData:
         return same and not any((*calls, *self.changes.values()))
 
     def to_json(self) -> str:
-        """As JSON; numbers that are not finite are null."""
-        data = {
-            "nimble_diff": 1,
-            "model": self.model,
-            "empty": self.empty,
-            "matched": self.matched,
-            "added": [_call_data(call) for call in self.added],
-            "removed": [_call_data(call) for call in self.removed],
-            "moved": [
-                {**_pair_data(one.old, one.new), "old_stream": one.old_stream, "new_stream": one.new_stream}
-                for one in self.moved
-            ],
-            "recosted": [
-                {
-                    **_pair_data(one.old, one.new),
-                    "old_ns": one.old_ns,
-                    "new_ns": one.new_ns,
-                    "old_spread_ns": one.old_spread_ns,
-                    "new_spread_ns": one.new_spread_ns,
-                }
-                for one in self.recosted
-            ],
-            "chosen": _speed_data(self.chosen) if self.chosen else None,
-            "speeds": [_speed_data(one) for one in self.speeds],
-            **{
-                section: [{"name": one.name, "old": one.old, "new": one.new} for one in found]
-                for section, found in self.changes.items()
-            },
-            "notes": list(self.notes),
-        }
-        return json.dumps(data, indent=2, allow_nan=False) + "\n"
+        """Return the difference as JSON; numbers that are not finite are null."""
+        hidden = ("unlike", "subjects")  # the notes say both
+        shown = {one.name: _json(getattr(self, one.name)) for one in fields(self) if one.name not in hidden}
+        return json.dumps({"nimble_diff": 1, "empty": self.empty, **shown}, indent=2, allow_nan=False) + "\n"
 
     def __repr__(self) -> str:
         counts = f"{len(self.added)} added, {len(self.removed)} removed, {len(self.moved)} moved"
@@ -226,7 +189,7 @@ class DifferenceData:
 
 
 def differences(before: Sequence[ReportData], after: Sequence[ReportData]) -> DifferenceData:
-    """What changed from the reports ``before`` to those ``after``; swapped, it says the opposite.
+    """Compare the reports ``before`` with those ``after``; swapped, the result says the opposite.
 
     Several of one side are of the same model in several processes. Times are those of all, all else is of the first.
 
@@ -290,29 +253,8 @@ def subjects(old: ReportData, new: ReportData) -> str:
     return ", ".join(found)
 
 
-def match_calls(old: Sequence[Call], new: Sequence[Call]) -> list[tuple[int, int]]:
-    """Pairs of positions ``(in old, in new)`` of calls that are the same call, each position at most once, sorted.
-
-    Linear where the programs agree but for one stretch; at worst quadratic in the number of calls, and where calls
-    repeat so much that even that takes long, they are paired by occurrence.
-    """
-    levels = [([key(call) for call in old], [key(call) for call in new]) for key in (_exact, _placed, _shaped)]
-    pairs = list(_aligned(levels, range(len(old)), range(len(new))))
-    gone, come = {u for u, _ in pairs}, {v for _, v in pairs}
-    places: dict[_Key, list[int]] = defaultdict(list)
-    for k, key in enumerate(levels[1][1]):
-        if k not in come:
-            places[key].append(k)
-    for key in places:
-        places[key].reverse()
-    for k, key in enumerate(levels[1][0]):
-        if k not in gone and places[key]:
-            pairs.append((k, places[key].pop()))
-    return sorted(pairs)
-
-
 def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio:
-    """Speed of ``news`` over ``olds`` (> 1: faster), a measurement of each process.
+    """Compute the speed of ``news`` over ``olds`` (> 1: faster), one measurement of each process.
 
     From ``FEWEST_PROCESSES`` a side on, what processes differ by is known: Welch's t interval of the logarithms of
     their medians, and differences count from ``SAME`` on. Of fewer all pairs together, from ``ACROSS`` on. A
@@ -344,7 +286,7 @@ def processes(news: Sequence[Measurement], olds: Sequence[Measurement]) -> Ratio
 
 
 def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
-    """Speed of a run (``""``: the chosen one) over eager, each in its report; None if none measured both.
+    """Compute the speed of a run (``""``: the chosen one) over eager; None if no report measured both.
 
     Of several reports the median, and their intervals together.
     """
@@ -357,7 +299,7 @@ def beside_eager(reports: Sequence[ReportData], run: str) -> Ratio | None:
 
 
 def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...]:
-    """What makes ``new`` another environment than ``old``: devices, versions, threads, settings.
+    """List what makes ``new`` another environment than ``old``: devices, versions, threads, settings.
 
     Not what varies from run to run (date, load, clocks, other processes).
     """
@@ -369,79 +311,14 @@ def environment_changes(old: Environment, new: Environment) -> tuple[Change, ...
 
 
 def host_sync_count(report: ReportData) -> int | None:
-    """How often the eager run made the host wait; None if it was not profiled."""
+    """Count how often the eager run made the host wait; None if it was not profiled."""
     return sum(sync.count for sync in report.overhead.host_syncs) if report.overhead else None
-
-
-def source_of(call: Call) -> str:
-    """Source line of the first origin, ``"net.py:12"``; empty if unknown."""
-    origin = call.origins[0] if call.origins else None
-    return f"{origin.file}:{origin.line}" if origin and origin.file else ""
-
-
-# Matching.
-
-
-def _exact(call: Call) -> _Key:
-    return (_name(call), *((one.operator, one.module, one.file, one.line) for one in call.origins))
-
-
-def _placed(call: Call) -> _Key:
-    return (_name(call), *((one.operator, one.module) for one in call.origins))
-
-
-def _shaped(call: Call) -> _Key:
-    return (_name(call), *((access.write, access.ref.sizes, access.ref.dtype) for access in call.accesses))
-
-
-def _name(call: Call) -> str:
-    """The operator; a compiled kernel's without its number, which counts the kernels before it."""
-    numbered = _NUMBERED.fullmatch(call.operator)
-    return numbered[1] if numbered else call.operator
-
-
-def _aligned(
-    levels: Sequence[tuple[Sequence[_Key], Sequence[_Key]]], old: range, new: range
-) -> Iterator[tuple[int, int]]:
-    """Pairs in both orders, by the keys of the first level; in the gaps between them by those of the next."""
-    if not levels or not old or not new:
-        return
-    olds, news = levels[0]
-    head = sum(1 for _ in takewhile(lambda uv: olds[uv[0]] == news[uv[1]], zip(old, new, strict=False)))
-    yield from zip(old[:head], new[:head], strict=True)
-    old, new = old[head:], new[head:]
-    ends = zip(reversed(old), reversed(new), strict=False)
-    tail = sum(1 for _ in takewhile(lambda uv: olds[uv[0]] == news[uv[1]], ends))
-    old, old_tail = old[: len(old) - tail], old[len(old) - tail :]
-    new, new_tail = new[: len(new) - tail], new[len(new) - tail :]
-    yield from zip(old_tail, new_tail, strict=True)
-    for same, us, vs in _blocks([olds[u] for u in old], [news[v] for v in new]):
-        if same:
-            yield from zip(old[us], new[vs], strict=True)
-        else:
-            yield from _aligned(levels[1:], old[us], new[vs])
-
-
-def _blocks(old: list[_Key], new: list[_Key]) -> Iterator[tuple[bool, slice, slice]]:
-    """Stretches that are equal, and that take each other's place; the same ones if ``old`` and ``new`` are swapped.
-
-    None at all where keys repeat too much to be aligned in reasonable time.
-    """
-    counts = Counter(new)
-    if not old or not new or sum(counts[key] for key in old) > _COMPARISONS:
-        return
-    swapped = new < old  # difflib decides ties by the order of its arguments
-    first, second = (new, old) if swapped else (old, new)
-    for tag, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
-        if tag in ("equal", "replace"):
-            us, vs = slice(a, b), slice(c, d)
-            yield tag == "equal", *((vs, us) if swapped else (us, vs))
 
 
 def _moved(
     old: ReportData, new: ReportData, pairs: Sequence[tuple[int, int]], before: Schedule, after: Schedule
 ) -> tuple[Moved, ...]:
-    """Matched calls on another stream, where streams that share most calls count as one."""
+    """List matched calls on another stream; streams that share most calls count as one."""
     shared = Counter((before.stream[u], after.stream[v]) for u, v in pairs)
     renamed: dict[int, int] = {}
     # Ties go by the sum, so that swapping the reports decides them alike; of equal sums no two share a stream.
@@ -492,7 +369,7 @@ def _cost_doubts(old: ReportData, new: ReportData) -> list[str]:
 
 
 def _speed(olds: Sequence[ReportData], news: Sequence[ReportData], run: str) -> SpeedChange:
-    """The run of all old reports against that of all new ones; ``""``: the chosen ones."""
+    """Compare a run of all old reports with that of all new ones; ``""``: the chosen ones."""
     before, after = run or olds[0].chosen, run or news[0].chosen
     was, now = ([taken for one in some if (taken := one.measurement(run or one.chosen))] for some in (olds, news))
     return SpeedChange(
@@ -565,31 +442,16 @@ def _result(check: EqualityCheck) -> str:
     return "equal" if check.passed else "differs" if check.differs else "not shown"
 
 
-# As JSON.
-
-
-def _call_data(call: Call) -> dict[str, Any]:
-    return {"index": call.index, "operator": call.operator, "module": call.module, "source": source_of(call)}
-
-
-def _pair_data(old: Call, new: Call) -> dict[str, Any]:
-    return {"old": _call_data(old), "new": _call_data(new)}
-
-
-def _speed_data(one: SpeedChange) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "old_ns": one.old_ns,
-        "new_ns": one.new_ns,
-        "verdict": one.verdict,
-        "ratio": _ratio_data(one.ratio),
-        "old_over_eager": _ratio_data(one.old_over_eager),
-        "new_over_eager": _ratio_data(one.new_over_eager),
-    }
-
-
-def _ratio_data(found: Ratio | None) -> dict[str, float | None] | None:
-    if found is None:
-        return None
-    numbers = {"value": found.value, "low": found.low, "high": found.high}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+def _json(value: Any) -> Any:
+    """Turn values into what JSON holds; numbers that are not finite become None."""
+    if isinstance(value, Call):
+        return {"index": value.index, "operator": value.operator, "module": value.module, "source": source_of(value)}
+    if isinstance(value, Ratio):
+        return {name: _json(getattr(value, name)) for name in ("value", "low", "high")}
+    if isinstance(value, SpeedChange):
+        return {**{one.name: _json(getattr(value, one.name)) for one in fields(value)}, "verdict": value.verdict}
+    if is_dataclass(value):
+        return {one.name: _json(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, tuple):
+        return [_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,13 +21,16 @@ _Cause = tuple[str, str]
 
 
 def disturbances(report: ReportData) -> tuple[str, ...]:
-    """What was not quiet while ``report`` was measured; drift and spread of a run are among its own warnings."""
+    """List what disturbed the machine while ``report`` was measured.
+
+    A run's own warnings say drift and spread.
+    """
     found = (*_of_machine(report.environment), *_dropped(report.measurements)) if report.measurements else ()
     return tuple(what for what, _ in found)
 
 
 def why_undecided(report: ReportData, ratio: Ratio) -> str:
-    """Why ``ratio`` is open, and the one thing to do: ``"load 14 on 2 cores; close other programs or run again"``."""
+    """Say why ``ratio`` is undecided, and what to do: ``"load 14 on 2 cores; run again"``."""
     runs = [taken for name in (ratio.name, ratio.baseline) if (taken := report.measurement(name))]
     few = list(_few_rounds(report, runs))
     found = few if few and _rounds(runs) < FEWEST else []
@@ -61,7 +64,7 @@ def _dropped(runs: Sequence[Measurement]) -> Iterator[_Cause]:
 
 
 def _drifting(report: ReportData, runs: Sequence[Measurement]) -> Iterator[_Cause]:
-    """Runs that drift apart by more than their samples scatter: where both get slower, that cancels."""
+    """Find runs that drift apart by more than their samples scatter; where both get slower, that cancels."""
     drifts = [run.drift for run in runs] or [0.0]
     if max(drifts) - min(drifts) > max(DRIFT_BOUND, *(run.spread for run in runs)):
         most = max(runs, key=lambda run: abs(run.drift))
@@ -76,6 +79,6 @@ def _few_rounds(report: ReportData, runs: Sequence[Measurement]) -> Iterator[_Ca
 
 
 def _rounds(runs: Sequence[Measurement]) -> int:
-    """How many rounds hold a sample of each."""
+    """Count the rounds that hold a sample of each run."""
     taken = [set(run.rounds or range(len(run.samples_ns))) for run in runs]
     return len(set.intersection(*taken)) if taken else 0

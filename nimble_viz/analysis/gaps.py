@@ -11,8 +11,8 @@ from typing import Any
 from nimble_core.ir.call_graph import CallGraph, predecessors
 from nimble_core.ir.schedule import Schedule, stream_neighbours
 from nimble_core.ir.timeline import Timeline
-from nimble_core.utils.units import format_ns, format_percent
-from nimble_viz.analysis.labels import label_call
+from nimble_core.utils.units import format_ns
+from nimble_viz.analysis.labels import label_call, share_rows
 from nimble_viz.analysis.limit import chain_that_ran
 from nimble_viz.report.data import ReportData
 
@@ -87,7 +87,7 @@ _Interval = tuple[float, float]
 
 
 def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
-    """Every stretch in which a stream of ``line`` stood still before one of its kernels, in order of their ends.
+    """List every gap in which a stream idled before one of its kernels, in order of their ends.
 
     Before a stream's first call is a gap only if that had to wait for a call: one that waits for none delays nobody of
     its stream.
@@ -119,49 +119,38 @@ def gaps(graph: CallGraph, plan: Schedule, line: Timeline) -> list[Gap]:
     seen = {span.call for span in line.spans if span.call is not None}
     queued = _union((ready[call][0], held[call][0]) for call in seen)
     starts = [start for start, _ in queued]
-    reached = [zero] * len(line.lanes)
+    reached: dict[int, float] = {}
     begun: set[int] = set()
-    lanes: set[int] = set()
     found = []
     for span in line.spans:
-        since, reached[span.lane] = reached[span.lane], max(reached[span.lane], span.end_ns)
-        call = span.call
-        if call is None:
-            until, awaited = since, None
-        elif call in begun:
-            until, awaited = since, call
-        else:
-            until, awaited = held[call]
-            begun.add(call)
-        first = span.lane not in lanes
-        lanes.add(span.lane)
+        first, since = span.lane not in reached, reached.get(span.lane, zero)
+        reached[span.lane] = max(since, span.end_ns)
+        until, awaited = since, span.call
+        if span.call is not None and span.call not in begun:
+            begun.add(span.call)
+            until, awaited = held[span.call]
         if span.start_ns <= since or (first and awaited is None):
             continue
         until = min(max(until, since), span.start_ns)
-        waited = _overlap(queued, starts, since, until)
+        wait_ns = _overlap(queued, starts, since, until)
+        unready_ns = until - since - wait_ns
         found.append(
-            Gap(
-                span.lane,
-                call,
-                awaited,
-                since,
-                span.start_ns,
-                launch_ns=span.start_ns - until,
-                wait_ns=waited,
-                unready_ns=until - since - waited,
-            )
+            Gap(span.lane, span.call, awaited, since, span.start_ns, span.start_ns - until, wait_ns, unready_ns)
         )
     return found
 
 
 def replay_gaps(report: ReportData, line: Timeline) -> list[Gap]:
-    """``gaps`` of one of the report's timelines; none of an eager run, or where kernels are missing."""
+    """Return ``gaps`` of one of the report's timelines.
+
+    None of an eager run, or where kernels are missing.
+    """
     plan = report.schedule(line.run)
     return gaps(report.graph, plan, line) if plan is not None and line.reliable else []
 
 
 def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
-    """What each lane's time was spent on, given ``gaps``."""
+    """Sum what each lane's time was spent on, given ``gaps``."""
     length, zero = line.length_ns, min((span.start_ns for span in line.spans), default=0.0)
     busy, last = [0.0] * len(line.lanes), [zero] * len(line.lanes)
     first: dict[int, float] = {}
@@ -182,27 +171,12 @@ def stream_times(found: Sequence[Gap], line: Timeline) -> list[StreamTime]:
 
 
 def lost(times: Sequence[StreamTime]) -> list[dict[str, Any]]:
-    """What the time of all streams together was spent on: share, nanoseconds, name, meaning; zeros left out."""
-    total = sum(getattr(one, f"{key}_ns") for one in times for key, _, _ in PARTS)
-    rows = []
-    for key, name, meaning in PARTS:
-        ns = sum(getattr(one, f"{key}_ns") for one in times)
-        if ns > 0:
-            rows.append(
-                {
-                    "key": key,
-                    "name": name,
-                    "meaning": meaning,
-                    "ns": ns,
-                    "text": format_ns(ns),
-                    "share": format_percent(ns / total),
-                }
-            )
-    return rows
+    """Say what the time of all streams together was spent on (``share_rows``)."""
+    return share_rows((name, sum(getattr(one, f"{key}_ns") for one in times), meaning) for key, name, meaning in PARTS)
 
 
 def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most: int) -> list[dict[str, Any]]:
-    """The gaps that delayed the replay most, as text: who waited for whom, how long, and why.
+    """List the gaps that delayed the replay most, as text: who waited for whom, how long, and why.
 
     Those before (and inside) calls of the chain that ran longest: a call off it may begin later and nothing is lost.
     ``delay`` is what a faster launch or another order could save: since the call's data was ready, or since its kernel
@@ -245,20 +219,16 @@ def longest_gaps(report: ReportData, line: Timeline, found: Sequence[Gap], most:
 
 
 def launch_gaps(found: Sequence[Gap], line: Timeline) -> list[dict[str, Any]]:
-    """Launch gaps by what came before: how many, their sum and median, as text; kinds that do not occur left out."""
+    """Group launch gaps by what came before: how many, their sum and median, as text."""
     lane_of = {span.call: span.lane for span in line.spans}
     kinds: dict[str, list[float]] = {"after a call of its stream": [], "after one of another": [], "inside a call": []}
     for gap in found:
         if gap.awaited is None or gap.launch_ns <= 0:
             continue
-        inside = gap.awaited == gap.call
-        kind = (
-            "inside a call"
-            if inside
-            else "after a call of its stream"
-            if lane_of[gap.awaited] == gap.lane
-            else "after one of another"
-        )
+        if gap.awaited == gap.call:
+            kind = "inside a call"
+        else:
+            kind = "after a call of its stream" if lane_of[gap.awaited] == gap.lane else "after one of another"
         kinds[kind].append(gap.launch_ns)
     return [
         {"kind": kind, "count": len(ns), "ns": sum(ns), "text": format_ns(sum(ns)), "median": format_ns(median(ns))}
@@ -289,7 +259,7 @@ _Moment = tuple[float, int | None]
 
 
 def _moments(graph: CallGraph, plan: Schedule, line: Timeline, zero: float) -> tuple[list[_Moment], list[_Moment]]:
-    """For each call: when its data was ready, and when all had ended that the plan makes it wait for."""
+    """Return for each call when its data was ready, and when everything it waits for had ended."""
     end: dict[int, float] = {}
     for span in line.spans:
         if span.call is not None:
@@ -312,7 +282,7 @@ def _latest(moments: Sequence[_Moment], zero: float) -> _Moment:
 
 
 def _union(intervals: Any) -> list[_Interval]:
-    """Intervals that are not empty, sorted, merged where they touch."""
+    """Sort intervals, drop empty ones, and merge those that touch."""
     merged: list[_Interval] = []
     for start, end in sorted(one for one in intervals if one[1] > one[0]):
         if merged and start <= merged[-1][1]:
@@ -323,7 +293,7 @@ def _union(intervals: Any) -> list[_Interval]:
 
 
 def _overlap(merged: Sequence[_Interval], starts: Sequence[float], since: float, until: float) -> float:
-    """How much of ``since`` to ``until`` the intervals cover."""
+    """Measure how much of ``since`` to ``until`` the intervals cover."""
     at, covered = max(bisect_right(starts, since) - 1, 0), 0.0
     while at < len(merged) and merged[at][0] < until:
         covered += max(0.0, min(merged[at][1], until) - max(merged[at][0], since))

@@ -18,7 +18,7 @@ from nimble_core.ir.measurement import ACROSS, Measurement
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.units import format_bytes, format_count, format_ratio
 from nimble_viz.analysis.diff import beside_eager, environment_changes, host_sync_count, processes
-from nimble_viz.analysis.labels import context, label_plan, label_run, trains
+from nimble_viz.analysis.labels import context, interval_text, label_plan, label_run, trains
 from nimble_viz.analysis.peers import unshown
 from nimble_viz.report.data import ReportData
 
@@ -125,7 +125,7 @@ class GateData:
         return EXIT_CODES[self.outcome]
 
     def to_json(self) -> str:
-        """As JSON; numbers that are not finite are null."""
+        """Return the verdicts as JSON; numbers that are not finite are null."""
         verdicts = [{name: _finite(getattr(one, name)) for name in one.__slots__} for one in self.verdicts]
         data = {
             "nimble_gate": 1,
@@ -139,7 +139,7 @@ class GateData:
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
     def to_markdown(self) -> str:
-        """As a Markdown table, for the summary of a CI job."""
+        """Return the verdicts as a Markdown table, for the summary of a CI job."""
         lines = [
             f"### {_MARKS[self.outcome]} nimble\\_viz gate: {self.outcome}",
             "",
@@ -154,7 +154,7 @@ class GateData:
         return "\n".join(lines) + "\n"
 
     def to_junit(self) -> str:
-        """As JUnit XML, one test for each rule; what is inconclusive counts as skipped."""
+        """Return the verdicts as JUnit XML, one test for each rule; an inconclusive one counts as skipped."""
         counts = {outcome: sum(one.outcome == outcome for one in self.verdicts) for outcome in EXIT_CODES}
         tests, failures, skipped = len(self.verdicts), counts["fail"], counts["inconclusive"]
         totals = {"tests": str(tests), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
@@ -178,8 +178,10 @@ def judge(
     baseline: Sequence[ReportData] = (),
     any_environment: bool = False,
 ) -> GateData:
-    """Judge ``reports`` by ``rules``. Always asked: was it measured to the end, and are its outputs eager's? The latter
-    not of a profile of code as it is: nothing runs there in eager's place.
+    """Judge ``reports`` by ``rules``.
+
+    Two rules always hold: the run was measured to the end, and its outputs are eager's (the latter not for a profile
+    of unmodified code, where nothing runs in eager's place).
 
     Args:
         reports: what to judge; several are of the same model in several processes (``processes``).
@@ -201,7 +203,7 @@ def judge(
 
 
 def _worst(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """One verdict of each rule, the worst that some report got, in the order of the rules."""
+    """Keep one verdict of each rule, the worst that some report got, in the order of the rules."""
     found: dict[str, Verdict] = {}
     for one in verdicts:
         known = found.setdefault(one.rule, one)
@@ -211,7 +213,7 @@ def _worst(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def _comparable(report: ReportData, baseline: ReportData, any_environment: bool) -> tuple[str, ...]:
-    """What to note about the baseline. Raises InputError if it says nothing about ``report``."""
+    """Return notes about the baseline; raise InputError if it says nothing about ``report``."""
 
     def subject(one: ReportData) -> tuple[str, str]:
         return one.model, f"{one.dtype}, batch {one.batch}, {'training' if trains(one) else 'inference'}"
@@ -246,7 +248,7 @@ def _complete(report: ReportData) -> Verdict:
 
 
 def _equal(report: ReportData) -> Iterator[Verdict]:
-    """Nothing of a profile."""
+    """Judge whether outputs are eager's; a profile has none to judge."""
     wrong = [label_run(report, check.name) for check in report.checks if check.differs]
     check = next((check for check in report.checks if check.name == report.chosen), None)
     if report.sampling:
@@ -342,7 +344,7 @@ def _slowdown(reports: Sequence[ReportData], baseline: Sequence[ReportData], mos
 
 
 def _taken(reports: Sequence[ReportData], run: str = "") -> list[Measurement]:
-    """The run to judge, as far as it was measured: the chosen one; of a profile of code as it is, that code."""
+    """Return the measured runs to judge: the chosen ones; of a profile of unmodified code, that code."""
     names = [(one, run or ("eager" if one.sampling else one.chosen)) for one in reports]
     return [taken for one, name in names if (taken := one.measurement(name))]
 
@@ -367,9 +369,8 @@ def _counts(report: ReportData, baseline: ReportData) -> Iterator[Verdict]:
 
 
 def _interval(value: float, low: float, high: float) -> str:
-    if not low or math.isinf(high):
-        return "undecided (too few samples)"
-    return f"{format_ratio(value)} [{format_ratio(low)}, {format_ratio(high)}]"
+    known = low > 0 and math.isfinite(high)
+    return f"{format_ratio(value)} {interval_text(low, high)}" if known else "undecided (too few samples)"
 
 
 def _finite(value: object) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nimble_core.ir.measurement import Measurement, Ratio
 from nimble_core.ir.program import Call
-from nimble_core.utils.units import format_count, format_ratio
+from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
 from nimble_viz.report.data import ReportData
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "context",
     "doubt_of",
     "error_text",
+    "interval_text",
     "label_call",
     "label_operators",
     "label_plan",
@@ -31,6 +32,8 @@ __all__ = [
     "ratio_figures",
     "ratio_sentence",
     "ratio_words",
+    "share_rows",
+    "source_of",
     "spanned_modules",
     "split_plan",
     "trains",
@@ -64,12 +67,12 @@ _KERNEL = re.compile(r"triton_[a-z]+_(?:fused_)?_*(.*?)_*\d*")
 
 
 def planned(report: ReportData) -> bool:
-    """Whether this is a plan: nothing was run, and so nothing measured."""
+    """Tell whether this is a plan: nothing was run, so nothing was measured."""
     return report.complete and not (report.measurements or report.checks or report.timelines)
 
 
 def context(report: ReportData) -> str:
-    """What every ratio must name: dtype, batch, device. ``"float16, batch 1, NVIDIA H200"``; and if it is training."""
+    """Name what every ratio depends on, ``"float16, batch 1, NVIDIA H200"``, and say if it is training."""
     if report.sampling is not None:
         where = report.environment
         return f"profile of code as it is, {where.device_name or _UNNAMED[where.device == 'cuda']}"
@@ -79,12 +82,12 @@ def context(report: ReportData) -> str:
 
 
 def trains(report: ReportData) -> bool:
-    """Whether it is about training steps."""
+    """Tell whether the report is about training steps."""
     return any(call.phase != "forward" for call in report.program.calls)
 
 
 def split_plan(name: str) -> tuple[str, str]:
-    """Whose kernels a plan runs, and the plan itself.
+    """Split a plan's name into whose kernels it runs and the plan itself.
 
     >>> split_plan("inductor, nimble, 4 streams"), split_plan("nimble, 4 streams")
     (('inductor', 'nimble, 4 streams'), ('none', 'nimble, 4 streams'))
@@ -94,14 +97,14 @@ def split_plan(name: str) -> tuple[str, str]:
 
 
 def label_plan(name: str) -> str:
-    """A plan's name for people: ``"inductor, single"`` reads ``"inductor, one stream"``."""
+    """Return a plan's display name: ``"inductor, single"`` reads ``"inductor, one stream"``."""
     fuse, plan = split_plan(name)
     plan = "one stream" if plan == "single" else plan
     return plan if fuse == "none" else f"{fuse}, {plan}"
 
 
 def label_run(report: ReportData, name: str) -> str:
-    """A run's name for people: ``"single"`` reads ``"one-stream replay"``, ``"nimble"`` ``"nimble replay"``.
+    """Return a run's display name: ``"single"`` reads ``"one-stream replay"``.
 
     Fused ones say whose kernels they run, ``"nimble replay (inductor)"``, and beside them those of eager's kernels
     ``"one-stream replay (unfused)"``. What was only planned is no replay: ``"one stream"``, ``"nimble"``. Peers keep
@@ -120,7 +123,7 @@ def label_run(report: ReportData, name: str) -> str:
 
 
 def one_stream(name: str) -> str:
-    """The run of the same kernels as ``name``, on one stream.
+    """Name the run of the same kernels as ``name`` on one stream.
 
     >>> one_stream("inductor, nimble"), one_stream("nimble")
     ('inductor, single', 'single')
@@ -130,7 +133,7 @@ def one_stream(name: str) -> str:
 
 
 def label_call(call: Call) -> str:
-    """A call's short name: that of its operator, or where it stands for eager calls, of these operators.
+    """Return a call's short name: its operator's, or that of the operators it stands for.
 
     ``"triton_poi_fused__native_batch_norm_relu_3"`` reads ``"bn+relu"`` after its origins; without origins, after the
     kernel's own name.
@@ -141,8 +144,14 @@ def label_call(call: Call) -> str:
     return (kernel[1] or "triton") if kernel else call.label
 
 
+def source_of(call: Call) -> str:
+    """Return the source line of the first origin, ``"net.py:12"``; empty if unknown."""
+    origin = call.origins[0] if call.origins else None
+    return f"{origin.file}:{origin.line}" if origin and origin.file else ""
+
+
 def label_operators(operators: Iterable[str]) -> str:
-    """What a call that stands for these operators does, in order.
+    """Name a call that stands for these operators, in order.
 
     >>> label_operators(["aten.convolution.default", "aten.native_batch_norm.default", "aten.relu_.default"])
     'conv+bn+relu'
@@ -161,7 +170,7 @@ def label_operators(operators: Iterable[str]) -> str:
 
 
 def common_module(modules: Sequence[str]) -> str:
-    """The innermost module that holds all of ``modules``; empty for the model itself.
+    """Find the innermost module that holds all of ``modules``; empty for the model itself.
 
     >>> common_module(["layer.0.attention.query", "layer.0.attention.key"])
     'layer.0.attention'
@@ -176,7 +185,7 @@ def common_module(modules: Sequence[str]) -> str:
 
 
 def spanned_modules(modules: Sequence[str]) -> str:
-    """``common_module``, and where that is a list, which of its members hold ``modules``.
+    """Return ``common_module`` and, where that is a list, which of its members hold ``modules``.
 
     >>> spanned_modules(["cells.3.lefts.0", "cells.5.before", "cells.4"])
     'cells.3–5'
@@ -201,7 +210,7 @@ def _short(operator: str) -> str:
 
 
 def visible(text: str) -> str:
-    r"""One line with a box for each character that a terminal or a browser would obey instead of showing it.
+    r"""Replace each character that a terminal or a browser would obey instead of showing it.
 
     >>> visible("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
     True
@@ -210,12 +219,12 @@ def visible(text: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 stream"``, ``"1,024 streams"``."""
+    """Return a count with its noun: ``"1 stream"``, ``"1,024 streams"``."""
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def error_text(error: float) -> str:
-    """A relative error; files hold those that are no number as 1e300.
+    """Format a relative error; files hold those that are not finite as 1e300.
 
     >>> error_text(3.14e-7), error_text(1e300)
     ('3.1e-07', 'not finite')
@@ -224,7 +233,7 @@ def error_text(error: float) -> str:
 
 
 def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
-    """How a run compares with another one, in the words of its verdict and with its interval, as all views say it.
+    """Say how a run compares with another one: the verdict and its interval, as all views put it.
 
     A ratio below 1 is turned over, and so is its interval.
 
@@ -249,23 +258,35 @@ def ratio_words(ratio: Ratio, baseline: str = "", note: str = "") -> str:
         "no difference": "no difference from",
         "undecided": "undecided against",
     }[ratio.verdict]
-    interval = f"{format_ratio(low)} to {format_ratio(high)}" if _known(ratio) else "too few samples"
+    interval = (
+        f"{format_ratio(low)} to {format_ratio(high)}"
+        if ratio.low > 0 and math.isfinite(ratio.high)
+        else "too few samples"
+    )
     return f"{words} {baseline or ratio.baseline} ({interval}{note and '; '}{note})"
 
 
 def ratio_sentence(subject: str, ratio: Ratio, baseline: str = "", note: str = "") -> str:
-    """``"nimble replay is 1.80x faster than …"``, ``"nimble replay: no difference from …"``; see ``ratio_words``."""
+    """Make a sentence of ``ratio_words``: ``"nimble replay is 1.80x faster than …"``."""
     return f"{subject}{':' if ratio.verdict == 'no difference' else ' is'} {ratio_words(ratio, baseline, note)}"
 
 
 def ratio_figures(ratio: Ratio) -> tuple[str, str]:
-    """A ratio and its interval for a table: ``("1.80x", "[1.76, 1.85]")``, ``("undecided", "[0.95, 57.80]")``."""
-    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _known(ratio) else "too few samples"
+    """Format a ratio and its interval for a table: ``("1.80x", "[1.76, 1.85]")``."""
+    interval = interval_text(ratio.low, ratio.high)
     return format_ratio(ratio.value) if ratio.decided else "undecided", interval
 
 
+def interval_text(low: float, high: float) -> str:
+    """Format an interval of ratios: ``"[1.76, 1.85]"``."""
+    return f"[{low:.2f}, {high:.2f}]" if low > 0 and math.isfinite(high) else "too few samples"
+
+
 def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None:
-    """``verdict``, ``text`` and ``interval`` (see ``ratio_figures``) and ``full``, what it is of; None stays None."""
+    """Return ``verdict``, ``text``, ``interval`` (``ratio_figures``) and ``full``, what it is of.
+
+    None gives None.
+    """
     if ratio is None:
         return None
     text, interval = ratio_figures(ratio)
@@ -277,8 +298,18 @@ def ratio_cell(report: ReportData, ratio: Ratio | None) -> dict[str, Any] | None
     }
 
 
+def share_rows(parts: Iterable[tuple[str, float, str]]) -> list[dict[str, Any]]:
+    """Turn ``(name, nanoseconds, meaning)`` of one time's parts into rows with shares, without zeros."""
+    kept = [part for part in parts if part[1] > 0]
+    total = sum(ns for _, ns, _ in kept)
+    return [
+        {"name": name, "ns": ns, "text": format_ns(ns), "share": format_percent(ns / total), "meaning": meaning}
+        for name, ns, meaning in kept
+    ]
+
+
 def doubt_of(taken: Measurement | None) -> float:
-    """By what share a run's time may differ where it is set against one that was not taken in turn with it.
+    """Return by what share a run's time may differ from one that was not taken in turn with it.
 
     Its interquartile range; infinite for too few samples.
     """
@@ -286,16 +317,12 @@ def doubt_of(taken: Measurement | None) -> float:
 
 
 def about(value: str, doubt: float) -> str:
-    """A number that comes of two measurements not taken in turn: what they vary by is no part of it.
+    """Format a number with its doubt, where it comes of two measurements that were not taken in turn.
 
     >>> about("1.08x", 0.052), about("1.08x", math.inf)
     ('1.08x ± 5%', '1.08x ± unknown')
     """
     return f"{value} ± {f'{doubt:.{int(doubt < 0.0095)}%}' if math.isfinite(doubt) else 'unknown'}"
-
-
-def _known(ratio: Ratio) -> bool:
-    return math.isfinite(ratio.high) and ratio.low > 0
 
 
 def _place(report: ReportData) -> str:

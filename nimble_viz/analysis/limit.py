@@ -59,7 +59,7 @@ class Breakdown:
 
 
 def distance(report: ReportData, run: str) -> float | None:
-    """Wall time of a replay of ``report.program`` over its limit; None if either is unknown."""
+    """Divide the wall time of a replay of ``report.program`` by its limit; None if either is unknown."""
     taken, bound = report.measurement(run), limit_ns(report.costs, report.critical_path_ns)
     if taken is None or report.schedule(run) is None or report.critical_path_ns <= 0:
         return None
@@ -67,7 +67,7 @@ def distance(report: ReportData, run: str) -> float | None:
 
 
 def distance_doubt(report: ReportData, run: str) -> float:
-    """By what share ``distance`` may be off: interquartile ranges of the replay, and of the calls that limit it."""
+    """Return by what share ``distance`` may be off, by the spread of replay and limiting calls."""
     costs, spread = report.costs, report.costs.spread_ns
     bound = limit_ns(costs, report.critical_path_ns)
     vary = 0.0
@@ -79,7 +79,7 @@ def distance_doubt(report: ReportData, run: str) -> float:
 
 
 def limit(report: ReportData, run: str) -> dict[str, Any] | None:
-    """The limit of ``run``, its distance, and above ``EXPLAINED_ABOVE`` one sentence on why; None if unknown.
+    """Return the limit of ``run``, its distance, and if that is large, why; None if unknown.
 
     ``parts``: what the time above the limit is due to, largest first, as far as the replay was watched.
     """
@@ -163,7 +163,7 @@ def breakdown(
 
 
 def chain_that_ran(graph: CallGraph, plan: Schedule, line: Timeline) -> tuple[int, ...]:
-    """The calls that determined how long a replay took, first call first; empty if no span belongs to a call.
+    """List the calls that determined how long a replay took, in order; empty if no span belongs to a call.
 
     The last is the call that ended last; before each stands the one whose end it had to await last, of those that
     precede it in the graph, that the plan makes it wait for, and the one before it on its stream. O(edges + spans).
@@ -201,7 +201,9 @@ def _ends(line: Timeline) -> dict[int, float]:
 
 
 def _parts(found: Breakdown, bound: float, above: float, longer: str) -> list[tuple[str, float]]:
-    """What the time ``above`` the limit is made of, largest first; ``longer`` names what makes calls take longer.
+    """Split the time ``above`` the limit, largest part first.
+
+    ``longer`` names what makes calls take longer.
 
     Where resources bind, the chain's isolated time is below the limit: so much contention no schedule can avoid.
     """

@@ -35,7 +35,7 @@ _FIXED = {
 
 
 def live_memory(report: ReportData) -> dict[str, Any] | None:
-    """A run for eager's order of calls and one for the chosen plan's; None where the calls' memory is not known.
+    """Describe live memory in eager's order of calls and in the chosen plan's; None where it is not known.
 
     A run has ``run``, ``label``, ``eager`` (whether it counts in eager calls where these are others), ``peak`` (as text
     ``peak_text``), ``peak_at`` (position), ``where``, ``total`` (of all results), ``facts``, ``marks`` (sizes to draw
@@ -77,7 +77,7 @@ def live_memory(report: ReportData) -> dict[str, Any] | None:
 
 
 def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[int, tuple[int, int]]]:
-    """Bytes of results alive while each call runs, by position in ``order``; and where each storage lives.
+    """Compute the bytes of results alive while each call runs, and where each storage lives.
 
     Returns:
         The bytes, and for each intermediate storage the positions of the first and the last call that touches it (an
@@ -111,14 +111,14 @@ def live_bytes(program: Program, order: Sequence[int]) -> tuple[list[int], dict[
 
 
 def live_text(report: ReportData, width: int = 80) -> str:
-    """The curve's peak and what holds it, as plain text in lines of at most ``width`` characters."""
+    """Write the curve's peak and what holds it, as plain text in lines of at most ``width`` characters."""
     found = live_memory(report)
     if found is None:
         return "the memory of this report's calls is not known\n"
     lines: list[str] = []
 
     def add(text: str, under: int = 2) -> None:
-        """A line, and what does not fit into it below, ``under`` columns from the left."""
+        """Add a line, and what does not fit into it below, ``under`` columns from the left."""
         below = " " * under
         lines.extend(textwrap.wrap(visible(text), width, subsequent_indent=below, break_on_hyphens=False) or [""])
 
@@ -157,29 +157,7 @@ def _run(
     alive = [storage for storage, (first, last) in spans.items() if first <= at <= last]
     alive = [storage for storage in alive if program.storages[storage].nbytes]
     alive.sort(key=lambda storage: (-program.storages[storage].nbytes, spans[storage][0]))
-    holders = []
-    for storage in alive[:HOLDERS]:
-        first, last = spans[storage]
-        nbytes = program.storages[storage].nbytes
-        maker, user = program.calls[order[first]], program.calls[order[last]]
-        module = modules_of(maker)
-        place = f"{label_call(maker)}{f' in {module}' if module else ''}"
-        output = any(ref.storage == storage for ref in program.outputs)
-        until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
-        holders.append(
-            {
-                "call": order[first],
-                "last_call": order[last],
-                "bytes": nbytes,
-                "size": format_bytes(nbytes),
-                "share": format_percent(nbytes / peak),
-                "first": first,
-                "last": last,
-                "output": output,
-                "phase": maker.phase,
-                "text": f"made by {order[first]} {place}, {until}",
-            }
-        )
+    holders = [_holder(program, order, storage, spans[storage], peak) for storage in alive[:HOLDERS]]
     rest = alive[HOLDERS:]
     total = sum(makes)
     planned = next((one for one in report.memory.planned if one.name == name), None)
@@ -208,8 +186,34 @@ def _run(
     }
 
 
+def _holder(program: Program, order: Sequence[int], storage: int, span: tuple[int, int], peak: int) -> dict[str, Any]:
+    """Describe a result that is alive at the peak.
+
+    ``span``: positions of the first and the last call to touch it.
+    """
+    first, last = span
+    nbytes = program.storages[storage].nbytes
+    maker, user = program.calls[order[first]], program.calls[order[last]]
+    module = modules_of(maker)
+    place = f"{label_call(maker)}{f' in {module}' if module else ''}"
+    output = any(ref.storage == storage for ref in program.outputs)
+    until = "kept to the end, an output" if output else f"last used by {order[last]} {label_call(user)}"
+    return {
+        "call": order[first],
+        "last_call": order[last],
+        "bytes": nbytes,
+        "size": format_bytes(nbytes),
+        "share": format_percent(nbytes / peak),
+        "first": first,
+        "last": last,
+        "output": output,
+        "phase": maker.phase,
+        "text": f"made by {order[first]} {place}, {until}",
+    }
+
+
 def _fixed(program: Program) -> list[tuple[str, str]]:
-    """What is there before the first call and after the last."""
+    """Sum what is there before the first call and after the last."""
     sums = dict.fromkeys(_FIXED.values(), 0)
     parameters = {storage.name for storage in program.storages if storage.role == "parameter"}
     for storage in program.storages:
@@ -219,8 +223,10 @@ def _fixed(program: Program) -> list[tuple[str, str]]:
 
 
 def _kind(storage: Storage, parameters: Set[str]) -> str:
-    """Key in ``_FIXED``. A training step's buffers ``"<parameter> gradient"`` and ``"<parameter> <key>"`` are not the
-    model's: gradients that are kept from step to step, and what the optimizer keeps under that key.
+    """Return the key in ``_FIXED`` of a storage.
+
+    A training step's buffers ``"<parameter> gradient"`` and ``"<parameter> <key>"`` are not the model's: they hold
+    gradients kept from step to step, and what the optimizer keeps under that key.
     """
     name, _, key = storage.name.rpartition(" ")
     if storage.role != "buffer" or name not in parameters:

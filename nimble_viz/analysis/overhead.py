@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_ns, format_percent, format_ratio
-from nimble_viz.analysis.dag import components
+from nimble_viz.analysis.dag_boxes import components
 from nimble_viz.analysis.labels import about, doubt_of, plural
 from nimble_viz.report.data import OverheadProfile, ReportData
 
@@ -53,14 +53,14 @@ class ModuleRow:
     own: bool = False
 
     def __iter__(self) -> Iterator[ModuleRow]:
-        """This row and all below it, the outer ones first."""
+        """Yield this row and all below it, the outer ones first."""
         yield self
         for row in self.inside:
             yield from row
 
 
 def overhead(report: ReportData) -> dict[str, Any] | None:
-    """Columns of the profiled eager calls (whole ns) and the totals they add up to; None if not profiled."""
+    """Return columns of the profiled eager calls (whole ns) and their totals; None if not profiled."""
     profile = report.overhead
     if profile is None:
         return None
@@ -96,7 +96,7 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
             ("Profiler's slowdown", slowdown if profile.unprofiled_ns else "unknown"),
             *([("Waits for the device", format_ns(profile.waiting_ns))] if profile.waiting_ns else []),
             *([("Waits for the data loader", format_ns(profile.loader_ns))] if profile.loader_ns else []),
-            ("Belongs to no call", _of(profile.remainder_ns, profile.profiled_ns)),
+            ("Unattributed", _of(profile.remainder_ns, profile.profiled_ns)),
             *_uncalled(report, profile),
             ("Calls found in the profile", f"{profile.matched:,} of {profile.total:,}"),
             ("Measured by", profile.source),
@@ -106,7 +106,7 @@ def overhead(report: ReportData) -> dict[str, Any] | None:
 
 
 def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> list[dict[str, Any]]:
-    """Sums of the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
+    """Sum the profiled calls by operator, innermost module or phase, most overhead first; nanoseconds.
 
     A row has ``name``, ``calls``, ``overhead``, ``exposed``, ``hidden``, ``work`` and each of ``PARTS``; ``whole``: it
     holds the time of calls that were not found (see ``shared``), so no mean over its calls is one of theirs. The rows
@@ -126,7 +126,7 @@ def grouped(report: ReportData, by: Literal["operator", "module", "phase"]) -> l
 
 
 def group_name(report: ReportData, call: int, by: Literal["operator", "module", "phase"]) -> str:
-    """The name of the row of ``grouped`` that a profiled eager call is in."""
+    """Name the row of ``grouped`` that a profiled eager call is in."""
     one = report.eager_calls[call]
     if by == "operator":
         together = report.overhead is not None and call in report.overhead.shared
@@ -135,14 +135,14 @@ def group_name(report: ReportData, call: int, by: Literal["operator", "module", 
 
 
 def shared(report: ReportData) -> str:
-    """What the row of the optimizer's calls that were not found is called: ``OverheadProfile.shared``."""
+    """Name the row of the optimizer's calls that were not found (``OverheadProfile.shared``)."""
     missing = len(report.overhead.shared) if report.overhead else 0
     calls = sum(call.phase == "optimizer" for call in report.eager_calls)
     return f"optimizer (eager runs other operators: {calls - missing} of {plural(calls, 'call')} found)"
 
 
 def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
-    """The outermost modules, each with the sums of everything in it; a row's sums are those of the rows inside it.
+    """Sum the profiled calls by module, outermost first; a row's sums are those of the rows inside it.
 
     A module that holds nothing but another one is named together with that. O(calls × depth).
 
@@ -185,12 +185,15 @@ def module_tree(report: ReportData, order: str = "overhead") -> list[ModuleRow]:
 
 
 def _home(call: Call) -> str:
-    """The optimizer's calls update parameters of many modules: the module of the first is not theirs."""
+    """Return the module of a call.
+
+    The optimizer's calls have none, as they update parameters of many modules.
+    """
     return _OPTIMIZER if call.phase == "optimizer" else call.module or _HOMELESS
 
 
 def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
-    """Why the device idled, as name and time with its share of the profiled run; empty where it is not known."""
+    """Say why the device idled: name, time and its share of the profiled run; empty where it is not known."""
     if profile.idle is None:
         return []
     causes = [(field, name, getattr(profile.idle, field)) for field, name in IDLE]
@@ -200,7 +203,7 @@ def idle_causes(profile: OverheadProfile) -> list[tuple[str, str]]:
 
 
 def _uncalled(report: ReportData, profile: OverheadProfile) -> list[tuple[str, str]]:
-    """What an eager optimizer took, before the first call and after the last: it makes other calls than a captured."""
+    """Say what an eager optimizer took, whose calls are not those of the captured one."""
     phase = next((one for one in profile.phases if one.phase == "optimizer"), None)
     rows = [row for row in profile.calls if report.eager_calls[row.call].phase == "optimizer"]
     if phase is None or rows or not phase.overhead_ns:

@@ -13,7 +13,7 @@ __all__ = ["best_peers", "peers", "unshown"]
 
 
 def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
-    """A row for each peer that was asked for, the fastest first, then those whose outputs differ or that are absent.
+    """Describe each peer: the fastest first, then those whose outputs differ, then absent ones.
 
     ``outcome`` says how the run ``ours`` compares, ``"ours is 1.80x faster than it (1.76x to 1.85x)"``, else why there
     is no time, or why it does not count.
@@ -22,13 +22,13 @@ def peers(report: ReportData, ours: str) -> list[dict[str, Any]]:
 
 
 def best_peers(report: ReportData) -> list[str]:
-    """The fastest peer whose outputs are not wrong, and those that are not decidedly slower."""
+    """Name the fastest peer whose outputs are not wrong, and those that are not decidedly slower."""
     right = (peer.name for peer in report.peers if not (peer.check and peer.check.differs))
     return not_slower({name: taken for name in right if (taken := report.measurement(name))})
 
 
 def unshown(report: ReportData, name: str) -> str:
-    """What a sentence that names a run is to add where it is a peer whose outputs nobody has shown to be eager's."""
+    """Return what to add to the name of a peer whose outputs were not shown to be eager's; else empty."""
     doubtful = any(peer.name == name and not (peer.check and peer.check.passed) for peer in report.peers)
     return ", whose outputs were not shown to be eager's" if doubtful else ""
 

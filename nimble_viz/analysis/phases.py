@@ -21,7 +21,7 @@ PHASES = STAGES
 
 
 def phases(report: ReportData) -> dict[str, Any] | None:
-    """A row for each phase; None where nothing was trained and no phases were seen.
+    """Describe each phase; None where nothing was trained and no phases were seen.
 
     A row has the phase's calls, their isolated cost, that of those on the critical path, what the phase takes in
     profiled eager and how much of it is overhead, and for each replay (named in ``runs``) how long any of its calls
@@ -68,11 +68,11 @@ def phases(report: ReportData) -> dict[str, Any] | None:
 
 
 def _inside(report: ReportData, phase: Stage) -> str:
-    """``"inside 2 calls of backward"``: which fused calls of other phases stand for eager calls of this one."""
+    """Say which fused calls of other phases hold this one: ``"inside 2 calls of backward"``."""
     if report.eager is None:
         return ""
     eager = report.eager.calls
-    holders = Counter(
+    holders: Counter[Stage] = Counter(
         call.phase for call in report.program.calls if any(eager[index].phase == phase for index in call.eager)
     )
     named = ", ".join(f"{plural(holders[one], 'call')} of {one}" for one in PHASES if holders[one])
@@ -80,7 +80,7 @@ def _inside(report: ReportData, phase: Stage) -> str:
 
 
 def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
-    """How many of the plan's waits lie between which phases, in a step's order; empty without training."""
+    """Count the plan's waits by the phases they lie between, in a step's order; empty without training."""
     if not trains(report):
         return []
     calls = report.program.calls
@@ -99,7 +99,7 @@ def phase_syncs(report: ReportData, plan: Schedule) -> list[dict[str, Any]]:
 
 
 def span_phases(report: ReportData, line: Timeline) -> list[int]:
-    """For each span of a timeline its phase, as an index into ``PHASES``; -1 if it is of none.
+    """Return the phase of each span of a timeline, as an index into ``PHASES``; -1 if it has none.
 
     That of its call; in the eager run of what belongs to no call, that during which it began.
     """
@@ -127,7 +127,7 @@ def _phased(report: ReportData) -> bool:
 
 
 def _stages(report: ReportData, calls: Sequence[Call]) -> list[Stage]:
-    """What each call is for: of code as it is when it began, where a call may copy input; else its own phase."""
+    """Return the stage of each call: its phase, or in unmodified code the stage during which it began."""
     found: list[Stage] = [call.phase for call in calls]
     line = report.timeline("eager")
     if report.sampling is None or report.overhead is None or line is None:
@@ -154,7 +154,7 @@ def _parts(report: ReportData, phase: Stage) -> dict[str, int]:
 
 
 def _busy(calls: tuple[Call, ...], line: Timeline) -> dict[Stage, float]:
-    """Union of the spans of each phase's calls, ns; spans are sorted by start."""
+    """Measure the union of the spans of each phase's calls, ns; spans are sorted by start."""
     busy: dict[Stage, float] = dict.fromkeys(PHASES, 0.0)
     reached = dict.fromkeys(PHASES, float("-inf"))
     for span in line.spans:

@@ -26,7 +26,7 @@ ABSENT = (
 
 
 def profiled(report: ReportData) -> dict[str, Any] | None:
-    """What an iteration is spent on, what it is bound by, and what is absent; None if this is no profile.
+    """Say what an iteration is spent on and bound by, and what is absent; None if this is no profile.
 
     Shares are of an iteration without the profiler where such were timed, else of the profiled one. Of the former the
     loader's wait was timed; a GPU's work is what the profiler saw, and the rest is the host's; without a GPU the rest
@@ -72,7 +72,7 @@ def profiled(report: ReportData) -> dict[str, Any] | None:
 
 
 def profiled_verdict(report: ReportData) -> str:
-    """One sentence: how long an iteration takes and what it is bound by, with the numbers."""
+    """Say in one sentence how long an iteration takes and what it is bound by."""
     found, taken = profiled(report), report.sampling
     if found is None or taken is None:
         return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate
 from typing import Any
 
 from nimble_core.ir.program import Call
@@ -31,12 +30,15 @@ def became(report: ReportData) -> tuple[tuple[int, ...], ...]:
 
 
 def module_of(call: Call) -> str:
-    """The innermost module that holds everything the call stands for; empty for the model itself, or if unknown."""
+    """Find the innermost module that holds what the call stands for.
+
+    Empty for the model itself, or if unknown.
+    """
     return common_module([origin.module for origin in call.origins])
 
 
 def modules_of(call: Call) -> str:
-    """``module_of`` for people: of a call that stands for several members of a list, e.g. blocks, it says which."""
+    """Return ``module_of``, saying which members where a call stands for several of a list."""
     return spanned_modules([origin.module for origin in call.origins])
 
 
@@ -59,7 +61,7 @@ def is_layout_copy(call: Call) -> bool:
 
 
 def nesting_modules(report: ReportData) -> list[str]:
-    """A module path for each call to group by.
+    """Return a module path for each call to group by.
 
     A fused call that no eager call explains goes with its neighbours, to the module that holds both, so that it does
     not tear their module apart. One that stands for several members of a list is in a group of these members.
@@ -70,7 +72,12 @@ def nesting_modules(report: ReportData) -> list[str]:
     known = [modules_of(call) if call.origins else None for call in calls]
 
     def nearest(paths: list[str | None]) -> list[str | None]:
-        return list(accumulate(paths, lambda last, path: last if path is None else path))
+        """Replace each None by the path before it."""
+        last, found = None, []
+        for path in paths:
+            last = path if path is not None else last
+            found.append(last)
+        return found
 
     before, after = nearest(known), nearest(known[::-1])[::-1]
     found = []
@@ -122,7 +129,7 @@ def provenance(report: ReportData) -> dict[str, Any] | None:
 
 
 def fused_calls(report: ReportData, most: int) -> list[dict[str, str]]:
-    """The ``most`` expensive calls that are not just an eager call themselves, with what they stand for."""
+    """List the ``most`` expensive calls that are not just one eager call, with what they stand for."""
     if report.eager is None:
         return []
     measured = report.costs.source != "uniform"

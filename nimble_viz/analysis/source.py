@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_count, format_ns, format_percent
 from nimble_viz.analysis.labels import about, doubt_of, label_run, plural, trains, visible
 from nimble_viz.report.data import HostSync, ReportData, SourceLines
@@ -27,7 +28,7 @@ _AFTER = "after "
 
 
 def source(report: ReportData) -> dict[str, Any] | None:
-    """Functions with their text, and a row for each of their lines that has calls or waits; None without any line.
+    """Return functions with their text, and a row for each line with calls or waits; None without any.
 
     ``functions`` lists those with most eager host time first (else most replay time): ``file``, ``name``, ``group``
     (class, else file), ``first``, ``text`` (lines; empty where the report has none), ``note``. ``lines`` are columns:
@@ -42,22 +43,7 @@ def source(report: ReportData) -> dict[str, Any] | None:
     if not any(origin.file for call in calls for origin in call.origins[:1]):
         return None
     places = _Places(report)
-    rows: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    times = _times(report)
-    for call in calls:
-        key = places.of(call.origins[0].file, call.origins[0].line) if call.origins else (-1, 0)
-        side = "_backward" if call.phase == "backward" else ""
-        row = rows[key]
-        row[f"calls{side}"] += 1
-        for name in FIGURES:
-            row[name + side] += times[name][call.index]
-    for sync in report.overhead.host_syncs if report.overhead else ():
-        row, after = rows[places.of_sync(sync)], sync.source.startswith(_AFTER)
-        row["after" if after else "waits"] += sync.count
-        row["after_wait" if after else "wait"] += sync.total_ns
-    for index in _awaiting(report):
-        if calls[index].origins:
-            rows[places.of(calls[index].origins[0].file, calls[index].origins[0].line)]["planned"] += 1
+    rows = _line_sums(report, places)
     sides = _SIDES if any(call.phase == "backward" for call in calls) else _SIDES[:1]
     names = [name + ("_backward" if side == "backward" else "") for side in sides for name in _COLUMNS]
     names += ["waits", "wait", "after", "after_wait", "planned"]
@@ -94,7 +80,7 @@ def source(report: ReportData) -> dict[str, Any] | None:
 
 
 def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, Any]]:
-    """The lines of ``source`` with most of ``figure``, forward and backward together, as rows with their ``text``.
+    """Rank the lines of ``source`` by ``figure``, forward and backward together.
 
     A row has ``file``, ``line``, ``name`` (of the function), ``text``, ``value`` (ns) and ``share`` of all.
     """
@@ -120,7 +106,7 @@ def hottest(found: Mapping[str, Any], figure: str, most: int) -> list[dict[str, 
 
 
 def source_text(report: ReportData) -> str:
-    """The annotated code as plain text, functions with most time first; lines far from calls are left out."""
+    """Write the annotated code as plain text, functions with most time first."""
     found = source(report)
     if found is None:
         return "no call of this report has a source line\n"
@@ -158,7 +144,7 @@ def source_text(report: ReportData) -> str:
 
 
 def replay_times(report: ReportData) -> tuple[list[float], str] | None:
-    """Time of each call of the program in the chosen replay, ns, and where it is from; None if nothing was timed.
+    """Return each call's time in the chosen replay, ns, and its source; None if nothing was timed.
 
     What was seen in that replay, where calls slow each other down; else what they take alone.
     """
@@ -190,7 +176,7 @@ class _Places:
         self.without = "" if report.sources else "this report carries no code"
 
     def of(self, file: str, line: int) -> tuple[int, int]:
-        """``(function, line)``; ``(-1, 0)`` if there is no file."""
+        """Return ``(function, line)``; ``(-1, 0)`` if there is no file."""
         if not file:
             return -1, 0
         for at in self.by_file.get(file, ()):
@@ -205,15 +191,19 @@ class _Places:
             self.groups.append(file)
         return self.bare[file], line
 
+    def of_call(self, call: Call) -> tuple[int, int]:
+        """Return ``(function, line)`` of the call's first origin."""
+        return self.of(call.origins[0].file, call.origins[0].line) if call.origins else (-1, 0)
+
     def of_sync(self, sync: HostSync) -> tuple[int, int]:
-        """Of the line that a host synchronisation names; an optimizer's waits after calls of others are not theirs."""
+        """Return the place that a host synchronisation names; an optimizer's waits have none."""
         if sync.phase == "optimizer":
             return -1, 0
         file, colon, line = sync.source.removeprefix(_AFTER).rpartition(":")
         return self.of(file, int(line)) if colon and line.isdecimal() and len(line) < 10 else (-1, 0)
 
     def function(self, at: int) -> dict[str, Any]:
-        """A function as the viewer draws it."""
+        """Return a function as the viewer draws it."""
         piece = self.pieces[at]
         return {
             "file": piece.file,
@@ -230,8 +220,28 @@ def _group(piece: SourceLines) -> str:
     return around or piece.file
 
 
+def _line_sums(report: ReportData, places: _Places) -> dict[tuple[int, int], dict[str, float]]:
+    """Sum what the calls of each line take, by ``(function, line)``; ``(-1, 0)`` is what has no line."""
+    calls, times = report.eager_calls, _times(report)
+    rows: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for call in calls:
+        row = rows[places.of_call(call)]
+        side = "_backward" if call.phase == "backward" else ""
+        row[f"calls{side}"] += 1
+        for name in FIGURES:
+            row[name + side] += times[name][call.index]
+    for sync in report.overhead.host_syncs if report.overhead else ():
+        row, after = rows[places.of_sync(sync)], sync.source.startswith(_AFTER)
+        row["after" if after else "waits"] += sync.count
+        row["after_wait" if after else "wait"] += sync.total_ns
+    for index in _awaiting(report):
+        if calls[index].origins:
+            rows[places.of_call(calls[index])]["planned"] += 1
+    return rows
+
+
 def _times(report: ReportData) -> dict[str, list[float]]:
-    """By figure, the time of each eager call; 0 where it is not known."""
+    """Return by figure the time of each eager call; 0 where it is not known."""
     size = len(report.eager_calls)
     found = {name: [0.0] * size for name in FIGURES}
     serial = report.environment.device != "cuda"
@@ -254,7 +264,7 @@ def _times(report: ReportData) -> dict[str, list[float]]:
 
 
 def _awaiting(report: ReportData) -> Iterator[int]:
-    """For each wait of the chosen plan, an eager call that the call that waits stands for."""
+    """Yield for each wait of the chosen plan an eager call that the waiting call stands for."""
     plan = report.schedule(report.chosen)
     for _, consumer in plan.syncs if plan else ():
         if report.eager is None:
@@ -264,7 +274,7 @@ def _awaiting(report: ReportData) -> Iterator[int]:
 
 
 def _figures(report: ReportData) -> list[tuple[str, str, str]]:
-    """Key, name and meaning of the times that are known."""
+    """List key, name and meaning of the times that are known."""
     serial = report.environment.device != "cuda"
     timed, found = replay_times(report), []
     if report.overhead is not None:
@@ -303,7 +313,7 @@ def _notes(report: ReportData) -> list[str]:
 
 
 def _both(columns: Mapping[str, Sequence[int]], figure: str) -> list[int]:
-    """Forward and backward together."""
+    """Add forward and backward."""
     forward = columns[figure]
     backward = columns.get(f"{figure}_backward") or [0] * len(forward)
     return [a + b for a, b in zip(forward, backward, strict=True)]

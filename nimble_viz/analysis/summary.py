@@ -46,13 +46,13 @@ seen on an H200."""
 
 
 def verdict(report: ReportData) -> str:
-    """``headline`` as one string."""
+    """Return ``headline`` as one string."""
     found = headline(report)
     return found["lead"] + found["rest"]
 
 
 def headline(report: ReportData) -> dict[str, str]:
-    """One sentence: how the chosen replay compares, with baseline, dtype, batch and device, and what to doubt.
+    """Say in one sentence how the chosen replay compares, with baseline, dtype, batch, device and doubts.
 
     ``"nimble replay is 2.31x faster than eager (2.29x to 2.34x; float16, batch 1, NVIDIA H200), 1.42x faster than
     one-stream replay (1.41x to 1.44x), at 1.08x ± 3% of the critical path; outputs equal eager's within tolerance."``
@@ -88,7 +88,7 @@ def headline(report: ReportData) -> dict[str, str]:
 
 
 def _others(report: ReportData, name: str) -> Iterator[tuple[Ratio, str]]:
-    """What a replay is compared with besides eager, and what to say after that."""
+    """Yield what a replay is compared with besides eager, and what to say after that."""
     single = _over_one_stream(report, name)
     if single:
         yield single, ""
@@ -108,7 +108,7 @@ def _clauses(report: ReportData, name: str) -> Iterator[str]:
 
 
 def _reason(report: ReportData, over: Ratio) -> str:
-    """Why nothing could be decided; or on the host, that what was gained is only fewer threads."""
+    """Say why nothing could be decided; or on the host, that the gain is only fewer threads."""
     if not over.decided:
         return f"; undecided: {why_undecided(report, over)}"
     alone = report.measurement(EAGER_ALONE) and report.ratio(EAGER_ALONE)
@@ -121,7 +121,7 @@ def _reason(report: ReportData, over: Ratio) -> str:
 
 
 def summary(report: ReportData) -> dict[str, Any]:
-    """Tables of the summary: speed, peers, limit, advice, provenance, checks, candidates, plans, what-if, ….
+    """Return the tables of the summary: speed, peers, limit, advice, checks, candidates, plans, ….
 
     Numbers that are shown as they are come as text; times that are drawn come in nanoseconds too.
     """
@@ -173,7 +173,7 @@ def summary(report: ReportData) -> dict[str, Any]:
 
 
 def _outlook(report: ReportData) -> str:
-    """The verdict on a plan."""
+    """Say the verdict on a plan."""
     plan, calls = report.schedule(report.chosen), format_count(len(report.program.calls))
     if plan is None:
         return f"plan: nothing was run, and no streams were chosen for {calls} calls ({context(report)})."
@@ -203,7 +203,7 @@ def _doubts(report: ReportData) -> list[str]:
 
 
 def _reference(check: EqualityCheck) -> str:
-    """What the error is measured against, where that is not eager itself."""
+    """Say what the error is measured against, where that is not eager itself."""
     if check.reference == "eager":
         return ""
     return (
@@ -240,7 +240,7 @@ def _speed(report: ReportData, taken: Measurement) -> dict[str, Any]:
 
 
 def _over_one_stream(report: ReportData, name: str) -> Ratio | None:
-    """None where that would compare a plan with itself: another one on one stream differs from it by noise alone."""
+    """Compare with one stream; None for a plan that has one itself, which differs from it by noise alone."""
     base, plan = one_stream(name), report.schedule(name)
     itself = name == base or (plan is not None and plan.streams == 1)
     return report.ratio(name, base) if not itself and report.measurement(base) else None
@@ -328,7 +328,7 @@ def _device(report: ReportData) -> str:
 
 
 def _beaten(report: ReportData, run: str, bound_ns: float) -> bool:
-    """Whether a replay took less than this bound by more than both vary by and launching ahead explains."""
+    """Tell whether a replay beat this bound by more than both vary by and launching ahead explains."""
     taken, plan = report.measurement(run), report.schedule(run)
     if taken is None or plan is None:
         return False

@@ -39,7 +39,7 @@ _HINTS = (
 
 
 def promise(plan: Schedule) -> dict[str, Any] | None:
-    """Whether the captured graph holds the waits it should: ``text`` and ``kept``; None if the graph was not read.
+    """Say whether the captured graph holds the promised waits; None if the graph was not read.
 
     ``"emitted as promised: |E'| - |M| = 412 - 310 = 102"``. A plan that promises no minimum should hold its own waits.
     """
@@ -60,7 +60,7 @@ def promise(plan: Schedule) -> dict[str, Any] | None:
 
 
 def hint(kind: str, phase: str = "") -> str:
-    """What to do about a host synchronisation of this kind, in this phase of a training step."""
+    """Say what to do about a host synchronisation of this kind, in this phase of a training step."""
     lowered = kind.lower()
     if phase == "optimizer" and any(word in lowered for word in _READS):
         return "the optimizer reads its own state: fused=True, where it has that, or capturable=True"

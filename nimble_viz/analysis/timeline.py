@@ -6,17 +6,16 @@ profiler are for, so every run states both lengths, and is marked where they dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_core.utils.units import format_count, format_ns, format_percent, format_ratio
-from nimble_viz.analysis.concurrency import device_streams, flight_times, flights, in_flight
+from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
 from nimble_viz.analysis.gaps import Gap, launch_gaps, longest_gaps, lost, replay_gaps, stream_times
-from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, plural
-from nimble_viz.analysis.limit import distance_doubt
+from nimble_viz.analysis.labels import about, doubt_of, label_run, planned, share_rows
 from nimble_viz.analysis.phases import span_phases
-from nimble_viz.report.data import DeviceIdle, ReportData
+from nimble_viz.report.data import ReportData
 
 __all__ = ["DISTORTION_BOUND", "axis_note", "device_idle", "distorted", "distortion", "timelines"]
 
@@ -33,7 +32,9 @@ _IDLE = (
 
 
 def timelines(report: ReportData) -> list[dict[str, Any]]:
-    """One entry per timeline, eager first; spans as columns, whole nanoseconds from that run's first start.
+    """Describe each timeline, eager first.
+
+    Spans as columns, whole nanoseconds from that run's first start.
 
     ``idle`` is ``device_idle``; that of a lane is the same of the lane alone, None of a host thread. ``facts`` are
     ``(name, text)``: the self-check, what ran side by side, what the streams' time went to, the critical path, planned
@@ -41,63 +42,62 @@ def timelines(report: ReportData) -> list[dict[str, Any]]:
     stream stood still before a call, by the span that ended it. A replay that failed its self-check has none: where
     kernels are missing, nothing can be said about the time between them.
     """
-    ordered = sorted(report.timelines, key=lambda line: line.run != "eager")
-    shown = []
-    for line in ordered:
-        zero = min((span.start_ns for span in line.spans), default=0.0)
-        phase_of = span_phases(report, line)
-        order = sorted(
-            range(len(line.spans)),
-            key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns),
-        )
-        spans = [line.spans[at] for at in order]
-        length = _drawn(line)
-        found = replay_gaps(report, line)
-        own: list[list[Span]] = [[] for _ in line.lanes]
-        for span in spans:
-            own[span.lane].append(span)
-        lanes = [
+    return [_shown(report, line) for line in sorted(report.timelines, key=lambda line: line.run != "eager")]
+
+
+def _shown(report: ReportData, line: Timeline) -> dict[str, Any]:
+    length, found = _drawn(line), replay_gaps(report, line)
+    order = sorted(
+        range(len(line.spans)), key=lambda at: (line.spans[at].start_ns, line.spans[at].lane, line.spans[at].end_ns)
+    )
+    spans = [line.spans[at] for at in order]
+    own: list[list[Span]] = [[] for _ in line.lanes]
+    for span in spans:
+        own[span.lane].append(span)
+    return {
+        "run": line.run,
+        "label": label_run(report, line.run),
+        "source": line.source,
+        "clock": line.clock,
+        "length_ns": line.length_ns,
+        "profiled_ns": line.profiled_ns,
+        "unprofiled_ns": line.unprofiled_ns,
+        "idle": device_idle(report, line),
+        "factor": distortion(line),
+        "distorted": distorted(report, line),
+        "distortion": _distortion_words(report, line),
+        "reliable": line.reliable,
+        "note": line.note,
+        "lengths": _lengths(report, line),
+        "marks": _marks(report, line),
+        "facts": _facts(report, line, found),
+        "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
+        "lanes": [
             {"name": lane.name, "kind": lane.kind, "idle": _idle(length, inside) if _on_device(lane) else None}
             for lane, inside in zip(line.lanes, own, strict=True)
-        ]
-        shown.append(
-            {
-                "run": line.run,
-                "label": label_run(report, line.run),
-                "source": line.source,
-                "clock": line.clock,
-                "length_ns": line.length_ns,
-                "profiled_ns": line.profiled_ns,
-                "unprofiled_ns": line.unprofiled_ns,
-                "idle": device_idle(report, line),
-                "factor": distortion(line),
-                "distorted": distorted(report, line),
-                "distortion": _distortion_words(report, line),
-                "reliable": line.reliable,
-                "note": line.note,
-                "lengths": _lengths(report, line),
-                "marks": _marks(report, line),
-                "facts": _facts(report, line, found),
-                "lost": _lost(report, line, found),
-                "longest": longest_gaps(report, line, found, _LONGEST_GAPS),
-                "lanes": lanes,
-                "gaps": _gap_columns(found, spans),
-                "columns": {
-                    "lane": [span.lane for span in spans],
-                    "start": [round(span.start_ns - zero) for span in spans],
-                    "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
-                    "call": [-1 if span.call is None else span.call for span in spans],
-                    "name": [span.name for span in spans],
-                    "phase": [phase_of[at] for at in order],
-                    "stream": [line.streams[at] for at in order] if line.streams else [],
-                },
-            }
-        )
-    return shown
+        ],
+        "gaps": _gap_columns(found, spans),
+        "columns": _span_columns(report, line, order),
+    }
+
+
+def _span_columns(report: ReportData, line: Timeline, order: Sequence[int]) -> dict[str, list[Any]]:
+    """Spans as columns, in this order; whole nanoseconds from the first start."""
+    spans, phase_of = [line.spans[at] for at in order], span_phases(report, line)
+    zero = min((span.start_ns for span in spans), default=0.0)
+    return {
+        "lane": [span.lane for span in spans],
+        "start": [round(span.start_ns - zero) for span in spans],
+        "length": [round(span.end_ns - zero) - round(span.start_ns - zero) for span in spans],
+        "call": [-1 if span.call is None else span.call for span in spans],
+        "name": [span.name for span in spans],
+        "phase": [phase_of[at] for at in order],
+        "stream": [line.streams[at] for at in order] if line.streams else [],
+    }
 
 
 def axis_note(report: ReportData) -> str:
-    """One sentence on what may be compared along the axis: which clocks the runs were timed by, and what is simulated.
+    """Say what may be compared along the axis: which clocks timed the runs, and what is simulated.
 
     Empty where there is no timeline.
     """
@@ -120,18 +120,18 @@ def axis_note(report: ReportData) -> str:
 
 
 def distortion(line: Timeline) -> float:
-    """How many times longer the profiled run was than the unprofiled one; 0 if either is unknown."""
+    """Return how many times longer the profiled run was than the unprofiled one; 0 if either is unknown."""
     return _length(line) / line.unprofiled_ns if line.unprofiled_ns else 0.0
 
 
 def distorted(report: ReportData, line: Timeline) -> bool:
-    """Whether the profiled run is no measure of the unprofiled one, by more than the unprofiled one varies."""
+    """Tell whether the profiled run is no measure of the unprofiled one, beyond what the latter varies by."""
     factor, most = distortion(line), DISTORTION_BOUND * (1 + doubt_of(report.measurement(line.run)))
     return bool(factor) and not 1 / most <= factor <= most
 
 
 def device_idle(report: ReportData, line: Timeline) -> float:
-    """Share of a run's length during which the device did nothing, whatever the stream.
+    """Return the share of a run's length during which no stream of the device did anything.
 
     The length of a replay is that from its first start to its last end, as its lanes are drawn; of the eager run that
     of the profiled run, the wait for the device at its end included. Of the eager run this is
@@ -144,7 +144,7 @@ def device_idle(report: ReportData, line: Timeline) -> float:
 
 
 def _on_device(lane: Lane) -> bool:
-    """Whether a lane shows what the device does, not the host that asks for it."""
+    """Tell whether a lane shows what the device does, not the host."""
     return lane.kind != "host"
 
 
@@ -153,12 +153,12 @@ def _length(line: Timeline) -> float:
 
 
 def _drawn(line: Timeline) -> float:
-    """What idle shares are shares of."""
+    """Return the length that idle shares refer to."""
     return _length(line) if line.run == "eager" else line.length_ns
 
 
 def _idle(length: float, spans: Iterable[Span]) -> float:
-    """Share of ``length`` in which none of the spans, sorted by start, ran."""
+    """Return the share of ``length`` in which none of the spans, sorted by start, ran."""
     busy, reached = 0.0, float("-inf")
     for span in spans:
         busy += max(0.0, span.end_ns - max(span.start_ns, reached))
@@ -167,7 +167,7 @@ def _idle(length: float, spans: Iterable[Span]) -> float:
 
 
 def _lengths(report: ReportData, line: Timeline) -> str:
-    """Both lengths of a run, in words."""
+    """Say both lengths of a run."""
     taken = "simulated" if line.source == "simulated" else "profiled"
     profiled = f"{format_ns(_length(line))} {taken}"
     if not line.unprofiled_ns:
@@ -188,7 +188,10 @@ def _marks(report: ReportData, line: Timeline) -> list[str]:
 
 
 def _distortion_words(report: ReportData, line: Timeline) -> str:
-    """How the profiled run's length differs, and where what is drawn does not; empty if it is none to speak of."""
+    """Say how the profiled run's length differs, and whether the calls as drawn do.
+
+    Empty if not distorted.
+    """
     if not distorted(report, line):
         return ""
     factor = about(format_ratio(distortion(line)), doubt_of(report.measurement(line.run)))
@@ -223,77 +226,23 @@ def _facts(report: ReportData, line: Timeline, found: list[Gap]) -> list[tuple[s
     )
     if launches:
         facts.append(("Launch gaps", launches))
-    path = _path(report, line)
-    if path:
-        facts.append(("Critical path", path))
-    streams = _streams(line)
-    if streams:
-        facts.append(("Streams of the device", streams))
     return facts
 
 
 def _lost(report: ReportData, line: Timeline, found: list[Gap]) -> list[dict[str, Any]]:
-    """What the device's time went to: of a replay by stream, of an eager run as the profile of its overhead says."""
+    """Say what the device's time went to: of a replay by stream, of an eager run by the profile of its overhead."""
     if line.run != "eager":
         plan = report.schedule(line.run)
         return lost(stream_times(found, line)) if plan is not None and line.reliable else []
     profile = report.overhead
     if profile is None or profile.idle is None:
         return []
-    total = profile.device_busy_ns + sum(getattr(profile.idle, key) for key, _, _ in _IDLE)
-    parts = [("busy", profile.device_busy_ns, "a kernel was running"), *_idle_parts(profile.idle)]
-    return [
-        {
-            "key": name,
-            "name": name,
-            "meaning": meaning,
-            "ns": ns,
-            "text": format_ns(ns),
-            "share": format_percent(ns / total),
-        }
-        for name, ns, meaning in parts
-        if ns > 0
-    ]
-
-
-def _idle_parts(idle: DeviceIdle) -> list[tuple[str, float, str]]:
-    return [(name, getattr(idle, key), meaning) for key, name, meaning in _IDLE]
-
-
-def _path(report: ReportData, line: Timeline) -> str:
-    """How much of the unprofiled replay its critical path accounts for; empty where that is not known."""
-    wall, path = line.unprofiled_ns, set(report.critical_path)
-    if report.schedule(line.run) is None or report.critical_path_ns <= 0 or not wall or not line.length_ns:
-        return ""
-    on_path = [span for span in line.spans if span.call in path]
-    running = 1 - _idle(line.length_ns, on_path)
-    share = report.critical_path_ns / wall
-    about_share = about(format_percent(share), share * distance_doubt(report, line.run))
-    return (
-        f"{format_ns(report.critical_path_ns)} of calls alone, {about_share} of the unprofiled replay; "
-        f"a call of it was running for {format_percent(running)} of this one"
-    )
-
-
-def _streams(line: Timeline) -> str:
-    """Planned streams and those that the device used, in words."""
-    found = device_streams(line)
-    if found is None:
-        return ""
-    text = f"{format_count(found.planned)} planned, {format_count(found.observed)} observed"
-    if not found.told:
-        return f"{text}; not told apart: kernels with one stream number ran side by side"
-    if found.moved:
-        text += f"; {plural(found.moved, 'kernel')} ran elsewhere than most of their planned stream"
-    if found.shared:
-        pairs = ", ".join(f"{a} and {b}" for a, b in found.shared[:3])
-        more = f" and {len(found.shared) - 3} pairs more" if len(found.shared) > 3 else ""
-        text += f"; planned streams {pairs}{more} shared one"
-    return text
+    idle = [(name, getattr(profile.idle, key), meaning) for key, name, meaning in _IDLE]
+    return share_rows([("busy", profile.device_busy_ns, "a kernel was running"), *idle])
 
 
 def _gap_columns(found: list[Gap], spans: list[Span]) -> dict[str, list[int]]:
-    """Of gaps before calls. One lasts from the end of what ran before ``span`` on its lane, or the replay's start.
+    """Return gaps before calls as columns; one lasts from the end of what ran before ``span`` on its lane.
 
     Of that, ``launch`` and ``wait`` are known by themselves; what is left: nothing was ready.
     """

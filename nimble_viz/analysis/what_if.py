@@ -28,7 +28,9 @@ _SEARCHED_CALLS = 500
 
 
 def what_if(report: ReportData) -> dict[str, Any] | None:
-    """Simulated replay time by number of streams, with the chosen plan's policy, and how many are worth it.
+    """Simulate the replay with other numbers of streams and the chosen plan's policy.
+
+    Say how many are worth it.
 
     None where there is nothing to simulate with or to ask: no GPU, costs not measured, too many calls, or a graph
     in which each call waits for the one before.

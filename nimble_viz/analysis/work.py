@@ -48,7 +48,7 @@ class CallWork:
 
 
 def call_bytes(call: Call) -> tuple[int, int]:
-    """Bytes that a call reads and writes; a window named twice and an element repeated by a stride of 0 count once.
+    """Count the bytes that a call reads and writes; repeated windows and elements (stride 0) count once.
 
     What looks rows up in a table reads no more of it than it writes.
     """
@@ -58,13 +58,16 @@ def call_bytes(call: Call) -> tuple[int, int]:
 
 
 def launches(report: ReportData) -> list[Launch | None]:
-    """How each of ``report.costs.kernels`` lies on the GPU; None for copies, and where the GPU is not known."""
+    """Return how each of ``report.costs.kernels`` fills the GPU.
+
+    None for copies, and where it is not known.
+    """
     held = report.work.processors if report.work else None
     return [launch_of(kernel, held) if held else None for kernel in report.costs.kernels]
 
 
 def call_work(report: ReportData) -> list[CallWork]:
-    """Work of every call of the program. O(calls + kernels)."""
+    """Compute the work of every call of the program. O(calls + kernels)."""
     costs = report.costs
     measured = costs.source != "uniform"
     behind: dict[int, list[tuple[Kernel, Launch]]] = {}
@@ -96,7 +99,7 @@ def call_work(report: ReportData) -> list[CallWork]:
 
 
 def work(report: ReportData) -> dict[str, list[Any]]:
-    """``call_work`` as columns; -1 stands for what is not known."""
+    """Return ``call_work`` as columns; -1 stands for what is not known."""
     rows = call_work(report)
     return {
         "flops": [-1 if row.flops is None else row.flops for row in rows],

@@ -16,13 +16,15 @@ __all__ = ["chrome_events", "chrome_json"]
 
 
 def chrome_json(trace: Trace) -> str:
-    """The trace as one JSON object; ASCII, no NaN."""
+    """Return the trace as one JSON object; ASCII, no NaN."""
     told = {"traceEvents": list(chrome_events(trace)), "displayTimeUnit": "ns", "otherData": dict(trace.arguments)}
     return json.dumps(told, separators=(",", ":"), allow_nan=False)
 
 
 def chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Metadata, then slices by track, then flows. ``pid`` is the process and ``tid`` the track, both counted from 1.
+    """Yield metadata, slices by track, then flows.
+
+    ``pid`` is the process and ``tid`` the track, both from 1.
 
     ``ts`` and ``dur`` are microseconds, of which every reader gets the whole nanoseconds back. A flow starts and ends
     with the start of the slices that it joins.
@@ -64,7 +66,7 @@ def _arguments(arguments: tuple[Argument, ...]) -> dict[str, Any]:
 
 
 def _microseconds(ns: int) -> int | float:
-    """Microseconds that a reader which multiplies by 1000 and truncates turns into ``ns`` again.
+    """Return microseconds that give ``ns`` again when multiplied by 1000 and truncated.
 
     >>> _microseconds(12_000), _microseconds(1_500)
     (12, 1.5)

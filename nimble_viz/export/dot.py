@@ -11,11 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from nimble_core.ir.schedule import Schedule
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_core.utils.units import format_ns
-from nimble_viz.analysis.dag import nest, opening_schedule
-from nimble_viz.analysis.labels import label_call, label_run, trains
+from nimble_viz.analysis.dag import opening_schedule
+from nimble_viz.analysis.dag_boxes import nest
+from nimble_viz.analysis.labels import label_call, label_run, source_of, trains
 from nimble_viz.analysis.provenance import module_of, nesting_modules
 from nimble_viz.report.data import ReportData
 
@@ -36,7 +38,7 @@ _LIMIT_S = 120
 
 
 def digraph(report: ReportData, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
-    """The graph of ``report`` under one of its schedules.
+    """Draw the graph of ``report`` under one of its schedules.
 
     Args:
         report: of a comparison or a plan.
@@ -72,27 +74,13 @@ def digraph(report: ReportData, policy: str | None = None, *, transitive: bool =
 
     def fill(around: graphviz.Digraph, members: list[int]) -> None:
         for box in members:
-            if box >= boxes.calls:
-                name = boxes.name[box - boxes.calls]
-                look = {"label": graphviz.escape(name), "style": "rounded", "color": _IMPLIED, "labeljust": "l"}
-                with around.subgraph(name=f"cluster_{box}", graph_attr=look) as cluster:
-                    fill(cluster, inside.get(box, []))
+            if box < boxes.calls:
+                _add_call(around, report, schedule, box, critical=box in critical)
                 continue
-            stream = schedule.stream[box] if schedule else None
-            colour = "#ffffff" if stream is None else _STREAMS[stream % len(_STREAMS)]
-            figures = [format_ns(report.costs.ns[box])] if any(report.costs.ns) and report.costs.ns[box] else []
-            figures += [] if stream is None else [f"stream {stream}"]
-            lines = [f"{box} {label_call(calls[box])}", " · ".join(figures)]
-            origin = calls[box].origins[0] if calls[box].origins else None
-            where = f"{origin.file}:{origin.line}" if origin and origin.file else ""
-            around.node(
-                f"c{box}",
-                label=r"\n".join(graphviz.escape(line) for line in lines if line),
-                tooltip=graphviz.escape("\n".join(filter(None, (calls[box].operator, module_of(calls[box]), where)))),
-                fillcolor=colour,
-                fontcolor="#ffffff" if colour in _ON_DARK else "#111111",
-                penwidth="2.5" if box in critical else "0.8",
-            )
+            name = boxes.name[box - boxes.calls]
+            look = {"label": graphviz.escape(name), "style": "rounded", "color": _IMPLIED, "labeljust": "l"}
+            with around.subgraph(name=f"cluster_{box}", graph_attr=look) as cluster:
+                fill(cluster, inside.get(box, []))
 
     fill(drawn, inside.get(-1, []))
     syncs = frozenset(schedule.syncs if schedule else ())
@@ -109,6 +97,27 @@ def digraph(report: ReportData, policy: str | None = None, *, transitive: bool =
         for u, v in sorted(frozenset(report.graph.edges) - minimum - syncs):
             drawn.edge(f"c{u}", f"c{v}", style="dotted", color=_IMPLIED, constraint="false")
     return drawn
+
+
+def _add_call(
+    around: graphviz.Digraph, report: ReportData, schedule: Schedule | None, index: int, *, critical: bool
+) -> None:
+    import graphviz
+
+    call, cost = report.program.calls[index], report.costs.ns[index]
+    stream = schedule.stream[index] if schedule else None
+    colour = "#ffffff" if stream is None else _STREAMS[stream % len(_STREAMS)]
+    figures = [format_ns(cost)] if cost else []
+    figures += [] if stream is None else [f"stream {stream}"]
+    lines = [f"{index} {label_call(call)}", " · ".join(figures)]
+    around.node(
+        f"c{index}",
+        label=r"\n".join(graphviz.escape(line) for line in lines if line),
+        tooltip=graphviz.escape("\n".join(filter(None, (call.operator, module_of(call), source_of(call))))),
+        fillcolor=colour,
+        fontcolor="#ffffff" if colour in _ON_DARK else "#111111",
+        penwidth="2.5" if critical else "0.8",
+    )
 
 
 def write_dot(report: ReportData, target: Path, kind: Literal["dot"] | Drawn) -> Path:

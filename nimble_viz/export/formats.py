@@ -41,7 +41,7 @@ _KNOWN = (
 
 
 def format_of(path: Path) -> Format:
-    """The format that a path asks for: by its suffix; a folder, there or not, asks for CSV.
+    """Return the format that a path's suffix asks for; a folder, there or not, asks for CSV.
 
     Raises:
         InputError: a suffix that stands for no format.

@@ -106,7 +106,7 @@ def _rows(line: Timeline, lane: int, calls: tuple[Call, ...], argb: int) -> list
 
 
 def _write(domain: Any, stream: Any, rows: list[Row]) -> None:
-    """Ranges that may overlap, in one batch."""
+    """Write ranges, which may overlap, in one batch."""
     if not rows:
         return
     try:

@@ -17,7 +17,7 @@ _SEQUENCE = 1
 
 
 def perfetto_bytes(trace: Trace) -> bytes:
-    """The trace as a serialized ``perfetto.protos.Trace``.
+    """Serialize the trace as a ``perfetto.protos.Trace``.
 
     A run is a process, its first track a child of it, and the others children of that one: viewers keep the order of
     tracks below a track, not below a process. A slice is a begin and an end, in the order of time.
@@ -28,12 +28,17 @@ def perfetto_bytes(trace: Trace) -> bytes:
     """
     protos = _protos()
     out = protos.Trace()
-    names, categories, keys, texts = _Interned(), _Interned(), _Interned(), _Interned("str")
     packet = _packet(out)
     packet.sequence_flags = protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
     packet.first_packet_on_sequence = True
     packet.track_descriptor.uuid = 0
     packet.track_descriptor.process_ordering = protos.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+    _write_tracks(trace, protos, out)
+    _write_slices(trace, protos, out)
+    return bytes(out.SerializeToString())
+
+
+def _write_tracks(trace: Trace, protos: Any, out: Any) -> None:
     for index, process in enumerate(trace.processes):
         descriptor = _packet(out).track_descriptor
         descriptor.uuid = _process_uuid(index)
@@ -54,6 +59,10 @@ def perfetto_bytes(trace: Trace) -> bytes:
             descriptor.parent_uuid = around
         descriptor.name = track.name
         descriptor.sibling_order_rank = index
+
+
+def _write_slices(trace: Trace, protos: Any, out: Any) -> None:
+    names, categories, keys, texts = _Interned(), _Interned(), _Interned(), _Interned("str")
     leaving: dict[int, list[int]] = defaultdict(list)
     arriving: dict[int, list[int]] = defaultdict(list)
     for index, flow in enumerate(trace.flows):
@@ -82,7 +91,6 @@ def perfetto_bytes(trace: Trace) -> bytes:
                 annotation.string_value_iid = texts.iid(value, new.debug_annotation_string_values)
             else:
                 _set_value(annotation, value)
-    return bytes(out.SerializeToString())
 
 
 class _Interned:
@@ -93,7 +101,10 @@ class _Interned:
         self._ids: dict[str, int] = {}
 
     def iid(self, text: str, new: Any) -> int:
-        """The id of ``text``; if it was not seen before, it is written to ``new``, the packet's part of the table."""
+        """Return the id of ``text``.
+
+        Write it to ``new``, the packet's part of the table, if it was not seen before.
+        """
         if text not in self._ids:
             self._ids[text] = len(self._ids) + 1
             new.add(iid=self._ids[text], **{self._field: text.encode() if self._field == "str" else text})

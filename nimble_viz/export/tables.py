@@ -1,29 +1,28 @@
-"""A Report as tables: pandas data frames, or CSV through the standard library alone.
+"""Turn a report into tables: pandas data frames, or CSV with the standard library alone.
 
-Times are nanoseconds, sizes bytes. What has several values stands in one cell, separated by spaces.
+Times are nanoseconds, sizes bytes. A cell that holds several values separates them by spaces.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from nimble_core.ir.measurement import Ratio
-from nimble_core.ir.program import Call
+from nimble_core.ir.candidates import EqualityCheck
+from nimble_core.ir.schedule import SyncCounts
 from nimble_core.utils.errors import InputError
 from nimble_core.utils.files import write_file
 from nimble_viz.analysis.advice import advice
 from nimble_viz.analysis.gaps import replay_gaps
-from nimble_viz.analysis.labels import label_call, label_run
+from nimble_viz.analysis.labels import label_call, label_run, source_of
 from nimble_viz.analysis.overhead import module_tree
 from nimble_viz.analysis.timeline import distortion
 from nimble_viz.analysis.work import call_work, launches
-from nimble_viz.report.data import ReportData
+from nimble_viz.report.data import CallOverhead, PhaseOverhead, ReportData
 
 if TYPE_CHECKING:
     import pandas
@@ -56,6 +55,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 """Every table, in the order in which a folder of them is written."""
 
 Cell = str | int | float | bool | None
+_CellType = type[str] | type[int] | type[float] | type[bool]
+_Columns = dict[str, tuple[_CellType, Sequence[Cell]]]
+"""Type and cells of each column, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Column:
     """One column; ``None`` is a missing value."""
 
     name: str
-    type: type[str] | type[int] | type[float] | type[bool]
+    type: _CellType
     cells: tuple[Cell, ...]
 
 
@@ -81,13 +83,13 @@ class Table:
 
 
 def make_table(report: ReportData, kind: str) -> Table:
-    """One table of the report; without rows where the report does not know.
+    """Make one table of the report; it has no rows where the report holds no such data.
 
     Args:
-        report: what was found out.
+        report: the source.
         kind: ``"calls"``: calls of the program, their cost and place in the chosen schedule. ``"kernels"``: nodes of
             the captured one-stream graph. ``"spans"``: all timelines, with what to doubt of each.
-            ``"gaps"``: where a replay's streams stood still, and why. ``"syncs"``: waits of each schedule.
+            ``"gaps"``: where a replay's streams idled, and why. ``"syncs"``: waits of each schedule.
             ``"host_syncs"``: where eager made the host wait. ``"schedules"``: each plan's promises and counts.
             ``"candidates"``: plans that were tried. ``"measurements"``: wall times; ``"samples"``: each sample of
             them. ``"peers"``: other ways to run the model. ``"overhead"``: eager's host time by eager call;
@@ -97,13 +99,14 @@ def make_table(report: ReportData, kind: str) -> Table:
     Raises:
         InputError: no such kind.
     """
-    if kind not in _MAKERS:
+    if kind not in KINDS:
         raise InputError(f"there is no table {kind!r}", fix=f"one of {', '.join(KINDS)}")
-    return _MAKERS[cast(Kind, kind)](report)
+    columns = _MAKERS[kind](report)
+    return Table(kind, tuple(Column(name, of, tuple(cells)) for name, (of, cells) in columns.items()))
 
 
 def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
-    """``make_table`` as a data frame. Integers with missing values are ``Int64``; flags that may be, ``boolean``.
+    """Make one table as a data frame; integers with missing values are ``Int64``, flags ``boolean``.
 
     Raises:
         InputError: no such kind, or pandas is not installed.
@@ -120,9 +123,9 @@ def to_dataframe(report: ReportData, kind: str) -> pandas.DataFrame:
 
 
 def to_csv(table: Table) -> str:
-    """The table as CSV with a header, as RFC 4180 has it: commas, quotes where needed, lines that end in CR LF.
+    """Write the table as CSV with a header (RFC 4180: lines end in CR LF).
 
-    Floats are written so that they are read back exactly; a missing value is an empty cell; text is ``no_formula``.
+    Floats read back exactly. A missing value is an empty cell. Text passes through ``no_formula``.
     """
     out = io.StringIO()
     writer = csv.writer(out)
@@ -132,12 +135,12 @@ def to_csv(table: Table) -> str:
 
 
 def no_formula(cell: Cell) -> Cell:
-    """``cell``, with an apostrophe before text that a spreadsheet would take for a formula; numbers as they are."""
+    """Put an apostrophe before text that a spreadsheet would take for a formula; numbers stay as they are."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def write_tables(report: ReportData, folder: Path) -> Path:
-    """Write every table as ``folder/KIND.csv`` and return ``folder``. Raises OSError if they cannot be written."""
+    """Write every table as ``folder/KIND.csv`` and return ``folder``; raise OSError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         write_table(report, kind, folder / f"{kind}.csv")
@@ -145,7 +148,7 @@ def write_tables(report: ReportData, folder: Path) -> Path:
 
 
 def write_table(report: ReportData, kind: str, path: Path) -> Path:
-    """Write one table to ``path``. Raises OSError if it cannot be written, InputError if there is no such kind."""
+    """Write one table to ``path``; raise OSError if that fails, InputError if there is no such kind."""
     text = to_csv(make_table(report, kind))
     return write_file(path, text.encode(errors="backslashreplace"))
 
@@ -156,465 +159,278 @@ def _dtype(column: Column) -> str:
     return {int: "int64", float: "float64", bool: "bool", str: "object"}[column.type]
 
 
-def _table(kind: Kind, types: Mapping[str, type], rows: Iterable[Sequence[Cell]]) -> Table:
-    """A table of ``rows`` whose cells have the types of ``types``, by column name."""
-    cells = list(zip(*rows, strict=True)) or [()] * len(types)
-    return Table(
-        kind, tuple(Column(name, kind_, column) for (name, kind_), column in zip(types.items(), cells, strict=True))
-    )
-
-
 def _join(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
-def _source(call: Call) -> str:
-    origin = call.origins[0] if call.origins else None
-    return f"{origin.file}:{origin.line}" if origin and origin.file else ""
+# One function for each table.
 
 
-def _calls(report: ReportData) -> Table:
-    types = {
-        "call": int,
-        "operator": str,
-        "label": str,
-        "phase": str,
-        "module": str,
-        "source": str,
-        "origins": int,
-        "eager_calls": str,
-        "flops": int,
-        "bytes_read": int,
-        "bytes_written": int,
-        "cost_ns": float,
-        "cost_spread_ns": float,
-        "gflops": float,
-        "gbytes": float,
-        "demand": float,
-        "waves": float,
-        "occupancy": float,
-        "critical": bool,
-        "stream": int,
+def _calls(report: ReportData) -> _Columns:
+    calls, work, costs = report.program.calls, call_work(report), report.costs
+    chosen, critical = report.schedule(report.chosen), frozenset(report.critical_path)
+    return {
+        "call": (int, [call.index for call in calls]),
+        "operator": (str, [call.operator for call in calls]),
+        "label": (str, [label_call(call) for call in calls]),
+        "phase": (str, [call.phase for call in calls]),
+        "module": (str, [call.module for call in calls]),
+        "source": (str, [source_of(call) for call in calls]),
+        "origins": (int, [len(call.origins) for call in calls]),
+        "eager_calls": (str, [_join(call.eager) for call in calls]),
+        "flops": (int, [done.flops for done in work]),
+        "bytes_read": (int, [done.bytes_read for done in work]),
+        "bytes_written": (int, [done.bytes_written for done in work]),
+        "cost_ns": (float, costs.ns),
+        "cost_spread_ns": (float, costs.spread_ns or [None] * len(calls)),
+        "gflops": (float, [done.gflops for done in work]),
+        "gbytes": (float, [done.gbytes for done in work]),
+        "demand": (float, [done.fill for done in work]),
+        "waves": (float, [done.waves for done in work]),
+        "occupancy": (float, [done.occupancy for done in work]),
+        "critical": (bool, [call.index in critical for call in calls]),
+        "stream": (int, chosen.stream if chosen else [None] * len(calls)),
     }
-    costs, chosen, critical = report.costs, report.schedule(report.chosen), frozenset(report.critical_path)
-    return _table(
-        "calls",
-        types,
-        (
-            (
-                call.index,
-                call.operator,
-                label_call(call),
-                call.phase,
-                call.module,
-                _source(call),
-                len(call.origins),
-                _join(call.eager),
-                done.flops,
-                done.bytes_read,
-                done.bytes_written,
-                costs.ns[call.index],
-                costs.spread_ns[call.index] if costs.spread_ns else None,
-                done.gflops,
-                done.gbytes,
-                done.fill,
-                done.waves,
-                done.occupancy,
-                call.index in critical,
-                chosen.stream[call.index] if chosen else None,
-            )
-            for call, done in zip(report.program.calls, call_work(report), strict=True)
-        ),
-    )
 
 
-def _kernels(report: ReportData) -> Table:
-    types = {
-        "call": int,
-        "kernel": str,
-        "grid": str,
-        "block": str,
-        "registers": int,
-        "shared_bytes": int,
-        "node": int,
-        "duration_ns": float,
-        "blocks": int,
-        "blocks_resident": int,
-        "waves": float,
-        "occupancy": float,
+def _kernels(report: ReportData) -> _Columns:
+    kernels, placed = report.costs.kernels, launches(report)
+    return {
+        "call": (int, [one.call for one in kernels]),
+        "kernel": (str, [one.name for one in kernels]),
+        "grid": (str, [_join(one.grid) for one in kernels]),
+        "block": (str, [_join(one.block) for one in kernels]),
+        "registers": (int, [one.registers for one in kernels]),
+        "shared_bytes": (int, [one.shared_bytes for one in kernels]),
+        "node": (int, [one.node for one in kernels]),
+        "duration_ns": (float, [one.duration_ns for one in kernels]),
+        "blocks": (int, [one.blocks if one else None for one in placed]),
+        "blocks_resident": (int, [one.resident if one else None for one in placed]),
+        "waves": (float, [one.waves if one else None for one in placed]),
+        "occupancy": (float, [one.occupancy if one else None for one in placed]),
     }
-    return _table(
-        "kernels",
-        types,
-        (
-            (
-                one.call,
-                one.name,
-                _join(one.grid),
-                _join(one.block),
-                one.registers,
-                one.shared_bytes,
-                one.node,
-                one.duration_ns,
-                *((lies.blocks, lies.resident, lies.waves, lies.occupancy) if lies else (None,) * 4),
-            )
-            for one, lies in zip(report.costs.kernels, launches(report), strict=True)
-        ),
-    )
 
 
-def _spans(report: ReportData) -> Table:
-    types = {
-        "run": str,
-        "lane": str,
-        "lane_kind": str,
-        "start_ns": float,
-        "end_ns": float,
-        "call": int,
-        "name": str,
-        "device_stream": int,
-        "source": str,
-        "reliable": bool,
-        "profiled_over_unprofiled": float,
+def _spans(report: ReportData) -> _Columns:
+    rows = [(line, at, span) for line in report.timelines for at, span in enumerate(line.spans)]
+    slowdowns = [factor for line in report.timelines for factor in [distortion(line) or None] * len(line.spans)]
+    return {
+        "run": (str, [line.run for line, _, _ in rows]),
+        "lane": (str, [line.lanes[span.lane].name for line, _, span in rows]),
+        "lane_kind": (str, [line.lanes[span.lane].kind for line, _, span in rows]),
+        "start_ns": (float, [span.start_ns for _, _, span in rows]),
+        "end_ns": (float, [span.end_ns for _, _, span in rows]),
+        "call": (int, [span.call for _, _, span in rows]),
+        "name": (str, [span.name for _, _, span in rows]),
+        "device_stream": (int, [line.streams[at] if line.streams else None for line, at, _ in rows]),
+        "source": (str, [line.source for line, _, _ in rows]),
+        "reliable": (bool, [line.reliable for line, _, _ in rows]),
+        "profiled_over_unprofiled": (float, slowdowns),
     }
-    return _table(
-        "spans",
-        types,
-        (
-            (
-                line.run,
-                line.lanes[span.lane].name,
-                line.lanes[span.lane].kind,
-                span.start_ns,
-                span.end_ns,
-                span.call,
-                span.name,
-                line.streams[at] if line.streams else None,
-                line.source,
-                line.reliable,
-                distortion(line) or None,
-            )
-            for line in report.timelines
-            for at, span in enumerate(line.spans)
-        ),
-    )
 
 
-def _gaps(report: ReportData) -> Table:
-    types = {
-        "run": str,
-        "lane": str,
-        "call": int,
-        "awaited": int,
-        "start_ns": float,
-        "end_ns": float,
-        "launch_ns": float,
-        "wait_ns": float,
-        "unready_ns": float,
+def _gaps(report: ReportData) -> _Columns:
+    rows = [(line, gap) for line in report.timelines for gap in replay_gaps(report, line)]
+    return {
+        "run": (str, [line.run for line, _ in rows]),
+        "lane": (str, [line.lanes[gap.lane].name for line, gap in rows]),
+        "call": (int, [gap.call for _, gap in rows]),
+        "awaited": (int, [gap.awaited for _, gap in rows]),
+        "start_ns": (float, [gap.start_ns for _, gap in rows]),
+        "end_ns": (float, [gap.end_ns for _, gap in rows]),
+        "launch_ns": (float, [gap.launch_ns for _, gap in rows]),
+        "wait_ns": (float, [gap.wait_ns for _, gap in rows]),
+        "unready_ns": (float, [gap.unready_ns for _, gap in rows]),
     }
-    return _table(
-        "gaps",
-        types,
-        (
-            (
-                line.run,
-                line.lanes[gap.lane].name,
-                gap.call,
-                gap.awaited,
-                gap.start_ns,
-                gap.end_ns,
-                gap.launch_ns,
-                gap.wait_ns,
-                gap.unready_ns,
-            )
-            for line in report.timelines
-            for gap in replay_gaps(report, line)
-        ),
-    )
 
 
-def _syncs(report: ReportData) -> Table:
-    types = {
-        "schedule": str,
-        "producer": int,
-        "consumer": int,
-        "producer_stream": int,
-        "consumer_stream": int,
-        "hazards": str,
-    }
+def _syncs(report: ReportData) -> _Columns:
+    rows = [(plan, *wait) for plan in report.schedules for wait in plan.syncs]
     hazards = dict(zip(report.graph.edges, report.graph.kinds, strict=True))
-    return _table(
-        "syncs",
-        types,
-        (
-            (plan.policy, u, v, plan.stream[u], plan.stream[v], hazards.get((u, v), ""))
-            for plan in report.schedules
-            for u, v in plan.syncs
-        ),
-    )
-
-
-def _host_syncs(report: ReportData) -> Table:
-    types = {"kind": str, "count": int, "total_ns": float, "source": str, "phase": str}
-    found = report.overhead.host_syncs if report.overhead else ()
-    return _table("host_syncs", types, ((one.kind, one.count, one.total_ns, one.source, one.phase) for one in found))
-
-
-def _schedules(report: ReportData) -> Table:
-    types = {
-        "schedule": str,
-        "chosen": bool,
-        "streams": int,
-        "full": int,
-        "meg": int,
-        "planned": int,
-        "emitted": int,
-        "forks": int,
-        "joins": int,
-        "inside": int,
-        "ahead": int,
-        "added_order": int,
-        "maximum_concurrency": bool,
-        "minimum_syncs": bool,
+    return {
+        "schedule": (str, [plan.policy for plan, _, _ in rows]),
+        "producer": (int, [producer for _, producer, _ in rows]),
+        "consumer": (int, [consumer for _, _, consumer in rows]),
+        "producer_stream": (int, [plan.stream[producer] for plan, producer, _ in rows]),
+        "consumer_stream": (int, [plan.stream[consumer] for plan, _, consumer in rows]),
+        "hazards": (str, [hazards.get((u, v), "") for _, u, v in rows]),
     }
-    return _table(
-        "schedules",
-        types,
-        (
-            (
-                plan.policy,
-                plan.policy == report.chosen,
-                plan.streams,
-                plan.counts.full,
-                plan.counts.meg,
-                plan.counts.planned,
-                plan.counts.emitted,
-                plan.counts.forks,
-                plan.counts.joins,
-                plan.counts.inside,
-                plan.counts.ahead,
-                len(plan.added_order),
-                plan.maximum_concurrency,
-                plan.minimum_syncs,
-            )
-            for plan in report.schedules
-        ),
-    )
 
 
-def _candidates(report: ReportData) -> Table:
-    types = {
-        "candidate": str,
-        "kernels": str,
-        "streams": int,
-        "syncs": int,
-        "simulated_ns": float,
-        "median_ns": float,
-        "spread": float,
-        "passed": bool,
-        "error": float,
-        "tolerance": float,
-        "nbytes": int,
-        "capture_s": float,
-        "fuse_s": float,
-        "chosen": bool,
-        "note": str,
+def _host_syncs(report: ReportData) -> _Columns:
+    rows = report.overhead.host_syncs if report.overhead else ()
+    return {
+        "kind": (str, [one.kind for one in rows]),
+        "count": (int, [one.count for one in rows]),
+        "total_ns": (float, [one.total_ns for one in rows]),
+        "source": (str, [one.source for one in rows]),
+        "phase": (str, [one.phase for one in rows]),
     }
-    return _table(
-        "candidates",
-        types,
-        (
-            (
-                one.name,
-                one.fuse,
-                one.streams,
-                one.syncs,
-                one.simulated_ns or None,
-                one.measurement.median_ns if one.measurement else None,
-                one.measurement.spread if one.measurement else None,
-                one.check.passed if one.check else None,
-                one.check.error if one.check else None,
-                one.check.tolerance if one.check else None,
-                one.nbytes or None,
-                one.capture_s,
-                one.fuse_s,
-                one.chosen,
-                one.note,
-            )
-            for one in report.candidates
-        ),
-    )
 
 
-def _measurements(report: ReportData) -> Table:
-    types = {
-        "run": str,
-        "label": str,
-        "median_ns": float,
-        "spread": float,
-        "drift": float,
-        "samples": int,
-        "warmup": int,
-        "over_eager": float,
-        "over_eager_low": float,
-        "over_eager_high": float,
-        "verdict": str,
-        "dropped": int,
-        "stable": bool,
-        "warnings": str,
+def _schedules(report: ReportData) -> _Columns:
+    plans = report.schedules
+    return {
+        "schedule": (str, [plan.policy for plan in plans]),
+        "chosen": (bool, [plan.policy == report.chosen for plan in plans]),
+        "streams": (int, [plan.streams for plan in plans]),
+        **{one.name: (int, [getattr(plan.counts, one.name) for plan in plans]) for one in fields(SyncCounts)},
+        "added_order": (int, [len(plan.added_order) for plan in plans]),
+        "maximum_concurrency": (bool, [plan.maximum_concurrency for plan in plans]),
+        "minimum_syncs": (bool, [plan.minimum_syncs for plan in plans]),
     }
-    ratios = {taken.name: report.ratio(taken.name) for taken in report.measurements}
-    return _table(
-        "measurements",
-        types,
-        (
-            (
-                taken.name,
-                label_run(report, taken.name),
-                taken.median_ns,
-                taken.spread,
-                taken.drift,
-                len(taken.samples_ns),
-                taken.warmup,
-                *_figures(ratios[taken.name]),
-                taken.dropped,
-                taken.stable,
-                "; ".join(taken.warnings),
-            )
-            for taken in report.measurements
-        ),
-    )
 
 
-def _figures(ratio: Ratio | None) -> tuple[float | None, float | None, float | None, str]:
-    return (ratio.value, ratio.low, ratio.high, ratio.verdict) if ratio else (None, None, None, "")
-
-
-def _samples(report: ReportData) -> Table:
-    types = {"run": str, "round": int, "ns": float}
-    return _table(
-        "samples",
-        types,
-        (
-            (taken.name, at, ns)
-            for taken in report.measurements
-            for at, ns in zip(taken.rounds or range(len(taken.samples_ns)), taken.samples_ns, strict=True)
-        ),
-    )
-
-
-def _peers(report: ReportData) -> Table:
-    types = {
-        "peer": str,
-        "median_ns": float,
-        "prepare_s": float,
-        "passed": bool,
-        "error": float,
-        "tolerance": float,
-        "note": str,
+def _check_columns(checks: Sequence[EqualityCheck | None]) -> _Columns:
+    return {
+        "passed": (bool, [one.passed if one else None for one in checks]),
+        "error": (float, [one.error if one else None for one in checks]),
+        "tolerance": (float, [one.tolerance if one else None for one in checks]),
     }
+
+
+def _candidates(report: ReportData) -> _Columns:
+    rows = report.candidates
+    return {
+        "candidate": (str, [one.name for one in rows]),
+        "kernels": (str, [one.fuse for one in rows]),
+        "streams": (int, [one.streams for one in rows]),
+        "syncs": (int, [one.syncs for one in rows]),
+        "simulated_ns": (float, [one.simulated_ns or None for one in rows]),
+        "median_ns": (float, [one.measurement.median_ns if one.measurement else None for one in rows]),
+        "spread": (float, [one.measurement.spread if one.measurement else None for one in rows]),
+        **_check_columns([one.check for one in rows]),
+        "nbytes": (int, [one.nbytes or None for one in rows]),
+        "capture_s": (float, [one.capture_s for one in rows]),
+        "fuse_s": (float, [one.fuse_s for one in rows]),
+        "chosen": (bool, [one.chosen for one in rows]),
+        "note": (str, [one.note for one in rows]),
+    }
+
+
+def _measurements(report: ReportData) -> _Columns:
+    rows = report.measurements
+    ratios = [report.ratio(taken.name) for taken in rows]
+    return {
+        "run": (str, [taken.name for taken in rows]),
+        "label": (str, [label_run(report, taken.name) for taken in rows]),
+        "median_ns": (float, [taken.median_ns for taken in rows]),
+        "spread": (float, [taken.spread for taken in rows]),
+        "drift": (float, [taken.drift for taken in rows]),
+        "samples": (int, [len(taken.samples_ns) for taken in rows]),
+        "warmup": (int, [taken.warmup for taken in rows]),
+        "over_eager": (float, [ratio.value if ratio else None for ratio in ratios]),
+        "over_eager_low": (float, [ratio.low if ratio else None for ratio in ratios]),
+        "over_eager_high": (float, [ratio.high if ratio else None for ratio in ratios]),
+        "verdict": (str, [ratio.verdict if ratio else "" for ratio in ratios]),
+        "dropped": (int, [taken.dropped for taken in rows]),
+        "stable": (bool, [taken.stable for taken in rows]),
+        "warnings": (str, ["; ".join(taken.warnings) for taken in rows]),
+    }
+
+
+def _samples(report: ReportData) -> _Columns:
+    rows = [
+        (taken.name, at, ns)
+        for taken in report.measurements
+        for at, ns in zip(taken.rounds or range(len(taken.samples_ns)), taken.samples_ns, strict=True)
+    ]
+    return {
+        "run": (str, [name for name, _, _ in rows]),
+        "round": (int, [at for _, at, _ in rows]),
+        "ns": (float, [ns for _, _, ns in rows]),
+    }
+
+
+def _peers(report: ReportData) -> _Columns:
     medians = {taken.name: taken.median_ns for taken in report.measurements}
-    return _table(
-        "peers",
-        types,
-        (
-            (
-                peer.name,
-                medians.get(peer.name),
-                peer.prepare_s,
-                peer.check.passed if peer.check else None,
-                peer.check.error if peer.check else None,
-                peer.check.tolerance if peer.check else None,
-                peer.note,
-            )
-            for peer in report.peers
-        ),
-    )
-
-
-_PARTS = ("python", "dispatch", "allocation", "launch", "tail", "work", "exposed")
-_PART_TYPES = {f"{part}_ns": float for part in _PARTS}
-
-
-def _overhead(report: ReportData) -> Table:
-    types = {"call": int, "operator": str, "phase": str, "module": str, "source": str, **_PART_TYPES}
-    calls, found = report.eager_calls, report.overhead.calls if report.overhead else ()
-    return _table(
-        "overhead",
-        types,
-        (
-            (
-                row.call,
-                calls[row.call].operator,
-                calls[row.call].phase,
-                calls[row.call].module,
-                _source(calls[row.call]),
-                *(getattr(row, name) for name in _PART_TYPES),
-            )
-            for row in found
-        ),
-    )
-
-
-def _modules(report: ReportData) -> Table:
-    types = {"module": str, "depth": int, "calls": int, "overhead_ns": float, **_PART_TYPES}
-    rows = (row for root in module_tree(report) for row in root if not row.own)
-    sums = ("overhead", *_PARTS)
-    return _table(
-        "modules", types, ((row.path, row.depth, len(row.eager), *(row.sums[name] for name in sums)) for row in rows)
-    )
-
-
-def _phases(report: ReportData) -> Table:
-    types = {"phase": str, "host_ns": float, **_PART_TYPES}
-    found = report.overhead.phases if report.overhead else ()
-    return _table(
-        "phases", types, ((one.phase, one.host_ns, *(getattr(one, name) for name in _PART_TYPES)) for one in found)
-    )
-
-
-def _split(report: ReportData) -> Table:
-    types = {"run": str, "part": str, "ns": float, "share": float}
-    found = advice(report)
-    return _table(
-        "split",
-        types,
-        (
-            (split.run, row.name, row.ns, row.share)
-            for split in (found.eager, found.replay)
-            if split
-            for row in split.rows
-        ),
-    )
-
-
-def _advice(report: ReportData) -> Table:
-    types = {"change": str, "run": str, "gain_ns": float, "of_ns": float, "basis": str, "per_sample": bool, "why": str}
-    rows = advice(report).changes
-    return _table(
-        "advice",
-        types,
-        ((one.what, one.run, one.gain_ns, one.of_ns, one.basis, one.per_sample, one.why) for one in rows),
-    )
-
-
-_MAKERS: Mapping[Kind, Callable[[ReportData], Table]] = MappingProxyType(
-    {
-        "calls": _calls,
-        "kernels": _kernels,
-        "spans": _spans,
-        "gaps": _gaps,
-        "syncs": _syncs,
-        "host_syncs": _host_syncs,
-        "schedules": _schedules,
-        "candidates": _candidates,
-        "measurements": _measurements,
-        "samples": _samples,
-        "peers": _peers,
-        "overhead": _overhead,
-        "modules": _modules,
-        "phases": _phases,
-        "split": _split,
-        "advice": _advice,
+    return {
+        "peer": (str, [peer.name for peer in report.peers]),
+        "median_ns": (float, [medians.get(peer.name) for peer in report.peers]),
+        "prepare_s": (float, [peer.prepare_s for peer in report.peers]),
+        **_check_columns([peer.check for peer in report.peers]),
+        "note": (str, [peer.note for peer in report.peers]),
     }
-)
+
+
+_PARTS = ("python_ns", "dispatch_ns", "allocation_ns", "launch_ns", "tail_ns", "work_ns", "exposed_ns")
+
+
+def _part_columns(rows: Sequence[CallOverhead | PhaseOverhead]) -> _Columns:
+    return {part: (float, [getattr(row, part) for row in rows]) for part in _PARTS}
+
+
+def _overhead(report: ReportData) -> _Columns:
+    rows = report.overhead.calls if report.overhead else ()
+    calls = [report.eager_calls[row.call] for row in rows]
+    return {
+        "call": (int, [row.call for row in rows]),
+        "operator": (str, [call.operator for call in calls]),
+        "phase": (str, [call.phase for call in calls]),
+        "module": (str, [call.module for call in calls]),
+        "source": (str, [source_of(call) for call in calls]),
+        **_part_columns(rows),
+    }
+
+
+def _modules(report: ReportData) -> _Columns:
+    rows = [row for root in module_tree(report) for row in root if not row.own]
+    return {
+        "module": (str, [row.path for row in rows]),
+        "depth": (int, [row.depth for row in rows]),
+        "calls": (int, [len(row.eager) for row in rows]),
+        **{part: (float, [row.sums[part.removesuffix("_ns")] for row in rows]) for part in ("overhead_ns", *_PARTS)},
+    }
+
+
+def _phases(report: ReportData) -> _Columns:
+    rows = report.overhead.phases if report.overhead else ()
+    return {
+        "phase": (str, [row.phase for row in rows]),
+        "host_ns": (float, [row.host_ns for row in rows]),
+        **_part_columns(rows),
+    }
+
+
+def _split(report: ReportData) -> _Columns:
+    found = advice(report)
+    rows = [(split.run, part) for split in (found.eager, found.replay) if split for part in split.rows]
+    return {
+        "run": (str, [run for run, _ in rows]),
+        "part": (str, [part.name for _, part in rows]),
+        "ns": (float, [part.ns for _, part in rows]),
+        "share": (float, [part.share for _, part in rows]),
+    }
+
+
+def _advice(report: ReportData) -> _Columns:
+    rows = advice(report).changes
+    return {
+        "change": (str, [one.what for one in rows]),
+        "run": (str, [one.run for one in rows]),
+        "gain_ns": (float, [one.gain_ns for one in rows]),
+        "of_ns": (float, [one.of_ns for one in rows]),
+        "basis": (str, [one.basis for one in rows]),
+        "per_sample": (bool, [one.per_sample for one in rows]),
+        "why": (str, [one.why for one in rows]),
+    }
+
+
+_MAKERS: dict[Kind, Callable[[ReportData], _Columns]] = {
+    "calls": _calls,
+    "kernels": _kernels,
+    "spans": _spans,
+    "gaps": _gaps,
+    "syncs": _syncs,
+    "host_syncs": _host_syncs,
+    "schedules": _schedules,
+    "candidates": _candidates,
+    "measurements": _measurements,
+    "samples": _samples,
+    "peers": _peers,
+    "overhead": _overhead,
+    "modules": _modules,
+    "phases": _phases,
+    "split": _split,
+    "advice": _advice,
+}

@@ -115,7 +115,7 @@ class Trace:
 
 
 def make_trace(report: ReportData) -> Trace:
-    """The report's timelines as a Trace; without timelines one without processes.
+    """Make a Trace of the report's timelines; without timelines it has no processes.
 
     Each span of a timeline is one slice. Spans that overlap on a lane are nested where the lane is a host thread (they
     are a call stack there) and put on a further row where it is a device stream or a worker. Times keep the origin of
@@ -146,7 +146,7 @@ def make_trace(report: ReportData) -> Trace:
 
 
 def edges_in_time(trace: Trace) -> Iterator[tuple[int, int, bool]]:
-    """``(time in ns, slice, whether it begins there)`` of each begin and end, so that a stack per track follows.
+    """Order begins and ends as ``(time in ns, slice, whether it begins)``, so that each track is a stack.
 
     Times never decrease. On one track an inner slice begins after the one around it and ends before it, and a slice
     ends before the next begins, also where their times are equal.
@@ -211,7 +211,7 @@ def _add_run(
 
 
 def _rows(members: Sequence[tuple[int, int, int]], *, nested: bool) -> list[list[tuple[int, int, int]]]:
-    """Split ``(start, end, index)`` over as many rows as needed, so that on a row they are apart (or ``nested``).
+    """Split ``(start, end, index)`` over rows, so that on each they are apart (or ``nested``).
 
     Each goes to the first row where it fits; rows are sorted by start, outer before inner.
 
@@ -264,7 +264,7 @@ def _flows(report: ReportData, line: Timeline, slices: Sequence[Slice], slice_of
 
 
 def _phase_stretches(report: ReportData, line: Timeline, shift: float) -> list[tuple[int, int, int]]:
-    """``(start, end, index into PHASES)`` of a profiled eager step."""
+    """Return ``(start, end, index into PHASES)`` of a profiled eager step."""
     if line.run != "eager" or report.overhead is None:
         return []
     return [

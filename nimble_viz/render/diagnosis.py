@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from nimble_viz.analysis.labels import plural, visible
-from nimble_viz.render.text import _text, plain
+from nimble_viz.render.layout import plain, words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -93,11 +93,11 @@ class Diagnosis:
         return f"{self.model} cannot be prepared: {plural(len(self.blockers), 'blocker')}."
 
     def to_text(self, width: int | None = None) -> str:
-        """As plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
+        """Return plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
         return plain(self, width)
 
     def to_json(self) -> str:
-        """All of it as JSON, with a line break at the end."""
+        """Return all of it as JSON, with a line break at the end."""
         found = [{**asdict(one), "link": one.link} for one in self.blockers]
         whole = {"model": self.model, "ok": self.ok, "blockers": found, "notes": self.notes}
         return json.dumps(whole, indent=2) + "\n"
@@ -111,17 +111,17 @@ class Diagnosis:
         from rich.padding import Padding
         from rich.table import Table
 
-        yield _text(f"nimble_viz diagnose: {self.model}", "bold")
-        yield _text(self.verdict, "bold green" if self.ok else "bold red")
+        yield words(f"nimble_viz diagnose: {self.model}", "bold")
+        yield words(self.verdict, "bold green" if self.ok else "bold red")
         for number, one in enumerate(self.blockers, 1):
-            yield _text("")
-            head = _text(f"{number}. ")
-            head.append_text(_text(one.name, "bold yellow")).append_text(_text(f"{' ' * bool(one.name)}{one.what}"))
+            yield words("")
+            head = words(f"{number}. ")
+            head.append_text(words(one.name, "bold yellow")).append_text(words(f"{' ' * bool(one.name)}{one.what}"))
             yield head
             if one.code:
                 cut = max(one.mark[0] - 20, 0) if len(one.code) > 80 else 0
                 marked = f"\n{' ' * (one.mark[0] - cut)}{'^' * (one.mark[1] - one.mark[0])}"
-                code = _text(f"{one.code[cut:]}{marked.rstrip()}", "cyan", lines=True)
+                code = words(f"{one.code[cut:]}{marked.rstrip()}", "cyan", lines=True)
                 code.no_wrap, code.overflow = True, "ellipsis"
                 yield Padding(code, (0, 0, 0, 7))
             rows = Table.grid(padding=(0, 2))
@@ -129,11 +129,11 @@ class Diagnosis:
             rows.add_column(overflow="fold", ratio=1)
             for label, value in (("where", one.where), ("instead", one.instead), ("more", one.link)):
                 if value:
-                    rows.add_row(_text(label, "dim"), _text(value))
+                    rows.add_row(words(label, "dim"), words(value))
             yield Padding(rows, (0, 0, 0, 3))
         for note in self.notes:
-            yield _text("")
-            yield _text(f"note: {note}", "italic")
+            yield words("")
+            yield words(f"note: {note}", "italic")
 
     def _repr_html_(self) -> str:
         parts = [f"<p><b>{_escaped(self.verdict)}</b></p>"]

@@ -66,7 +66,7 @@ parent.postMessage("nimbleTheme?", "*");
 
 
 def page(report: ReportData, pane: str = "summary") -> str:
-    """A complete HTML document that shows all views, ``pane`` first; opens from a file, offline."""
+    """Return an HTML document that shows all views, ``pane`` first; it opens from a file, offline."""
     template = Template(_asset("template.html"))
     return template.substitute(
         title=html.escape(f"{report.model} – nimble_viz"),
@@ -79,7 +79,7 @@ def page(report: ReportData, pane: str = "summary") -> str:
 
 
 def fragment(report: ReportData, pane: str = "summary") -> str:
-    """The page for a notebook: a sandboxed frame, and the summary as text where frames or scripts are not allowed.
+    """Return the page for a notebook: a sandboxed frame, with the summary as text below it.
 
     The frame runs scripts in an origin of its own: it reaches neither the notebook's page nor the network. The page in
     it is packed, a fifth of its size, and follows the theme of the notebook's page.
@@ -95,15 +95,16 @@ def fragment(report: ReportData, pane: str = "summary") -> str:
 
 
 def still(report: ReportData) -> str:
-    """The page for a notebook as ``fragment`` gives it, in an output of its own after a dashboard: hidden while that is
-    there, and shown where it is not, because no kernel runs or the frontend knows no widgets.
+    """Return ``fragment`` as an output of its own after a dashboard.
+
+    It is hidden while the dashboard is there, and shown where no kernel runs or the frontend knows no widgets.
     """
     words = "Saved view of a dashboard. Run its cell again for the dashboard itself, which code can follow and drive."
     return f'<div class="nimble-still"><p><em>{words}</em></p>{fragment(report)}</div>{_INSTEAD}'
 
 
 def embed_json(value: Any) -> str:
-    r"""JSON that may stand inside a script element: nothing in it can end the element or a line of script.
+    r"""Return JSON that may stand in a script element: nothing in it can end the element.
 
     >>> embed_json({"name": "</script>"})
     '{"name":"\\u003c/script>"}'
@@ -115,7 +116,7 @@ def embed_json(value: Any) -> str:
 
 
 def plain_summary(report: ReportData) -> str:
-    """The summary in plain words: readable wherever nothing else is."""
+    """Write the summary in plain words: readable wherever nothing else is."""
     data = summary(report)
     lines = [f"{data['model']}: {data['verdict']}", ""]
     for row in data["speed"]:

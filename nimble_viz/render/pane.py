@@ -18,7 +18,8 @@ from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.syncs import host_syncs
 from nimble_viz.analysis.timeline import timelines
 from nimble_viz.render.html import fragment, page
-from nimble_viz.render.text import columns, pane_text, plain_text
+from nimble_viz.render.layout import columns
+from nimble_viz.render.text import pane_text, plain_text
 
 if TYPE_CHECKING:
     from nimble_viz.report.data import ReportData
@@ -54,7 +55,7 @@ class Pane:
         return _views()[self.name](self.report)
 
     def to_text(self, width: int | None = None) -> str:
-        """The view as plain text, ``width`` wide as ``Report.to_text`` is; lines of code stay as long as they are."""
+        """Return the view as plain text, ``width`` columns wide; lines of code stay as long as they are."""
         text = pane_text(self.report, self.name, width)
         if self.name == "source":
             return f"{text}\n{source_text(self.report)}"
@@ -63,7 +64,7 @@ class Pane:
         return text
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page, opened at this view, to ``path``. Raises OSError if it cannot be written."""
+        """Write one self-contained page, opened at this view, to ``path``; raise OSError if that fails."""
         return write_file(path, page(self.report, self.name).encode())
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ class Pane:
 
 
 def notebook_bundle(shown: ReportData | Pane, report: ReportData, pane: str = "summary") -> dict[str, str]:
-    """What a notebook shows of a report or a view of it: ``shown`` as text, and the report's page opened at ``pane``.
+    """Return what a notebook shows: ``shown`` as text, and the report's page opened at ``pane``.
 
     Never raises: without HTML there is text, without text the ``repr``.
     """

@@ -43,7 +43,7 @@ class Report(ReportData):
 
     @classmethod
     def of(cls, data: ReportData) -> Self:
-        """The same values as a report that shows itself."""
+        """Make a report that shows itself of the same values."""
         return cls(**{field.name: getattr(data, field.name) for field in fields(ReportData)})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -60,11 +60,14 @@ class Report(ReportData):
         return file.save(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page with all views to ``path``, as ``save`` does. Raises OSError if it cannot."""
+        """Write one self-contained page with all views to ``path``, as ``save`` does.
+
+        Raise OSError if that fails.
+        """
         return write_file(path, page(self).encode())
 
     def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
-        """Write this report to ``path`` for other tools, each file as ``save`` does (Nsight Systems writes its own).
+        """Write this report to ``path`` for other tools.
 
         Args:
             path: ``*.pftrace`` or ``*.perfetto-trace`` for a Perfetto trace, ``*.json`` for Chrome trace events,
@@ -81,7 +84,7 @@ class Report(ReportData):
         return export(self, path, format)
 
     def graphviz(self, policy: str | None = None, *, transitive: bool = False) -> graphviz.Digraph:
-        """The graph for Graphviz: ``.source`` is DOT text, shown or rendered it needs the ``dot`` program.
+        """Draw the graph for Graphviz: ``.source`` is DOT text; showing it needs the ``dot`` program.
 
         Modules are clusters; calls are coloured by stream and say its number; waits between streams are dashed.
 
@@ -95,9 +98,9 @@ class Report(ReportData):
         return digraph(self, policy, transitive=transitive)
 
     def to_dataframe(self, kind: str = "calls") -> pandas.DataFrame:
-        """One table of this report as a pandas data frame: ``"calls"``, ``"kernels"``, ``"spans"``, ``"syncs"``, ...
+        """Return one table of this report as a pandas data frame.
 
-        ``nimble_viz.export.tables.KINDS`` are all. Times are nanoseconds, sizes bytes.
+        ``kind`` is one of ``nimble_viz.export.tables.KINDS``. Times are nanoseconds, sizes bytes.
 
         Raises:
             InputError: no such table, or pandas is not installed.
@@ -105,7 +108,7 @@ class Report(ReportData):
         return to_dataframe(self, kind)
 
     def diff(self, other: ReportData) -> Difference:
-        """What changed from this report to ``other``, a later one: calls, costs, speed, counts, environment, ….
+        """Compare this report with ``other``, a later one: calls, costs, speed, counts, environment, ….
 
         Raises:
             InputError: ``other`` is no report.
@@ -113,16 +116,17 @@ class Report(ReportData):
         return diff(self, other)
 
     def to_text(self, width: int | None = None) -> str:
-        """This report as plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
+        """Return this report as plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
         return plain_text(self, width)
 
     def figure(self) -> Figure:
-        """Statistics of the raw samples as a plotly figure."""
+        """Draw statistics of the raw samples as a plotly figure."""
         return statistics_figure(self)
 
     def pane(self, name: str) -> Pane:
-        """One view by itself: ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"``, ``"syncs"``, ``"source"``,
-        ``"memory"``.
+        """Return one view by itself.
+
+        ``name`` is ``"summary"``, ``"overhead"``, ``"dag"``, ``"timeline"``, ``"syncs"``, ``"source"`` or ``"memory"``.
 
         In a notebook the page, opened at it; ``print`` gives text, ``data`` plain values, ``to_html(path)`` a file.
 
@@ -132,19 +136,20 @@ class Report(ReportData):
         return Pane(self, name)
 
     def source(self) -> Pane:
-        """The model's code line by line: calls, eager's host and GPU time, replay time, waits; of a step also backward.
+        """Show the model's code line by line: calls, eager's host and GPU time, replay time, waits.
 
         Shows the functions that ``sources`` carries; of a report without them, figures by file and line.
         """
         return self.pane("source")
 
     def live_memory(self) -> Pane:
-        """Live bytes call by call, in eager and in the chosen replay, and which results hold the peak."""
+        """Show live bytes call by call, in eager and in the chosen replay, and which results hold the peak."""
         return self.pane("memory")
 
     def dashboard(self) -> Dashboard:
-        """This report as linked panes in a notebook: Summary, Overhead, DAG, Timeline, Syncs, Source,
-        Memory, and a what-if.
+        """Show this report as linked panes in a notebook.
+
+        Summary, Overhead, DAG, Timeline, Syncs, Source, Memory, and a what-if.
 
         A click on a node, a bar, a span or a row selects its call in all of them and shows what is known about it:
         shapes, dtype, times, module, source line. The what-if simulates other policies and numbers of streams, said to
@@ -169,7 +174,9 @@ class Report(ReportData):
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = file.MAX_BYTES) -> Report:
-    """Read a report that ``Report.save`` wrote, of this or an older version; see ``nimble_viz.report.file.read``.
+    """Read a report that ``Report.save`` wrote, of this or an older version.
+
+    See ``nimble_viz.report.file.read``.
 
     Raises:
         ReportFileError: it is no report, is damaged or too large, or holds what no report can.

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING
 from nimble_core.ir.measurement import Ratio
 from nimble_core.ir.program import Call
 from nimble_core.utils.units import format_bytes, format_count, format_ns
-from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange, source_of
+from nimble_viz.analysis.diff import Change, DifferenceData, SpeedChange
 from nimble_viz.analysis.gate import GateData, Outcome
-from nimble_viz.analysis.labels import INTERVAL, label_call, label_plan, plural, ratio_figures, ratio_sentence
-from nimble_viz.render.text import _bullet, _pairs, _table, _text
+from nimble_viz.analysis.labels import (
+    INTERVAL,
+    label_call,
+    label_plan,
+    plural,
+    ratio_figures,
+    ratio_sentence,
+    source_of,
+)
+from nimble_viz.render.layout import bullet, indented, make_table, note, pairs, sections, words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +43,7 @@ _SECTIONS = {
 
 
 def headline(found: DifferenceData) -> str:
-    """One sentence: how the chosen runs compare, and what else changed.
+    """Say in one sentence how the chosen runs compare, and what else changed.
 
     ``"The chosen run (nimble) is 1.21x slower than the old one (1.19x to 1.24x); 2 calls added, 1 call on another
     stream."`` That the two are of different models, dtypes or batches comes first.
@@ -56,32 +64,29 @@ def headline(found: DifferenceData) -> str:
 
 
 def difference_text(found: DifferenceData) -> RenderableType:
-    """All of ``found`` for a rich console; sections without a change are left out."""
+    """Return all of ``found`` for a rich console; sections without a change are left out."""
     from rich.console import Group
-    from rich.padding import Padding
 
     verdict = found.chosen.verdict if found.chosen and not found.subjects else ""
     style = "" if verdict == "undecided" else f"bold {_COLOURS.get(verdict, 'yellow')}"
-    parts: list[RenderableType] = [_text(f"nimble_viz diff: {found.model}", "bold"), _text(headline(found), style)]
-    for title, body in _sections(found):
-        parts += [_text(""), _text(title, "bold cyan"), *(Padding(one, (0, 0, 0, 2)) for one in body)]
-    return Group(*parts)
+    head = words(f"nimble_viz diff: {found.model}", "bold"), words(headline(found), style)
+    return Group(*head, *sections(_sections(found)))
 
 
 def gate_text(found: GateData) -> RenderableType:
-    """The verdicts of ``found`` for a rich console."""
+    """Return the verdicts of ``found`` for a rich console."""
     from rich.console import Group
-    from rich.padding import Padding
 
-    table = _table(("rule", ""), ("outcome", ""), ("why", ""))
-    for one in found.verdicts:
-        table.add_row(_text(one.rule), _text(_shown(one.outcome), _COLOURS.get(one.outcome, "yellow")), _text(one.text))
+    rows = [
+        (one.rule, words(_shown(one.outcome), _COLOURS.get(one.outcome, "yellow")), one.text) for one in found.verdicts
+    ]
+    table = make_table((("rule", ""), ("outcome", ""), ("why", "")), rows)
     return Group(
-        _text(f"nimble_viz gate: {found.model} ({found.context})", "bold"),
-        _text(_shown(found.outcome), f"bold {_COLOURS.get(found.outcome, 'yellow')}"),
-        _text(""),
-        Padding(table, (0, 0, 0, 2)),
-        *(Padding(_bullet(note), (0, 0, 0, 2)) for note in found.notes),
+        words(f"nimble_viz gate: {found.model} ({found.context})", "bold"),
+        words(_shown(found.outcome), f"bold {_COLOURS.get(found.outcome, 'yellow')}"),
+        words(""),
+        indented(table),
+        *(indented(bullet(one)) for one in found.notes),
     )
 
 
@@ -104,45 +109,43 @@ def _sections(found: DifferenceData) -> Iterator[tuple[str, list[RenderableType]
             yield f"{title} ({format_count(len(calls))})", _listed([_place(call) for call in calls])
     if found.moved:
         lines = [f"{_place(one.new)}: {_stream(one.old_stream)} -> {_stream(one.new_stream)}" for one in found.moved]
-        note = "streams that share most calls count as one, and are numbered as in the old plan"
-        yield f"Calls on another stream ({format_count(len(lines))})", [*_listed(lines), _text(note, "dim")]
+        meaning = note("streams that share most calls count as one, and are numbered as in the old plan")
+        yield f"Calls on another stream ({format_count(len(lines))})", [*_listed(lines), meaning]
     if found.recosted:
         yield f"Calls of another cost ({format_count(len(found.recosted))})", _costs(found)
     for key, changes in found.changes.items():
         if changes:
             words = partial(_bytes_changed, found) if key == "memory" else _change
-            yield _SECTIONS[key], [_pairs((one.name, words(one)) for one in changes)]
-    notes = [note for note in found.notes if note != found.subjects]
+            yield _SECTIONS[key], [pairs((one.name, words(one)) for one in changes)]
+    notes = [one for one in found.notes if one != found.subjects]
     if notes:
-        yield "Not compared", [_bullet(note) for note in notes]
+        yield "Not compared", [bullet(one) for one in notes]
 
 
 def _speeds(found: DifferenceData) -> list[RenderableType]:
-    table = _table(("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
+    rows: list[list[str | RenderableType]] = []
     for one in found.speeds:
         colour = _UNDECIDED if one.verdict == "undecided" else _COLOURS.get(one.verdict, "")
-        table.add_row(
-            _text(f"{label_plan(one.name)}\n{one.verdict}", colour, lines=True),
-            *(_text("-" if ns is None else format_ns(ns)) for ns in (one.old_ns, one.new_ns)),
-            _cell(one.ratio, colour),
-            _over_eager(one),
-        )
+        times = ["-" if ns is None else format_ns(ns) for ns in (one.old_ns, one.new_ns)]
+        label = words(f"{label_plan(one.name)}\n{one.verdict}", colour, lines=True)
+        rows.append([label, *times, _cell(one.ratio, colour), _over_eager(one)])
+    heads = (("run", ""), ("old", "r"), ("new", "r"), ("new over old", "r"), ("over eager", "r"))
     same = next((one.ratio.same for one in found.speeds if one.ratio), 1.0)
     notes = (
         f"speed, {INTERVAL}; between processes from {same - 1:.0%} on",
         "over eager: old, then new, each measured in turn with its own eager run",
     )
-    return [table, *(_text(note, "dim") for note in notes)]
+    return [make_table(heads, rows), *map(note, notes)]
 
 
 def _cell(found: Ratio | None, colour: str) -> Text:
-    return _text("\n".join(ratio_figures(found)) if found else "", colour, lines=True)
+    return words("\n".join(ratio_figures(found)) if found else "", colour, lines=True)
 
 
 def _over_eager(one: SpeedChange) -> Text:
-    """Both, each muted where it is undecided."""
+    """Show both ratios, each muted where it is undecided."""
     pair = (one.old_over_eager, one.new_over_eager)
-    shown = _text("")
+    shown = words("")
     for found in pair if any(pair) else ():
         style = _UNDECIDED if found and not found.decided else ""
         shown.append(f"{chr(10) if shown else ''}{' '.join(ratio_figures(found)) if found else '-'}", style)
@@ -150,7 +153,7 @@ def _over_eager(one: SpeedChange) -> Text:
 
 
 def _costs(found: DifferenceData) -> list[RenderableType]:
-    table = _table(("call", ""), ("old", "r"), ("new", "r"), ("change", "r"))
+    rows: list[list[str | RenderableType]] = []
     for one in found.recosted[:_TOP]:
         change = f"{(one.new_ns / one.old_ns - 1):+.0%}" if one.old_ns else "-"
         times = [
@@ -158,16 +161,17 @@ def _costs(found: DifferenceData) -> list[RenderableType]:
             for ns, spread in ((one.old_ns, one.old_spread_ns), (one.new_ns, one.new_spread_ns))
         ]
         colour = "red" if one.new_ns > one.old_ns else "green"
-        table.add_row(_text(_place(one.new)), *(_text(time, lines=True) for time in times), _text(change, colour))
+        rows.append([_place(one.new), *(words(time, lines=True) for time in times), words(change, colour)])
     total = sum(one.new_ns - one.old_ns for one in found.recosted)
     legend = "isolated costs; below each its interquartile range"
     notes = [_more(len(found.recosted)), legend, f"together {'+' if total > 0 else ''}{format_ns(total)}"]
-    return [table, *(_text(note, "dim") for note in notes if note)]
+    heads = (("call", ""), ("old", "r"), ("new", "r"), ("change", "r"))
+    return [make_table(heads, rows), *map(note, filter(None, notes))]
 
 
 def _listed(lines: Sequence[str]) -> list[RenderableType]:
     more = _more(len(lines))
-    return [*(_bullet(line) for line in lines[:_TOP]), *([_text(more, "dim")] if more else [])]
+    return [*(bullet(line) for line in lines[:_TOP]), *([note(more)] if more else [])]
 
 
 def _more(count: int) -> str:
@@ -190,7 +194,7 @@ def _change(one: Change) -> str:
 
 
 def _bytes_changed(found: DifferenceData, one: Change) -> str:
-    """Bytes, or why there are none: of a run that was not there, or not measured."""
+    """Say the bytes, or why there are none: the run was not there, or not measured."""
     run = "eager" if one.name == "eager's peak" else one.name.rpartition(": ")[0]
     ran = next(((speed.old_ns, speed.new_ns) for speed in found.speeds if speed.name == run), (None, None))
     planned = one.name.endswith(_PLANNED)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from nimble_core.utils.errors import InputError
 from nimble_viz.analysis.diff import DifferenceData, differences, environment_changes, subjects
 from nimble_viz.analysis.gate import GateData, Rules, judge
-from nimble_viz.render.text import plain
+from nimble_viz.render.layout import plain
 from nimble_viz.render.verdict_text import difference_text, gate_text
 from nimble_viz.report.data import ReportData
 
@@ -29,11 +29,11 @@ class _Shown:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """The same values, which then show themselves."""
+        """Make the same values show themselves."""
         return cls(**{field.name: getattr(data, field.name) for field in fields(data)})
 
     def to_text(self, width: int | None = None) -> str:
-        """As plain text, ``width`` columns wide (60 to 200; the terminal's width if None)."""
+        """Return plain text, ``width`` columns wide (60 to 200; None: the terminal's)."""
         return plain(_text(self), width)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -65,7 +65,7 @@ Reports = ReportData | Sequence[ReportData]
 
 
 def diff(old: Reports, new: Reports) -> Difference:
-    """What changed from ``old`` to ``new``; see ``differences``. Three reports a side tell smaller differences.
+    """Compare ``old`` with ``new`` (``differences``); three reports a side tell smaller differences.
 
     Raises:
         InputError: no report, something else, or reports of one side that are of different models or environments.

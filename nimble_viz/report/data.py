@@ -193,7 +193,7 @@ class OverheadProfile:
     shared: tuple[int, ...] = ()
 
     def calls_of(self, row: CallOverhead) -> tuple[int, ...]:
-        """The calls that a row is the time of."""
+        """Return the calls whose time a row holds."""
         return self.shared if row.call in self.shared else (row.call,)
 
     @property
@@ -416,27 +416,28 @@ class ReportData:
         return (self.eager or self.program).calls
 
     def schedule(self, policy: str) -> Schedule | None:
-        """The plan made by ``policy``, None if there is none."""
+        """Return the plan made by ``policy``, None if there is none."""
         return next((plan for plan in self.schedules if plan.policy == policy), None)
 
     def measurement(self, name: str) -> Measurement | None:
-        """The measurement called ``name``, None if there is none."""
+        """Return the measurement called ``name``, None if there is none."""
         return next((taken for taken in self.measurements if taken.name == name), None)
 
     def timeline(self, run: str) -> Timeline | None:
-        """The timeline of ``run`` (``"eager"`` or a schedule's name), None if there is none."""
+        """Return the timeline of ``run`` (``"eager"`` or a schedule's name), None if there is none."""
         return next((line for line in self.timelines if line.run == run), None)
 
     def ratio(self, name: str, baseline: str = "eager") -> Ratio | None:
-        """How much faster ``name`` is than ``baseline``; None if either was not measured, or is ``""`` as ``chosen`` is
-        where nothing was chosen.
+        """Return how much faster ``name`` is than ``baseline``.
+
+        None if either was not measured, or is ``""``, as ``chosen`` is where nothing was chosen.
 
         Raises:
             InputError: no such run in this report; names those there are.
         """
-        named = (*self.measurements, *self.peers, *self.candidates)
-        plans = (plan.policy for plan in self.schedules)
-        known = dict.fromkeys(("eager", "single", *(one.name for one in named), *plans))
+        known = {"eager", "single"}
+        known |= {taken.name for taken in self.measurements} | {peer.name for peer in self.peers}
+        known |= {tried.name for tried in self.candidates} | {plan.policy for plan in self.schedules}
         for one in (name, baseline):
             if one and one not in known:
                 measured = ", ".join(run.name for run in self.measurements)
@@ -447,7 +448,7 @@ class ReportData:
 
     @property
     def plan(self) -> Plan:
-        """The chosen schedule as a value to keep (``save``) and to prepare with again (``prepare(..., plan=...)``).
+        """The chosen schedule, to ``save`` and to prepare with again (``prepare(..., plan=...)``).
 
         Raises:
             InputError: no schedule was chosen.

@@ -1,6 +1,6 @@
-"""The JSON schema of report files, made of the types: ``python -m nimble_viz.report.schema > docs/report.schema.json``.
+"""Make the JSON schema of report files: ``python -m nimble_viz.report.schema > docs/report.schema.json``.
 
-It says what the types say. What they cannot (indices within range, lists that fit each other) ``check_report`` says.
+It says what the types say. ``check_report`` checks the rest: indices within range, lists that fit each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _FIELD = re.compile(r"^(?P<name>\w+): (?P<text>.+)$")
 
 
 def report_schema() -> dict[str, Any]:
-    """What the JSON inside a ``.nimble`` file is, as JSON Schema (draft 2020-12).
+    """Describe the JSON inside a ``.nimble`` file as JSON Schema (draft 2020-12).
 
-    Descriptions are those of the dataclasses; fields that a reader does not know are allowed, as ``load`` passes over
-    them.
+    Descriptions are those of the dataclasses. Unknown fields are allowed, as ``load`` ignores them.
     """
     (root,), types = msgspec.json.schema_components([Wire], ref_template="#/$defs/{name}")
     documented = {one.__name__: one for one in _dataclasses_in(Wire)}
@@ -40,12 +39,12 @@ def report_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """``report_schema`` as it stands in ``docs/report.schema.json``."""
+    """Return ``report_schema`` as the text of ``docs/report.schema.json``."""
     return json.dumps(report_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def _dataclasses_in(root: type) -> list[type]:
-    """``root`` and every dataclass that its fields hold, however deep."""
+    """List ``root`` and every dataclass that its fields hold, however deep."""
     found: list[type] = []
     pending: list[Any] = [msgspec.inspect.type_info(root)]
     while pending:
@@ -74,7 +73,7 @@ def _describe(made: dict[str, Any], source: type) -> None:
 
 
 def _parts(source: type) -> tuple[str, Mapping[str, str]]:
-    """A docstring's text and its ``Args``, each on one line."""
+    """Split a docstring into its text and its ``Args``, each on one line."""
     if source.__doc__ is None or (
         dataclasses.is_dataclass(source) and source.__doc__.startswith(f"{source.__name__}(")
     ):

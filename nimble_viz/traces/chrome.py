@@ -17,7 +17,7 @@ import msgspec
 
 from nimble_core.utils.errors import ReportFileError
 from nimble_viz.report.file import MAX_RATIO, SMALL, unpacks_beyond
-from nimble_viz.traces.profiler import RawEvent
+from nimble_viz.traces.events import RawEvent
 
 __all__ = ["MAX_BYTES", "Frame", "Recording", "read_trace"]
 
@@ -29,6 +29,10 @@ _GZIP = b"\x1f\x8b"
 _DENSE = 12
 """Bytes of a trace for each list or object in it, at the least: profilers take over 50, and each is an object here."""
 _HOST, _DEVICE = ("cpu_op", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+_Key = tuple[str, str]
+"""Process and thread of an event."""
+_Arrows = Mapping[tuple[_Key, float | None], int]
+"""Id of the flow arrow that ends at an event, by its thread and time."""
 _A_REPORT = "a report is read by nimble_viz.load(path)"
 _TAKE_AGAIN = "export it again: profiler.export_chrome_trace('trace.json.gz')"
 
@@ -114,7 +118,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> R
 
 
 def _unpacked(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """What the file holds. What is too much is refused before it is read, or read in pieces that are not kept."""
+    """Read the file; refuse one that is too large before it is kept in memory."""
     with open(path, "rb") as file:
         packed = file.peek(len(_GZIP)).startswith(_GZIP)
         size = os.fstat(file.fileno()).st_size
@@ -176,44 +180,22 @@ def _recording(file: _File) -> Recording:
         )
     whole = _busiest_gpu(_busiest_process(whole, warnings), warnings)
     zero = min(event.ts for event in whole if event.ts is not None)
-    number: dict[tuple[Any, Any], int] = {}
-    arrows = {
+    number: dict[_Key, int] = {}
+    for event in whole:
+        number.setdefault(_key(event), len(number) + 1)
+    arrows: _Arrows = {
         (_key(event), event.ts): _int(event.id)
         for event in file.trace_events
         if event.ph == "f" and event.cat == "ac2g" and event.ts is not None
     }
-    events, frames = [], []
-    for event in whole:
-        assert event.ts is not None
-        assert event.dur is not None
-        start, end = round((event.ts - zero) * 1000), round((event.ts - zero + event.dur) * 1000)
-        thread = number.setdefault(_key(event), len(number) + 1)
-        name = event.name if isinstance(event.name, str) else str(event.name)
-        if event.cat == "python_function":
-            frames.append(Frame(name, start, end, thread))
-            continue
-        said = event.args or {}
-        operator = event.cat == "cpu_op"
-        external = _int(said.get("External id", said.get("external id")))
-        correlation = external if operator else _int(said.get("correlation")) or arrows.get((_key(event), event.ts), 0)
-        on_device = event.cat in _DEVICE
-        stream = _int(said.get("stream", event.tid))
-        annotation = event.cat == "user_annotation"
-        events.append(
-            RawEvent(name, start, end, on_device, annotation, thread, stream, correlation, 0 if operator else external)
-        )
-    made: dict[int, tuple[int, int]] = {}
-    ran: dict[int, tuple[int, int]] = {}
-    for event in file.trace_events:
-        if event.cat == "fwdbwd" and event.ts is not None and _key(event) in number and _in_reach(event.ts):
-            side = made if event.ph == "s" else ran
-            side[_int(event.id)] = number[_key(event)], round((event.ts - zero) * 1000)
+    frames = [_frame(event, zero, number[_key(event)]) for event in whole if event.cat == "python_function"]
+    events = [_raw_event(event, zero, number[_key(event)], arrows) for event in whole if event.cat != "python_function"]
     frames.sort(key=lambda frame: (frame.start_ns, -frame.end_ns))
     cuda = any(event.cat in (*_DEVICE, "cuda_runtime") for event in whole)
     return Recording(
         tuple(sorted(events, key=lambda event: event.start_ns)),
         tuple(frames),
-        {at: made[arrow] for arrow, at in ran.items() if arrow in made},
+        _backward_of(file, zero, number),
         "cuda" if cuda else "cpu",
         _device_name(file.device_properties, whole),
         tuple(
@@ -225,8 +207,50 @@ def _recording(file: _File) -> Recording:
     )
 
 
+def _start(event: _Event, zero: float) -> int:
+    """Return when an event begins, in nanoseconds from ``zero``."""
+    return round(((event.ts or 0.0) - zero) * 1000)
+
+
+def _end(event: _Event, zero: float) -> int:
+    return round(((event.ts or 0.0) - zero + (event.dur or 0.0)) * 1000)
+
+
+def _frame(event: _Event, zero: float, thread: int) -> Frame:
+    return Frame(str(event.name), _start(event, zero), _end(event, zero), thread)
+
+
+def _raw_event(event: _Event, zero: float, thread: int, arrows: _Arrows) -> RawEvent:
+    """Turn an event into the profiler's own kind; a kernel may get its correlation from the arrow that ends there."""
+    said, operator = event.args or {}, event.cat == "cpu_op"
+    external = _int(said.get("External id", said.get("external id")))
+    correlation = external if operator else _int(said.get("correlation")) or arrows.get((_key(event), event.ts), 0)
+    return RawEvent(
+        name=str(event.name),
+        start_ns=_start(event, zero),
+        end_ns=_end(event, zero),
+        on_device=event.cat in _DEVICE,
+        annotation=event.cat == "user_annotation",
+        thread=thread,
+        stream=_int(said.get("stream", event.tid)),
+        correlation=correlation,
+        linked=0 if operator else external,
+    )
+
+
+def _backward_of(file: _File, zero: float, number: Mapping[_Key, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Join each node of autograd to the operator that made it, by the arrows between them."""
+    made: dict[int, tuple[int, int]] = {}
+    ran: dict[int, tuple[int, int]] = {}
+    for event in file.trace_events:
+        if event.cat == "fwdbwd" and event.ts is not None and _key(event) in number and _in_reach(event.ts):
+            side = made if event.ph == "s" else ran
+            side[_int(event.id)] = number[_key(event)], _start(event, zero)
+    return {at: made[arrow] for arrow, at in ran.items() if arrow in made}
+
+
 def _is_whole(event: _Event) -> bool:
-    """Whether it has a time and a length. Raises ReportFileError if these are none that a clock gives."""
+    """Tell whether an event has a time and a length; raise ReportFileError if no clock gives such."""
     if event.ts is None or event.dur is None:
         return False
     if not (_in_reach(event.ts) and 0 <= event.dur <= _LATEST_US):
@@ -267,12 +291,12 @@ def _device_name(properties: Any, events: list[_Event]) -> str:
     return str(named[0].get("name", "")) if named else ""
 
 
-def _key(event: _Event) -> tuple[str, str]:
+def _key(event: _Event) -> _Key:
     return str(event.pid), str(event.tid)
 
 
 def _int(value: Any) -> int:
-    """A number of the file as an integer, 0 if it is none."""
+    """Return a number of the file as an integer, 0 if it is none."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):

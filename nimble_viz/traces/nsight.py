@@ -116,7 +116,7 @@ class Export:
 
 
 def node_of(node: int) -> int:
-    """A node's place in its graph, which is that of the node it was copied from: the lower half of its id.
+    """Return a node's place in its graph, the lower half of its id; a copied node has that of its source.
 
     >>> node_of((7 << 32) + 41)
     41
@@ -125,7 +125,7 @@ def node_of(node: int) -> int:
 
 
 def process_of(thread: int) -> int:
-    """Global id of the process of a thread, by the thread's."""
+    """Return the global id of a thread's process."""
     return thread >> _THREAD_BITS << _THREAD_BITS
 
 
@@ -154,7 +154,7 @@ def read_export(path: str | os.PathLike[str]) -> Export:
 
 
 class _Reader:
-    """Reads tables, and only tables, of a file that nobody vouches for."""
+    """Reads tables, and only tables, of an untrusted file."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -192,7 +192,7 @@ class _Reader:
         return Export(tuple(replays), created, copied, self._ranges(), outside, self._gpu())
 
     def _activities(self) -> Iterator[tuple[int, int, int, Activity]]:
-        """``(process, launch, node, activity)``; node 0 outside graphs."""
+        """Yield ``(process, launch, node, activity)``; node 0 outside graphs."""
         common = ("start", "end", "streamId", "correlationId", "globalPid", "graphNodeId")
         grid, block = ("gridX", "gridY", "gridZ"), ("blockX", "blockY", "blockZ")
         more = ("registersPerThread", "staticSharedMemory", "dynamicSharedMemory")
@@ -215,7 +215,7 @@ class _Reader:
         return _global_id(process), _count(launch), _count(node), start, end, _count(stream)
 
     def _launches(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Thread and time of each launch of a graph, by process and correlation id."""
+        """Return thread and time of each launch of a graph, by process and correlation id."""
         found = {}
         for start, thread, launch, name in self._rows(_CALLS, ("start", "globalTid", "correlationId", "nameId")):
             if _is_time(start) and self._text(name).startswith(_LAUNCH):
@@ -262,7 +262,9 @@ class _Reader:
         return self._texts.get(key, "") if isinstance(key, int) else ""
 
     def _rows(self, table: str, needed: Sequence[str], more: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
-        """Rows of ``table``, None for a column of ``more`` that this version does not write; none if there is no table.
+        """Yield rows of ``table``.
+
+        None for a column of ``more`` that this version does not write; none without it.
 
         Generated columns, which would run what the file says, are not among those that are asked for.
         """
@@ -290,10 +292,10 @@ def _is_time(value: object) -> bool:
 
 
 def _count(value: object) -> int:
-    """A number from 0 on; 0 for what is none."""
+    """Return a number from 0 on; 0 for what is none."""
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def _global_id(value: object) -> int:
-    """Of a process or thread: all 64 bits count, the sign's too; 0 for what is none."""
+    """Return the global id of a process or thread: all 64 bits count, the sign's too; 0 for what is none."""
     return value if isinstance(value, int) else 0

@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nimble_core.ir.measurement import Ratio
-from nimble_viz.analysis.labels import ratio_figures, ratio_sentence, ratio_words
+from nimble_core.ir.program import Call, Origin
+from nimble_viz.analysis.labels import (
+    common_module,
+    label_call,
+    label_operators,
+    label_plan,
+    label_run,
+    ratio_figures,
+    ratio_sentence,
+    ratio_words,
+    split_plan,
+)
+from nimble_viz.analysis.provenance import (
+    module_of,
+)
 from nimble_viz.analysis.summary import summary, verdict
 from nimble_viz.export.tables import make_table
 from nimble_viz.render.dashboard_views import Views, summary_html
@@ -23,7 +37,13 @@ from nimble_viz.render.text import plain_text, report_text
 from nimble_viz.render.verdict_text import difference_text
 from nimble_viz.render.verdicts import Rules, diff, gate
 from nimble_viz.report.data import EAGER_ALONE, EqualityCheck, PeerResult
-from tests.support.sample_reports import busy_report, sample_report, timed
+from tests.support.sample_reports import (
+    busy_report,
+    fused_report,
+    plan_report,
+    sample_report,
+    timed,
+)
 
 _SENTENCE = re.compile(r"(\d+\.\d\d)x (?:faster|slower) than [^;,]*?\((\d+\.\d\d)x to (\d+\.\d\d)x")
 _CELL = re.compile(r"(\d+\.\d\d)x \[(\d+\.\d\d)x?, (\d+\.\d\d)x?\]")
@@ -166,3 +186,43 @@ def test_tables_for_programs_carry_the_verdict_with_the_ratio() -> None:
         assert low <= value <= high
     rounds = next(column.cells for column in make_table(busy_report(), "samples").columns if column.name == "round")
     assert rounds[:3] == (0, 2, 4)
+
+
+def _call(operator, *origins, eager=()):
+    made = tuple(Origin(f"aten.{name}.default", module) for name, module in origins)
+    return Call(0, operator, (), (), origins=made, eager=eager)
+
+
+def test_calls_have_short_names():
+    triton = "triton_poi_fused__native_batch_norm_relu_3"
+    fused = _call(triton, ("_native_batch_norm_legit", "f.0.bn"), ("relu_", "f.0.act"), eager=(1, 2))
+    assert label_call(fused) == "bn+relu"
+    assert module_of(fused) == "f.0"
+    assert label_call(_call(triton)) == "native_batch_norm_relu"
+    assert label_call(_call("triton_poi_fused_3")) == "triton"
+    assert label_call(_call("aten.convolution.default", ("convolution", "f"))) == "convolution"
+    assert label_operators(f"aten.op{k}.default" for k in range(9)) == "op0+op1+op2+op3+5 more"
+    assert label_operators(f"aten.op{k}.default" for k in range(5)) == "op0+op1+op2+op3+op4"
+
+
+def test_runs_and_plans_have_names_that_tell_whose_kernels_they_run():
+    report = fused_report()
+    assert [label_run(report, taken.name) for taken in report.measurements[:4]] == [
+        "eager", "one-stream replay (unfused)", "one-stream replay (inductor)", "nimble replay (inductor)",
+    ]  # fmt: skip
+    assert label_run(report, "compile") == "compile"
+    assert label_run(sample_report(60), "single") == "one-stream replay"
+    assert label_run(plan_report(), "nimble") == "nimble"
+    assert label_plan("inductor, single") == "inductor, one stream"
+    assert split_plan("library, contention, 4 streams") == ("library", "contention, 4 streams")
+    assert split_plan("opara, 4 streams") == ("none", "opara, 4 streams")
+    assert "1.41x faster than one-stream replay (inductor)" in verdict(report)
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), max_size=4).map(".".join), min_size=1, max_size=5))
+def test_the_common_module_holds_all(modules):
+    common = common_module(modules)
+    assert all(f"{module}.".startswith(f"{common}." if common else "") for module in modules)
+    steps = common.split(".") if common else []
+    longer = {tuple(module.split(".")[: len(steps) + 1]) for module in modules}
+    assert len(longer) > 1 or len(next(iter(longer))) == len(steps) or not any(modules)

@@ -128,7 +128,7 @@ def test_causes_of_an_idle_device_add_up(report: Report) -> None:
     assert idle_causes(replace(report.overhead, idle=None)) == []
     facts = dict(overhead(report)["facts"])
     assert (facts["Waits for the device"], facts["Waits for the data loader"]) == ("70.0 µs", "200 µs")
-    assert facts["Belongs to no call"] == "300 µs, 30.0%"
+    assert facts["Unattributed"] == "300 µs, 30.0%"
     assert facts["Same run unprofiled"] == "not timed"
 
 

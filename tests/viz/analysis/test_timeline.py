@@ -14,8 +14,10 @@ from nimble_core.ir.costs import Costs
 from nimble_core.ir.measurement import summarize
 from nimble_core.ir.schedule import Schedule
 from nimble_core.ir.timeline import Lane, SelfCheck, Span, Timeline
-from nimble_viz.analysis.concurrency import DeviceStreams, device_streams, flight_times, flights, in_flight
+from nimble_core.utils.units import format_percent
+from nimble_viz.analysis.concurrency import flight_times, flights, in_flight
 from nimble_viz.analysis.limit import limit
+from nimble_viz.analysis.overhead import overhead
 from nimble_viz.analysis.summary import summary
 from nimble_viz.analysis.timeline import axis_note, distorted, distortion, timelines
 from nimble_viz.export.tables import make_table
@@ -23,7 +25,9 @@ from nimble_viz.export.trace import make_trace
 from nimble_viz.render.report import Report
 from nimble_viz.render.text import plain_text
 from nimble_viz.report.data import DeviceIdle
-from tests.support.sample_reports import sample_report
+from tests.support.sample_reports import (
+    sample_report,
+)
 
 LANES = (Lane("stream 0", "stream"), Lane("stream 1", "stream"))
 SPANS = (
@@ -60,9 +64,6 @@ def test_the_figures_of_a_replay() -> None:
         "Time of its streams": "busy 52.0%, launch gap 8.0%, nothing ready 30.0%, nothing left 10.0%",
         "Launch gaps": "after a call of its stream: 1, median 1 ns, together 1 ns; "
         "after one of another: 2, median 4 ns, together 7 ns",
-        "Critical path": "33 ns of calls alone, 60.0% ± 0.0% of the unprofiled replay; "
-        "a call of it was running for 86.0% of this one",
-        "Streams of the device": "2 planned, 2 observed",
     }
 
 
@@ -98,7 +99,7 @@ def test_a_failed_self_check_marks_page_text_exports_and_value() -> None:
         "Self-check": "3 kernels seen, 4 nodes expected, told by graph node id",
         "Gaps, calls in flight": "not derived: kernels are missing",
     }
-    assert shown["lost"] == shown["longest"] == shown["gaps"]["span"] == []
+    assert shown["longest"] == shown["gaps"]["span"] == []
     assert "UNRELIABLE: 3 of 4 nodes seen in every replay" in plain_text(report, 120)
     assert any("unreliable" in warning for warning in summary(report)["warnings"])
     process = make_trace(report).processes[0]
@@ -177,27 +178,14 @@ def test_workers_of_a_host_replay_have_their_calls_gaps_and_flights() -> None:
     shown = next(line for line in timelines(sample_report(40, device="cpu")) if line["run"] == "nimble")
     assert {lane["kind"] for lane in shown["lanes"]} == {"worker"}
     assert set(shown["columns"]["call"]) == set(range(40))
-    assert "Streams of the device" not in dict(shown["facts"])
     assert shown["gaps"]["span"]
 
 
-def test_planned_and_observed_streams_are_told_apart() -> None:
+def test_the_table_of_spans_names_the_streams_of_the_device() -> None:
     lanes = tuple(Lane(f"stream {k}", "stream") for k in range(3))
     spans = tuple(Span(k % 3, float(k), k + 1.0, k, "k") for k in range(9))
     line = replace(LINE, lanes=lanes, spans=spans, streams=(7, 7, 8, 7, 7, 8, 7, 7, 13))
-    assert device_streams(line) == DeviceStreams(3, 3, 1, ((0, 1),))
-    text = (
-        "3 planned, 3 observed; 1 kernel ran elsewhere than most of their planned stream; "
-        "planned streams 0 and 1 shared one"
-    )
     report = replace(sample_report(9), timelines=(line,))
-    assert dict(timelines(report)[0]["facts"])["Streams of the device"] == text
-    assert device_streams(replace(line, streams=())) is None
-    one = replace(LINE, streams=(7, 7, 7, 7))  # the third began while the second ran
-    assert device_streams(one) == DeviceStreams(2, 1, 0, ((0, 1),), told=False)
-    assert facts(one)["Streams of the device"] == (
-        "2 planned, 1 observed; not told apart: kernels with one stream number ran side by side"
-    )
     cells = next(column.cells for column in make_table(report, "spans").columns if column.name == "device_stream")
     assert cells == line.streams
 
@@ -207,14 +195,8 @@ def test_eager_idle_time_is_split_by_cause() -> None:
     idle = DeviceIdle(600.0, 250.0, 100.0, 50.0)
     report = replace(report, overhead=replace(report.overhead, idle=idle, device_busy_ns=1000.0))
     shown = timelines(report)[0]
-    assert [(row["name"], row["ns"], row["share"]) for row in shown["lost"]] == [
-        ("busy", 1000.0, "50.0%"),
-        ("host late", 600.0, "30.0%"),
-        ("launch", 250.0, "12.5%"),
-        ("dependency", 100.0, "5.0%"),
-        ("unknown", 50.0, "2.5%"),
-    ]
-    assert "Time of the device" in dict(shown["facts"])
+    split = "busy 50.0%, host late 30.0%, launch 12.5%, dependency 5.0%, unknown 2.5%"
+    assert dict(shown["facts"])["Time of the device"] == split
 
 
 @st.composite
@@ -243,3 +225,30 @@ def test_times_with_so_many_in_flight_add_up_to_the_replay(line: Timeline) -> No
 def test_flights_count_what_runs_at_a_time(line: Timeline, at: int) -> None:
     running = sum(s.start_ns <= at + 0.5 < s.end_ns for s in line.spans if line.lanes[s.lane].kind != "host")
     assert next((count for since, count in reversed(flights(line)) if since <= at + 0.5), 0) == running
+
+
+def test_timelines_start_at_zero_eager_first_and_mark_distortion():
+    shown = timelines(sample_report(60))
+    assert [line["run"] for line in shown] == ["eager", "single", "nimble"]
+    assert all(min(line["columns"]["start"]) == 0 for line in shown)
+    assert shown[0]["distorted"]
+    assert not shown[2]["distorted"]
+    assert all((lane["idle"] is None) == (lane["kind"] == "host") for line in shown for lane in line["lanes"])
+    assert all(0 <= lane["idle"] < 1 for line in shown for lane in line["lanes"] if lane["kind"] != "host")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_how_long_the_device_was_idle_is_one_number(device):
+    """What the profile of eager found is what overhead, timeline and the lane of its only stream show."""
+    report = sample_report(60, device=device)
+    eager = replace(report.timeline("eager"), profiled_ns=report.overhead.profiled_ns)
+    report = replace(report, timelines=(eager, *report.timelines[1:]))
+    shown, *replays = timelines(report)
+    share = report.overhead.device_idle_share
+    assert shown["idle"] == share > 0
+    assert dict(overhead(report)["facts"])["Device idle"] == format_percent(share)
+    assert [lane["idle"] for lane in shown["lanes"]] == ([None, round(share, 4)] if device == "cuda" else [None])
+    for line in replays:  # busy while any of the streams is
+        assert 0 <= line["idle"] <= min(lane["idle"] for lane in line["lanes"])
+    alone = next(line for line in replays if len(line["lanes"]) == 1)
+    assert alone["idle"] == alone["lanes"][0]["idle"]

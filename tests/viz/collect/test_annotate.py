@@ -20,7 +20,7 @@ from nimble_viz.analysis.timeline import axis_note
 from nimble_viz.cli.command import main
 from nimble_viz.collect.annotate import COLUMNS
 from nimble_viz.render.report import Report
-from nimble_viz.report.file import check_report
+from nimble_viz.report.consistency import check_report
 from tests.support.nsys_exports import Ran, profile_of, write_export
 from tests.support.nvtx_tool import listened
 from tests.support.sample_reports import fused_report, profile_report, sample_report, training_report

@@ -13,7 +13,7 @@ import torch
 
 import nimble_viz
 from nimble_core.ir.program import Phase
-from nimble_viz.analysis.dag import nest
+from nimble_viz.analysis.dag_boxes import nest
 from nimble_viz.analysis.payload import unpack, view_data
 from nimble_viz.analysis.phases import PHASES, phase_syncs, phases, span_phases
 from nimble_viz.analysis.summary import verdict

@@ -109,7 +109,7 @@ def test_names_of_plans_do_not_wrap_at_80_columns() -> None:
     assert re.search(r"inductor, nimble \* +159 µs +12\.3 s +[\d,]+ calls\n", text)
     assert re.search(r"over one stream: 2\.\d\dx \[2\.\d\d, 2\.\d\d\];", words(text))
     assert "the compiler failed: ninja: build stopped" in words(text)
-    assert "never pays back against one stream" in words(text)
+    assert "never breaks even against one stream" in words(text)
     assert "over one stream, of eager's kernels: above 1x is faster; in brackets the 99.5% interval" in words(text)
 
 

@@ -1,0 +1,109 @@
+"""Rows, positions and lanes of the DAG."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nimble_viz.analysis.dag_boxes import nest
+from nimble_viz.analysis.dag_layout import lay_out, layers, order, spread_row, stacked
+from tests.support.sample_reports import (
+    tangled_report,
+)
+
+
+@st.composite
+def dags(draw):
+    size = draw(st.integers(1, 30))
+    pairs = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)).filter(lambda pair: pair[0] < pair[1])
+    return size, sorted(draw(st.sets(pairs, max_size=60)))
+
+
+@given(dags(), st.sampled_from([1.0, 0.15, 3.0]))
+def test_layout_keeps_edges_downward_and_boxes_apart(drawn, last):
+    size, edges = drawn
+    row, width = layers(size, edges), [*[1.0] * (size - 1), last]
+    assert all(row[u] < row[v] for u, v in edges)
+    assert set(row) == set(range(max(row) + 1))
+    position = order(row, edges, width)
+    for line in set(row):
+        members = sorted((box for box in range(size) if row[box] == line), key=lambda box: position[box])
+        for left, right in itertools.pairwise(members):
+            assert position[right] - position[left] >= (width[left] + width[right]) / 2 - 1e-9
+    assert (row, position) == (layers(size, edges), order(row, edges, width))
+
+
+@given(dags())
+def test_a_source_waits_next_to_its_first_reader_unless_it_reads_from_outside(drawn):
+    size, edges = drawn
+    sources = [box for box in range(size) if all(v != box for _, v in edges)]
+    row = layers(size, edges)
+    for box in sources:
+        readers = [row[v] for u, v in edges if u == box]
+        assert row[box] == (min(readers) - 1 if readers else 0)
+    fixed = layers(size, edges, set(sources))
+    assert all(fixed[box] == 0 for box in sources)
+
+
+@given(dags(), st.integers(0, 3))
+def test_every_edge_that_passes_a_row_has_a_lane_there(drawn, seed):
+    size, edges = drawn
+    names = [call.module for call in tangled_report(seed, size).program.calls]
+    boxes = nest(names)
+    layout = lay_out(boxes, edges)
+    held = {(lane.within, lane.source, lane.first + k) for lane in layout.lanes for k in range(len(lane.places))}
+    height: dict[int, int] = {}
+    for box, around in enumerate(boxes.parent):
+        height[around] = max(height.get(around, 0), layout.row[box] + 1)
+    for u, v in edges:
+        up, down = _chain(boxes.parent, u), _chain(boxes.parent, v)
+        while up[-1] == down[-1]:
+            up.pop()
+            down.pop()
+        needed = [(box, layout.row[box] + 1, height[boxes.parent[box]]) for box in up[:-1]]
+        needed += [(box, 0, layout.row[box]) for box in down[:-1]]
+        needed.append((up[-1], layout.row[up[-1]] + 1, layout.row[down[-1]]))
+        for box, begin, end in needed:
+            assert all((boxes.parent[box], u, row) in held for row in range(begin, end))
+    assert layout == lay_out(boxes, edges)
+
+
+def test_lanes_of_a_graph_of_long_edges_stay_few():
+    size = 3_000
+    edges = sorted({(v - 1, v) for v in range(1, size)} | {(v // 2, v) for v in range(2, size)})
+    layout = lay_out(nest([""] * size), edges)
+    assert 0 < sum(len(lane.places) for lane in layout.lanes) <= 2 * size + 4_000
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=20))
+def test_spread_row_keeps_the_mean_and_what_already_fits(wanted):
+    spread = spread_row(wanted, [1.0] * len(wanted))
+    assert sum(spread) == pytest.approx(sum(wanted), abs=1e-6)
+    apart = [10.0 * k for k in range(len(wanted))]
+    assert spread_row(apart, [2.0] * len(wanted)) == apart
+
+
+def _chain(parent, box):
+    chain = [box]
+    while parent[box] >= 0:
+        box = parent[box]
+        chain.append(box)
+    return chain
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.data())
+def test_boxes_without_edges_lie_below_each_other_beside_the_others(rows: list[int], data: st.DataObject) -> None:
+    tied = data.draw(st.sets(st.sampled_from(range(len(rows)))) if rows else st.just(set[int]()))
+    found = stacked(rows, tied)
+    assert all(found[box] == rows[box] for box in tied)
+    free = [found[box] for box in range(len(rows)) if box not in tied]
+    tall = max([rows[box] + 1 for box in tied], default=0)
+    assert free == sorted(free)
+    assert max(free, default=-1) < max(tall, math.isqrt(max(len(free) - 1, 0)) + 1)
+    if free:
+        assert max(Counter(free).values()) <= max(1, math.ceil(len(free) / max(tall, 1)))

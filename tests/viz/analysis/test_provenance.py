@@ -1,0 +1,121 @@
+"""Fused calls and the eager calls they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nimble_core.ir.costs import uniform_costs
+from nimble_core.ir.program import Access, Call, Origin, TensorRef
+from nimble_viz.analysis.dag_boxes import components
+from nimble_viz.analysis.payload import view_data
+from nimble_viz.analysis.provenance import (
+    became,
+    fused_calls,
+    is_layout_copy,
+    module_of,
+    modules_of,
+    nesting_modules,
+    provenance,
+)
+from nimble_viz.analysis.summary import summary
+from tests.support.sample_reports import (
+    fused_report,
+    sample_report,
+)
+
+
+def _call(operator, *origins, eager=()):
+    made = tuple(Origin(f"aten.{name}.default", module) for name, module in origins)
+    return Call(0, operator, (), (), origins=made, eager=eager)
+
+
+def test_every_eager_call_knows_what_it_became_and_back():
+    report = fused_report()
+    stand = became(report)
+    assert len(stand) == 60
+    assert all(index in report.program.calls[call].eager for index, calls in enumerate(stand) for call in calls)
+    assert sum(map(len, stand)) == sum(len(call.eager) for call in report.program.calls)
+    found = provenance(report)
+    assert (found["unmapped"], found["gone"], stand[-1]) == (1, 1, ())
+    assert found["calls"] == pytest.approx(1 / len(report.program.calls))
+    assert found["time"] == pytest.approx(report.costs.ns[0] / report.costs.total_ns)
+    assert dict(summary(report)["facts"])["Unmapped (no eager call explains it)"].startswith("1 call: 2.3% of calls")
+    assert provenance(replace(report, costs=uniform_costs(report.graph.size)))["time"] is None
+
+
+@pytest.mark.parametrize(
+    ("operator", "read", "copies"),
+    [
+        ("aten.clone.default", (6,), True),
+        ("aten.permute_copy.default", (6,), True),
+        ("aten._to_copy.default", (2, 3), True),
+        ("aten.contiguous.default", (3, 2), True),
+        ("aten.relu.default", (6,), False),
+        ("triton_poi_fused_clone_0", (6,), True),
+        ("triton_poi_fused__to_copy_permute_view_12", (6,), True),
+        ("triton_poi_fused_convolution_28", (6,), True),
+        ("triton_tem_fused_convolution_28", (6,), False),
+        ("triton_poi_fused_permute_relu_view_8", (6,), False),
+        ("triton_per_fused_nll_loss_forward_1", (6,), False),
+        ("triton_poi_fused_clone_1", (4,), False),
+    ],
+)
+def test_copies_to_another_layout_are_told_by_operator_and_size(operator, read, copies):
+    source, made = (
+        TensorRef(at, 0, sizes, tuple(1 for _ in sizes), "float32", 4) for at, sizes in enumerate((read, (6,)))
+    )
+    call = Call(0, operator, (), (Access(source, False), Access(made, True)))
+    assert is_layout_copy(call) == copies
+    assert not is_layout_copy(replace(call, eager=(3,)))
+    bias = Access(TensorRef(2, 0, (2,), (1,), "float32", 4), False)
+    assert not is_layout_copy(replace(call, accesses=(bias, *call.accesses)))
+
+
+def test_layout_copies_are_counted_apart_from_what_nobody_explains():
+    report = fused_report()
+    source = Access(report.program.outputs[0], False)
+    copy = replace(
+        report.program.calls[0], operator="triton_poi_fused_clone_0", accesses=(source, replace(source, write=True))
+    )
+    other = replace(report, program=replace(report.program, calls=(copy, *report.program.calls[1:])))
+    found, facts = provenance(other), dict(summary(other)["facts"])
+    assert (found["copies"], found["unmapped"], found["calls"]) == (1, 0, 0.0)
+    assert facts["Layout copies (another layout, no eager call)"].startswith("1 call: 2.3% of calls")
+    assert facts["Unmapped (no eager call explains it)"].startswith("0 calls")
+    rows = fused_calls(other, len(other.program.calls))
+    assert [row["kernel"] for row in rows if row["eager"] == "layout copy"] == ["triton_poi_fused_clone_0"]
+
+
+def test_nothing_fused_needs_no_provenance():
+    report = sample_report(60)
+    assert provenance(report) is None
+    assert fused_calls(report, 5) == []
+    assert became(report) == tuple((index,) for index in range(60))
+    assert view_data(report)["eager"] is None
+
+
+def test_fused_calls_are_listed_with_operators_modules_and_lines():
+    first = fused_calls(fused_report(), 3)[0]
+    assert first["label"] == "gelu+layer_norm"
+    assert first["kernel"].startswith("triton_per_fused_gelu_native_layer_norm")
+    assert first["source"] == "sample_net/modeling.py:31, 32"
+    assert first["eager"].startswith("eager ")
+
+
+def test_an_unmapped_call_does_not_tear_its_module_apart():
+    report = fused_report()
+    calls = list(report.program.calls)
+    calls[3] = replace(calls[3], origins=(), eager=())
+    torn = replace(report, program=replace(report.program, calls=tuple(calls)))
+    assert nesting_modules(torn)[3] == "encoder.layer.0"
+    assert nesting_modules(torn)[0] == module_of(calls[1])
+    assert nesting_modules(sample_report(60)) == [call.module for call in sample_report(60).program.calls]
+
+
+def test_a_call_of_several_blocks_says_which():
+    fused = _call("triton_poi_fused_add_3", ("add", "cells.3.lefts.0"), ("relu", "cells.4.before"), eager=(1, 2))
+    assert modules_of(fused) == "cells.3–4"
+    assert module_of(fused) == "cells"
+    assert components(modules_of(fused)) == ("cells.3–4",)

@@ -1,0 +1,168 @@
+"""The verdict, and the tables behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nimble_core.ir.measurement import summarize
+from nimble_core.ir.program import Storage, TensorRef
+from nimble_viz.analysis.advice import best_run
+from nimble_viz.analysis.limit import distance, limit
+from nimble_viz.analysis.summary import summary, verdict
+from nimble_viz.analysis.syncs import COUNTS
+from nimble_viz.report.data import EAGER_ALONE, EqualityCheck
+from tests.support.sample_reports import (
+    CASES,
+    sample_report,
+    timed,
+    training_report,
+)
+
+
+def test_verdict_names_baseline_dtype_batch_and_device():
+    sentence = verdict(sample_report(60))
+    for word in (
+        "nimble replay is",
+        "x faster than eager",
+        "float16",
+        "batch 1",
+        "NVIDIA H200",
+        "of the critical path",
+    ):
+        assert word in sentence
+    assert "outputs equal eager's" in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_verdict_names_no_limit_that_the_replay_beat():
+    base = sample_report(60)
+    medians = {"eager": 1.0, "single": 1.0, "nimble": 1.0}
+    beaten = replace(base, measurements=tuple(summarize(name, [ns] * 40) for name, ns in medians.items()))
+    assert "critical path" not in verdict(beaten)
+    assert any("costs are too high" in text for text in summary(beaten)["warnings"])
+
+
+def test_kernels_launched_ahead_may_beat_the_limit_by_what_they_do_before_they_wait():
+    base = sample_report(60)
+    bound = limit(base, "nimble")["ns"]
+    taken = tuple(replace(one, median_ns=0.9 * bound, spread=0.0) for one in base.measurements)
+    base = replace(base, costs=replace(base.costs, spread_ns=()))
+    for kernels, doubted in ((0, True), (int(0.1 * bound / 1000), False)):
+        plans = tuple(replace(plan, counts=replace(plan.counts, ahead=kernels)) for plan in base.schedules)
+        report = replace(base, measurements=taken, schedules=plans, critical_path_ns=bound)
+        assert any("costs are too high" in text for text in summary(report)["warnings"]) is doubted
+        assert ("of the critical path" in verdict(report)) is not doubted
+
+
+def test_verdict_says_host_replay_without_a_gpu():
+    assert "host replay on Example CPU 8480C, no GPU" in verdict(sample_report(60, device="cpu"))
+
+
+def test_verdict_says_slower_unstable_interrupted_unequal_and_empty():
+    base = sample_report(60)
+    medians = {"eager": 100.0, "single": 100.0, "nimble": 200.0}
+    slow = replace(base, measurements=tuple(summarize(name, [ns] * 40) for name, ns in medians.items()))
+    assert "nimble replay is 2.00x slower than eager (2.00x to 2.00x; float16, " in verdict(slow)
+    even = replace(slow, measurements=tuple(summarize(name, [100.0] * 40) for name in medians))
+    assert "nimble replay: no difference from eager (1.00x to 1.00x; float16, " in verdict(even)
+    few = replace(slow, measurements=tuple(summarize(name, [ns] * 12) for name, ns in medians.items()))
+    said = verdict(few)
+    assert "nimble replay is undecided against eager (too few samples; float16, " in said
+    assert "; undecided: only 12 rounds fitted in the time; raise budget_s; outputs equal" in said
+    assert "interrupted" in verdict(CASES["interrupted"]())
+    assert "outputs were not compared" in verdict(CASES["interrupted"]())
+    failed = replace(base, checks=(EqualityCheck("nimble", 0.5, 0.01, 0.7, False, "error above tolerance"),))
+    assert verdict(failed).startswith("The outputs of nimble replay differ from eager's")
+    assert "one-stream replay is" in verdict(failed)
+    void = replace(base, checks=(EqualityCheck("nimble", 0.0, 0.01, 0.0, False, "void: no effect"),))
+    assert "equality with eager NOT shown for nimble replay" in verdict(void)
+    assert "No comparison with eager" in verdict(CASES["empty"]())
+
+
+@pytest.mark.parametrize(
+    ("alone", "nimble", "noise", "said"),
+    [
+        (1.0, 1.0, 0.02, "eager with one thread is as fast (torch.set_num_threads(1)): the gain is only fewer threads"),
+        (1.0, 1.5, 0.02, "eager with one thread is faster (torch.set_num_threads(1)): the gain is only fewer threads"),
+        (1.0, 1.0, 0.8, "eager with one thread may be as fast (torch.set_num_threads(1)): the gain may be only fewer "),
+        (1.0, 0.8, 0.02, ""),  # faster than that, too
+        (4.0, 1.0, 0.02, ""),  # threads did not cost anything
+        (1.0, 4.0, 0.02, ""),  # nothing was gained
+    ],
+)
+def test_a_gain_of_fewer_threads_is_called_that(alone, nimble, noise, said):
+    report = timed(
+        sample_report(24, device="cpu"),
+        {"eager": 4e5, EAGER_ALONE: alone * 1e5, "single": 1e5, "nimble": nimble * 1e5},
+        noise=noise,
+    )
+    told = verdict(report)
+    assert ("one thread" in told) == bool(said)
+    assert f"; {said}" in told or not said
+    assert told.startswith("nimble replay")
+    rows = {row["name"]: row for row in summary(report)["speed"]}
+    assert (rows[EAGER_ALONE]["label"], rows[EAGER_ALONE]["single"]) == ("eager, 1 thread", None)
+    assert rows[EAGER_ALONE]["eager"] is not None
+    assert summary(report)["peers"] == []
+    assert best_run(replace(report, chosen="")) != EAGER_ALONE
+
+
+def test_an_empty_batch_is_not_compared_with_anything():
+    base = sample_report(0, stable=False)
+    ref = TensorRef(0, 0, (0, 3), (3, 1), "float32", 4)
+    void = EqualityCheck("single", 0.0, 0.01, 0.0, False, "void: there are no outputs to compare")
+    program = replace(base.program, storages=(Storage(0, "input"),), inputs=(ref,))
+    warned = (f"{void.name}: {void.reason}",)
+    report = replace(base, batch=0, program=program, checks=(void,), warnings=warned)
+    said = verdict(report)
+    assert said.startswith("No comparison with eager (float16, empty batch, ")
+    assert said.endswith("the model made no call that reaches the device.")
+    tables = summary(report)
+    assert [row["eager"] for row in tables["speed"]] == [None] * len(report.measurements)
+    assert sum("no outputs to compare" in warning for warning in tables["warnings"]) == 1
+
+
+@pytest.mark.parametrize("error", [1e300, float("nan"), float("inf")])
+def test_errors_that_are_no_numbers_are_said_to_be_none(error: float):
+    check = EqualityCheck("nimble", error, 0.01, 0.5, False, "void: eager's own outputs are not finite")
+    (row,) = summary(replace(sample_report(20), checks=(check,)))["checks"]
+    assert (row["error"], row["tolerance"], row["differs"]) == ("not finite", "1.0e-02", False)
+
+
+def test_distance_is_replay_over_critical_path():
+    report = sample_report(60)
+    row = next(row for row in summary(report)["speed"] if row["name"] == "nimble")
+    far = report.measurement("nimble").median_ns / report.critical_path_ns
+    assert row["distance"] == f"{far:.2f}x ± {report.measurement('nimble').spread + 0.03:.0%}"
+    assert summary(report)["speed"][0]["distance"] == ""
+    share = 0.97 * report.measurement("nimble").median_ns / report.costs.total_ns
+    full = replace(report, costs=replace(report.costs, demand=(share,) * 60))
+    assert distance(full, "nimble") == pytest.approx(1 / 0.97)
+    assert "at 1.03x ± 4% of the SM-time limit" in verdict(full)
+
+
+def test_warnings_are_gathered_once():
+    report = CASES["unstable"]()
+    texts = summary(replace(report, warnings=("twice", "twice")))["warnings"]
+    assert texts.count("twice") == 1
+    assert any("spread" in text for text in texts)
+
+
+def test_a_replay_below_its_limit_is_doubted():
+    report = sample_report(60)
+    assert not any("critical path" in text for text in summary(report)["warnings"])
+    beyond = replace(report, critical_path_ns=2 * report.measurement("nimble").median_ns)
+    assert "nimble replay took less than the critical path" in "\n".join(summary(beyond)["warnings"])
+
+
+def test_the_environment_says_what_the_step_was_cast_to():
+    report = training_report()
+    where = replace(report.environment, settings=(("autocast", "False"), ("grad_enabled", "True")))
+    plain = replace(report, environment=where)
+    assert dict(summary(plain)["environment"])["autocast"] == "False"
+    cast = dict(summary(replace(plain, dtype="float32 under bfloat16 autocast"))["environment"])
+    assert (cast["autocast"], cast["grad_enabled"]) == ("bfloat16", "True")
+    assert [key for key, _, _ in COUNTS] == ["full", "meg", "planned", "emitted"]
