@@ -63,16 +63,17 @@ class TrainStep:
     Args:
         model: module in training mode; parts of it may be in evaluation mode.
         loss_fn: ``loss_fn(model(inputs), targets)``, or ``loss_fn(model(inputs))`` where targets are None; a scalar.
-        optimizer: of parameters of the model. NAdam, RAdam, ASGD and Adamax update float64 parameters with about the
-            precision of float32, unless torch's default type is float64: see ``CapturedOptimizer``.
+        optimizer: one of torch's (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop), of
+            parameters of the model. NAdam, RAdam, ASGD and Adamax update float64 parameters with about the precision of
+            float32, unless torch's default type is float64: see ``CapturedOptimizer``.
         options: how to prepare. Calls with other shapes follow ``on_new_shape``.
         autocast: type for ``torch.autocast`` around forward and loss, e.g. ``torch.bfloat16``.
         scaler: for float16: the loss is scaled, steps with gradients that are not finite are left out, and the scale is
             adapted, all on the device. Needs an optimizer with a fused form (SGD, Adam, AdamW, Adagrad). One that is
             disabled counts as None.
         clip_grad_norm: largest norm of all gradients together.
-        accumulate: how many steps make one update; each counts for its share of the loss. An update whose last step
-            has no gradient of a parameter that an earlier one had one of is made in eager, with a warning.
+        accumulate: how many steps make one update; each counts for its share of the loss. They have to train the same
+            parameters.
 
     Raises:
         InputError: what cannot be trained ahead of time; says why.

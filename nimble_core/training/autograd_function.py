@@ -78,7 +78,8 @@ class Backward:
         differentiable: which of them carry gradients.
         templates: tensors like these.
         reached: for each of these the gradients, by position, that it has a part in.
-        functions: for each of these the autograd functions written in Python that lead to it, as numbers.
+        functions: for each of these the outputs of autograd functions written in Python that it comes from, as numbers
+            of the function and the output.
         saved_inputs: positions of inputs that the backward reads.
         fixed: whether what was saved lies in the forward's memory (CUDA), which the next forward overwrites.
         borrowed: positions of gradients that lie in memory of something else: copied before they are handed out.
@@ -105,7 +106,7 @@ class Backward:
     differentiable: tuple[int, ...]
     templates: tuple[torch.Tensor, ...]
     reached: tuple[frozenset[int], ...]
-    functions: tuple[frozenset[int], ...]
+    functions: tuple[frozenset[tuple[int, int]], ...]
     saved_inputs: tuple[int, ...]
     fixed: bool
     borrowed: tuple[int, ...]
@@ -327,7 +328,7 @@ class Backward:
 
     def _judged(self, absent: frozenset[int], told: str) -> frozenset[int]:
         present = frozenset(range(len(self.differentiable))) - absent
-        led, other = (frozenset[int]().union(*(self.functions[at] for at in some)) for some in (absent, present))
+        led, other = (frozenset().union(*(self.functions[at] for at in some)) for some in (absent, present))
         if led - other:
             raise InputError(
                 f"{told}, which an autograd function written in Python leads to: what its backward adds without a "

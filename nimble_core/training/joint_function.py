@@ -51,7 +51,7 @@ class ForwardBackward(Around):
         self.templates: tuple[torch.Tensor, ...] = ()
         self.present: tuple[str, ...] = ()
         self.reached: tuple[frozenset[int], ...] = ()
-        self.functions: tuple[frozenset[int], ...] = ()
+        self.functions: tuple[frozenset[tuple[int, int]], ...] = ()
         self.leaves_present: tuple[int, ...] = ()
 
     def forward(
@@ -185,24 +185,29 @@ def _hooks_silent(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def _reached(
     outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[list[frozenset[int]], tuple[frozenset[int], ...]]:
+) -> tuple[list[frozenset[int]], tuple[frozenset[tuple[int, int]], ...]]:
     """Follow each output back through autograd's graph.
 
-    Returns, for each output, the positions of the ``sources``, leaves, that its gradient reaches, and the autograd
-    functions written in Python that it passes, numbered over all outputs.
+    Returns, for each output, the positions of the ``sources``, leaves, that its gradient reaches; and which outputs of
+    autograd functions written in Python it comes from, as numbers of the function, over all outputs, and the output.
     """
-    nodes = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
+    positions = {torch.autograd.graph.get_gradient_edge(one).node: at for at, one in enumerate(sources)}
     numbers: dict[Any, int] = {}
     reached, functions = [], []
     for output in outputs:
-        pending: list[Any] = [output.grad_fn or torch.autograd.graph.get_gradient_edge(output).node]
+        edge = torch.autograd.graph.get_gradient_edge(output)
+        pending: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
         seen: set[Any] = set()
+        own = set()
         while pending:
-            node = pending.pop()
-            if node is not None and node not in seen:
+            node, at = pending.pop()
+            if node is None:
+                continue
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                own.add((numbers.setdefault(node, len(numbers)), at))
+            if node not in seen:
                 seen.add(node)
-                pending += [following for following, _ in node.next_functions]
-        reached.append(frozenset(nodes[node] for node in seen if node in nodes))
-        own = (node for node in seen if isinstance(node, torch.autograd.function.BackwardCFunction))
-        functions.append(frozenset(numbers.setdefault(node, len(numbers)) for node in own))
+                pending += node.next_functions
+        reached.append(frozenset(positions[node] for node in seen if node in positions))
+        functions.append(frozenset(own))
     return reached, tuple(functions)

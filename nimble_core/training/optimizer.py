@@ -88,12 +88,12 @@ class CapturedOptimizer:
         self.parameters = tuple(trained.values())
         self._layouts = tuple(map(layout_of, self.parameters))
         self._rates = LearningRates(optimizer, self.device)
-        tensors = [
+        made = (
             state_after_a_step(optimizer, self._kind, {**group.options, "lr": 1.0}, self.parameters[position])
             for group in self._groups
             for position in group.positions
-        ]
-        self._state = OptimizerState(optimizer, self.parameters, self._places, tensors)
+        )
+        self._state = OptimizerState(optimizer, self.parameters, self._places, made)
 
     @property
     def rates(self) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple
@@ -40,7 +40,8 @@ class OptimizerState:
         optimizer: the user's.
         parameters: those it updates.
         places: names of these, for errors.
-        tensors: state of each parameter, in the form that the captured step takes; its values do not matter.
+        made: state of each parameter in the form that the captured step takes; its values do not matter. Taken one by
+            one, so that tensors which the user's replace are gone before the next are made.
     """
 
     def __init__(
@@ -48,9 +49,8 @@ class OptimizerState:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
         places: Sequence[str],
-        tensors: Sequence[dict[str, torch.Tensor]],
+        made: Iterable[dict[str, torch.Tensor]],
     ) -> None:
-        self.tensors = tuple(tensors)
         self.recorded = False
         """Whether an update may have been recorded with ``tensors``: from then on they stay the same."""
         self.missing = frozenset[int]()
@@ -58,7 +58,11 @@ class OptimizerState:
         self._optimizer, self._parameters, self._places = optimizer, parameters, places
         # optimizer.state and copies of its entries, as they were after the last install.
         self._installed: tuple[Any, list[dict[str, Any]]] | None = None
-        self.follow()
+        taken = []
+        for at, kept in enumerate(made):
+            _take_over(kept, self._differing(at, kept))
+            taken.append(kept)
+        self.tensors = tuple(taken)
 
     def follow(self) -> None:
         """Take over the user's tensors where they fit, or their values; ``optimizer.state`` stays as it is."""
@@ -67,10 +71,8 @@ class OptimizerState:
         for kept, differences in zip(self.tensors, self._differences(), strict=True):
             if self.recorded:
                 _copy(differences)
-                continue
-            for _, key, ours, theirs in differences:
-                fits = layout_of(ours) == layout_of(theirs)
-                kept[key] = theirs if fits else torch.empty_like(ours).copy_(theirs)
+            else:
+                _take_over(kept, differences)
 
     def install(self) -> None:
         """Copy the user's values into our tensors, and put these into ``optimizer.state``."""
@@ -93,28 +95,33 @@ class OptimizerState:
         return same_objects(list(self._optimizer.state.values()), self._installed[1])
 
     def _differences(self) -> list[list[_Difference]]:
-        held = self._optimizer.state
-        return [
-            list(_differing(held.get(parameter), kept, place))
-            for parameter, kept, place in zip(self._parameters, self.tensors, self._places, strict=True)
-        ]
+        return [list(self._differing(at, kept)) for at, kept in enumerate(self.tensors)]
+
+    def _differing(self, at: int, kept: Mapping[str, torch.Tensor]) -> Iterator[_Difference]:
+        """Find where the user's state of a parameter has other tensors than ``kept``: nowhere if it has none yet."""
+        held = self._optimizer.state.get(self._parameters[at])
+        if held is None or not _present(held):
+            return
+        for key, ours in kept.items():
+            theirs = held.get(key)
+            if not isinstance(theirs, torch.Tensor):
+                raise InputError(
+                    f"the optimizer's state has no tensor {key}",
+                    where=self._places[at],
+                    fix="load a state that is complete",
+                )
+            if theirs.shape != ours.shape:
+                what = f"{key} in the optimizer's state has shape {list(theirs.shape)}, not {list(ours.shape)}"
+                raise InputError(what, where=self._places[at], fix="load the state of this model")
+            if theirs is not ours:
+                yield _Difference(held, key, ours, theirs)
 
 
-def _differing(held: dict[str, Any] | None, kept: Mapping[str, torch.Tensor], where: str) -> Iterator[_Difference]:
-    """Find where ``held`` has other tensors than ``kept``: nowhere if it has no state yet."""
-    if held is None or not _present(held):
-        return
-    for key, ours in kept.items():
-        theirs = held.get(key)
-        if not isinstance(theirs, torch.Tensor):
-            raise InputError(
-                f"the optimizer's state has no tensor {key}", where=where, fix="load a state that is complete"
-            )
-        if theirs.shape != ours.shape:
-            what = f"{key} in the optimizer's state has shape {list(theirs.shape)}, not {list(ours.shape)}"
-            raise InputError(what, where=where, fix="load the state of this model")
-        if theirs is not ours:
-            yield _Difference(held, key, ours, theirs)
+def _take_over(kept: dict[str, torch.Tensor], differences: Iterable[_Difference]) -> None:
+    """Make the user's tensors ours where they fit, copies of them where not."""
+    for _, key, ours, theirs in list(differences):
+        fits = layout_of(ours) == layout_of(theirs)
+        kept[key] = theirs if fits else torch.empty_like(ours).copy_(theirs)
 
 
 def _copy(differences: Sequence[_Difference]) -> None:

@@ -57,12 +57,6 @@ def test_every_optimizer_equals_eager(optimizer: str) -> None:
     step.close()
 
 
-def test_expanded_and_transposed_gradients_equal_eager() -> None:
-    given, step, eager = both("aliases", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-    train_both(given, step, eager)
-    step.close()
-
-
 @settings(max_examples=12)
 @given(
     name=st.sampled_from(["mlp", "resnet", "dropout", "unused", "shared", "aliases"]),

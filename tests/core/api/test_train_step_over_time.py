@@ -110,32 +110,6 @@ def test_a_checkpoint_resumes_in_a_new_step_and_in_eager(optimizer: str) -> None
     assert_same(state_of(again.model, optimizer_again), state_of(eager.model, eager.optimizer), rtol=rtol)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.5),
-        lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 6),
-        lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=10, cycle_momentum=False),
-        lambda one: torch.optim.lr_scheduler.LinearLR(one, 0.1, total_iters=3),
-    ],
-    ids=["steps", "cosine", "one cycle", "warm-up"],
-)
-def test_schedulers_of_the_learning_rate(schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
-    given = made("mlp")
-    eager = Eager(given, OPTIMIZERS["adamw"])
-    optimizer = OPTIMIZERS["adamw"](given.model.parameters())
-    schedules = schedule(optimizer), schedule(eager.optimizer)
-    step = TrainStep(given.model, given.loss_fn, optimizer, options=QUICK).prepare(*given.draw())
-    rates = set()
-    for _ in range(6):
-        train_both(given, step, eager, 1, rtol=ROUNDED)
-        for one in schedules:
-            one.step()
-        rates.add(optimizer.param_groups[0]["lr"])
-    assert len(rates) > 2
-    step.close()
-
-
 def test_a_short_last_batch_follows_on_new_shape() -> None:
     def short(batch: tuple[Any, Any]) -> tuple[Any, Any]:
         return batch[0][:3], batch[1][:3]

@@ -163,23 +163,6 @@ def test_a_disabled_scaler_is_none() -> None:
     assert not any("loss scale" in name for name, _ in whole.named_buffers())
 
 
-def test_a_disabled_scaler_leaves_updates_in_parts() -> None:
-    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
-    off, on = torch.amp.GradScaler("cpu", enabled=False), scaler_on_host()
-
-    def updates(scaler: torch.amp.GradScaler | None) -> int:
-        step = TrainStep(
-            model, F.mse_loss, OPTIMIZERS["momentum"](model.parameters()), options=QUICK, scaler=scaler
-        ).prepare(torch.randn(2, 600), torch.randn(2, 600))
-        assert step.engine is not None
-        calls = step.engine.recorded.recording.program.calls
-        step.close()
-        return sum(call.label == "_fused_sgd_" for call in calls)
-
-    assert updates(off) == updates(None) > 1
-    assert updates(on) == 1
-
-
 def test_other_growth_settings_of_a_scaler_are_noticed() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model = perceptron()

@@ -269,25 +269,6 @@ def test_a_gan_whose_discriminator_is_called_twice(on: Place) -> None:
     generator.close()
 
 
-@pytest.mark.parametrize("name", ["resnet", "mobilenet", "transformer"])
-def test_loss_curves_are_those_of_eager(name: str) -> None:
-    found, net, eager = prepared(name)
-    batches = [found.draw() for _ in range(4)]
-    curves: list[list[torch.Tensor]] = []
-    for model in (net, eager):
-        optimizer = OPTIMIZERS["adam"](model.parameters())
-        curves.append([])
-        for at in range(200):
-            optimizer.zero_grad()
-            loss = loss_of(found, model, *batches[at % 4])
-            loss.backward()
-            optimizer.step()
-            curves[-1].append(loss.detach())
-    torch.testing.assert_close(torch.stack(curves[0]), torch.stack(curves[1]), rtol=1e-4, atol=1e-5)
-    assert sum(curves[0][-8:]) < 0.8 * sum(curves[0][:8])
-    net.close()
-
-
 def test_the_measured_choice_equals_eager() -> None:
     found, net, eager = prepared("resnet", Options(budget_s=1.0))
     inputs, targets = found.draw()

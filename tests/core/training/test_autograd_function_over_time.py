@@ -155,19 +155,6 @@ def test_checkpoints_go_back_and_forth() -> None:
     net.close()
 
 
-def test_back_to_eager_in_the_middle() -> None:
-    found, net, eager = prepared("resnet")
-    mine, theirs = OPTIMIZERS["adam"](net.parameters()), OPTIMIZERS["adam"](eager.parameters())
-    for at in range(6):
-        inputs, targets = found.draw()
-        for model, optimizer in ((net if at % 2 else found.model, mine), (eager, theirs)):
-            optimizer.zero_grad()
-            loss_of(found, model, inputs, targets).backward()
-            optimizer.step()
-        assert_same(state_of(found.model, mine), state_of(eager, theirs))
-    net.close()
-
-
 @pytest.mark.parametrize("answer", ["error", "eager", "prepare"])
 def test_a_short_last_batch_follows_on_new_shape(answer: str) -> None:
     found, net, eager = prepared("resnet", Options(tune="off", policy="single", on_new_shape=answer))

@@ -222,3 +222,17 @@ def test_inputs_go_by_the_names_of_the_call() -> None:
     with pytest.raises(InputError, match=r"kwargs\['mask'\] required no gradient then"):
         net(torch.randn(6, 8), mask=torch.randn(6, 4, requires_grad=True))
     net.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_parameters_can_be_swapped(closed: bool) -> None:
+    """As ``.to()`` does where modules are set to: torch refuses tensors that others hold."""
+    net, _ = pair(nn.Linear(4, 4), torch.randn(3, 4))
+    net(torch.randn(3, 4)).sum().backward()
+    if closed:
+        net.close()
+    weight = net.get_parameter("weight")
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4, 4)))
+    assert net.get_parameter("weight") is weight
+    assert torch.equal(weight, torch.ones(4, 4))
+    net.close()

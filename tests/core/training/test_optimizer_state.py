@@ -45,6 +45,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "OneCycleLR": lambda one: optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=10, cycle_momentum=False),
     "CyclicLR": lambda one: optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, cycle_momentum=False),
     "CosineAnnealingLR": lambda one: optim.lr_scheduler.CosineAnnealingLR(one, 8),
+    "LinearLR": lambda one: optim.lr_scheduler.LinearLR(one, 0.1, total_iters=3),
     "SWALR": lambda one: SWALR(one, 0.05, anneal_epochs=3),
 }
 

@@ -181,6 +181,37 @@ def test_an_autograd_function_that_only_outputs_without_a_gradient_come_from_is_
     net.close()
 
 
+class TwoSided(torch.autograd.Function):
+    """Two outputs, whose backward makes something of a gradient that is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return 2 * first + (3 * second + 1)
+
+
+def test_a_function_of_which_one_output_alone_gets_a_gradient_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return TwoSided.apply(self.linear(x))  # type: ignore[no-untyped-call]
+
+    net, eager = pair(Model(), torch.randn(6, 8))
+    x = torch.randn(6, 8)
+    with pytest.raises(InputError, match="no gradient came for output 1, which an autograd function"):
+        net(x)[0].sum().backward()
+    for one in (net, eager):
+        sum(part.sin().sum() for part in one(x)).backward()
+    assert_same_gradients(net, eager)
+    net.close()
+
+
 def test_branches_that_run_call_by_call_are_told_of_once() -> None:
     net, _ = pair(Poles(), torch.randn(6, 8))
     with warnings.catch_warnings(record=True) as told:
