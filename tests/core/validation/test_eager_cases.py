@@ -134,3 +134,21 @@ def test_runs_that_take_another_branch_leave_no_trace(way: str, fuse: Any) -> No
     Nimble(model, options).prepare(x) if way == "prepare" else compare(model, x, options=options)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert model.last is None
+
+
+class Masking(Chaotic):
+    """Some of its outputs are infinite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).masked_fill(torch.eye(8, 64, dtype=torch.bool), -torch.inf)
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_what_rounding_does_is_known_of_what_is_partly_infinite(thorough: bool) -> None:
+    found = recorded_step(Masking(3), loss=lambda y: y.nan_to_num(neginf=0).sum())
+    cases = eager_cases(found, thorough=thorough)
+    assert any(one.isinf().any() for one in cases.eager[0][1])
+    for (_, outputs), moved in zip(cases.eager, cases.moved or (), strict=True):
+        for one, other in zip(outputs, moved, strict=True):
+            assert not torch.equal(one, other)
+            assert torch.equal(one.isinf(), other.isinf())
