@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Gap", "all_finite", "comparable", "finite", "gaps", "numbers", "relative_error", "same_shapes"]
+__all__ = [
+    "Gap",
+    "all_finite",
+    "comparable",
+    "finite",
+    "gaps",
+    "infinities",
+    "numbers",
+    "relative_error",
+    "same_shapes",
+    "without",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +113,23 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
+
+
+def infinities(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return where each output is infinite; None if nowhere.
+
+    Masked logits are, and so is what pads the sums that attention saves. Infinite complex numbers are not looked for:
+    they make checks void.
+    """
+    import torch
+
+    if all_finite(outputs):
+        return None
+    return [torch.zeros_like(one, dtype=torch.bool) if one.is_complex() else comparable(one).isinf() for one in outputs]
+
+
+def without(where: Sequence[torch.Tensor] | None, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return ``outputs`` with zeros ``where`` others are infinite."""
+    if where is None:
+        return outputs
+    return [comparable(one).masked_fill(at, 0) for at, one in zip(where, outputs, strict=True)]

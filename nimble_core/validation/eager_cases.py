@@ -16,7 +16,7 @@ from nimble_core.tracing.side_effects import preserved
 from nimble_core.tracing.static_check import on_other_values
 from nimble_core.tracing.strides import restrided
 from nimble_core.validation.bounds import lowest_precision
-from nimble_core.validation.distances import gaps
+from nimble_core.validation.distances import gaps, infinities, without
 from nimble_core.validation.equality import check_equality
 from nimble_core.validation.float64_reference import reference_outputs
 from nimble_core.validation.rounding_noise import perturbed
@@ -133,8 +133,13 @@ def eager_cases(recorded: Recorded, *, truth: bool = False, thorough: bool = Fal
 def _further(
     tensors: Sequence[torch.Tensor], some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return of each two the one that is further from the tensor; what is not finite says nothing."""
-    pairs = zip(some, others, gaps(some, tensors), gaps(others, tensors), strict=True)
+    """Return of each two the one that is further from the tensor, where that is finite.
+
+    One that is infinite elsewhere says nothing.
+    """
+    where = infinities(tensors)
+    finite, near, far = (without(where, one) for one in (tensors, some, others))
+    pairs = zip(some, others, gaps(near, finite), gaps(far, finite), strict=True)
     return [other if near.norm < far.norm < math.inf else one for one, other, near, far in pairs]
 
 

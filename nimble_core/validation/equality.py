@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING
 
 from nimble_core.ir.candidates import EqualityCheck
 from nimble_core.validation.bounds import BOUNDS, PEAK, Verdict, allowed_error, allowed_noise, working_precision
-from nimble_core.validation.distances import Gap, all_finite, comparable, gaps, numbers, relative_error, same_shapes
+from nimble_core.validation.distances import (
+    Gap,
+    all_finite,
+    comparable,
+    gaps,
+    infinities,
+    numbers,
+    relative_error,
+    same_shapes,
+    without,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -70,14 +80,14 @@ def check_equality(
         runs.append((case, replay([tensor.clone() for tensor in inputs])))
     # Compared after the last run: an output overwritten by a later run shows.
     precision = working_precision(eager[0], lowest)
-    infinite = [_infinities(outputs) for outputs in eager]
+    infinite = [infinities(outputs) for outputs in eager]
     reason = _incomparable(runs, eager, infinite, precision)
     if reason:
         error = max(relative_error(out, eager[case]) for case, out in runs)
         return EqualityCheck(name, storable(error), BOUNDS[precision].tolerance, 0.0, False, reason)
     truth, moved = (_usable(others, eager, infinite) for others in (references, perturbed))
-    runs = [(case, _without(infinite[case], out)) for case, out in runs]
-    eager = [_without(where, out) for where, out in zip(infinite, eager, strict=True)]
+    runs = [(case, without(infinite[case], out)) for case, out in runs]
+    eager = [without(where, out) for where, out in zip(infinite, eager, strict=True)]
     verdicts = _verdicts(runs, eager, truth, moved, precision)
     if names:
         verdicts = [replace(one, name=name) for one, name in zip(verdicts, names, strict=True)]
@@ -116,7 +126,7 @@ def _incomparable(
     precision: str,
 ) -> str:
     """Say why numbers are not even looked at; empty if they are."""
-    if not all_finite(one for where, out in zip(infinite, eager, strict=True) for one in _without(where, out)):
+    if not all_finite(one for where, out in zip(infinite, eager, strict=True) for one in without(where, out)):
         return "void: eager's own outputs are not finite"
     if not any(tensor.numel() for tensor in eager[0]):
         return "void: there are no outputs to compare"
@@ -129,29 +139,9 @@ def _incomparable(
     return ""
 
 
-def _infinities(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return where each output is infinite; None if nowhere.
-
-    Masked logits are, and so is what pads the sums that attention saves. Infinite complex numbers are not looked for:
-    they make checks void.
-    """
-    import torch
-
-    if all_finite(outputs):
-        return None
-    return [torch.zeros_like(one, dtype=torch.bool) if one.is_complex() else comparable(one).isinf() for one in outputs]
-
-
 def _equal_at(where: Sequence[torch.Tensor] | None, out: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> bool:
     pairs = zip(where or (), map(comparable, out), map(comparable, eager), strict=False)
     return all(numbers([((a == b) | ~at).all() for at, a, b in pairs]))
-
-
-def _without(where: Sequence[torch.Tensor] | None, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return ``outputs`` with zeros ``where`` eager is infinite."""
-    if where is None:
-        return outputs
-    return [comparable(one).masked_fill(at, 0) for at, one in zip(where, outputs, strict=True)]
 
 
 def _usable(
@@ -163,7 +153,7 @@ def _usable(
     found = [one for one in others or () if one is not None]
     if len(found) != len(eager) or not all(map(same_shapes, found, eager)):
         return None
-    found = [_without(where, out) for where, out in zip(infinite, found, strict=True)]
+    found = [without(where, out) for where, out in zip(infinite, found, strict=True)]
     return found if all_finite(one for out in found for one in out) else None
 
 

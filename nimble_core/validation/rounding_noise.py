@@ -29,9 +29,10 @@ def perturbed(seed: int = 0) -> Iterator[None]:
     arithmetic", 1997), for whole operators.
 
     What subtracts a channel's mean (BatchNorm) is also shifted by the mean's own rounding, alike in all that share the
-    mean: a sum over the channel consists of that. Other zeros stay zeros, and what is at most 1 stays so (a saturated
-    sigmoid is a probability still). Views, copies and what is written in place are not moved. Results of products are
-    moved by the last place of TF32 where it is allowed. The model's own random numbers are those of a plain run.
+    mean: a sum over the channel consists of that. Other zeros and infinities stay, and what is at most 1 stays so (a
+    saturated sigmoid is a probability still). Views, copies and what is written in place are not moved. Results of
+    products are moved by the last place of TF32 where it is allowed. The model's own random numbers are those of a
+    plain run.
 
     Args:
         seed: of the moves.
@@ -76,6 +77,7 @@ class _Perturbed(TorchDispatchMode):
             shared = moved.new_empty(tensor.shape[:2] + (1,) * (tensor.dim() - 2))[:1]
             shared.uniform_(-most, most, generator=self._generators[device])
             moved += shared * moved.square().mean().sqrt()
+        moved = torch.where(plain.isinf(), plain, moved)  # masked logits: no NaN
         return torch.where(plain.abs() <= 1, moved.clamp(-1, 1), moved).to(tensor.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,11 +66,11 @@ class Remembering(Chaotic):
         return super().forward(x)
 
 
-def recorded_step(model: nn.Module) -> Recorded:
+def recorded_step(model: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor] = torch.sum) -> Recorded:
     """Record a whole training step of ``model``."""
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    step = TrainStep(model, torch.sum, optimizer, options=Options(tune="off", policy="single"))
+    step = TrainStep(model, loss, optimizer, options=Options(tune="off", policy="single"))
     step.prepare(torch.randn(8, 64))
     assert step.engine is not None
     return step.engine.recorded

@@ -24,7 +24,7 @@ VALUES = st.one_of(TEXTS, st.integers(), st.booleans(), st.none())
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own."""
+    """Give the test a cache of its own."""
     monkeypatch.setenv("NIMBLE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

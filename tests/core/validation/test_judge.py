@@ -56,7 +56,7 @@ def executable(found: Recorded) -> Any:
 
 @contextmanager
 def half_the_digits() -> Iterator[None]:
-    """What TF32 does to products, on a machine that may not have it."""
+    """Allow TF32 products, on a machine that may not have them."""
     matmul: Any = torch.backends.mkldnn.matmul
     matmul.fp32_precision = "tf32"
     try:

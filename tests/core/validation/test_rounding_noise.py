@@ -32,6 +32,16 @@ def test_results_move_by_their_last_places(dtype: torch.dtype, seed: int) -> Non
     assert (y != x).double().mean() > 0.1
 
 
+def test_masked_logits_stay_masked() -> None:
+    mask = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    with perturbed():
+        logits = torch.randn(40, 40).masked_fill(mask, -torch.inf)
+        weights = torch.softmax(logits, -1)
+    assert torch.equal(logits.isinf(), mask)
+    assert weights.isfinite().all()
+    assert not weights[mask].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_probabilities_stay_probabilities(dtype: torch.dtype) -> None:
     x = torch.randn(50, 40).to(dtype) * 20
