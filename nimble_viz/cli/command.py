@@ -228,9 +228,14 @@ def _gate(given: argparse.Namespace) -> int:
     from nimble_viz.render.verdicts import gate
 
     rules = Rules(**option_values(given, Rules))
+    files, old = given.files, given.baseline
+    if not files and len(old) == 2:  # --baseline OLD REPORT: of two, the last is no baseline
+        files, old = old[1:], old[:1]
+    if not files:
+        raise InputError("no report is named", fix="python -m nimble_viz gate REPORT ... [--baseline OLD ...]")
     with _files():
-        baseline = [load(path) for path in given.baseline] or None
-        reports = [load(path) for path in given.files]
+        baseline = [load(path) for path in old] or None
+        reports = [load(path) for path in files]
         found = gate(reports, rules, baseline=baseline, any_environment=given.any_environment)
         if given.markdown is not None:
             write_file(given.markdown, found.to_markdown().encode())
@@ -385,7 +390,7 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
         "files",
         type=Path,
         metavar="REPORT",
-        nargs="+",
+        nargs="*",
         help="one, or several of the same model, each of its own process",
     )
     parser.add_argument(
@@ -394,7 +399,7 @@ def _add_gate(parser: argparse.ArgumentParser) -> None:
         metavar="OLD",
         nargs="+",
         default=[],
-        help="earlier reports of the same model, after REPORT; three a side tell smaller differences",
+        help="earlier reports of the same model; three a side tell smaller differences",
     )
     parser.add_argument("--any-environment", action="store_true", help="compare with a baseline measured elsewhere")
     _add_json(parser)
