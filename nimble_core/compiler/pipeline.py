@@ -38,13 +38,14 @@ from nimble_core.compiler.passes.rng import draws_apart
 from nimble_core.compiler.passes.split_backward import split_backward
 from nimble_core.compiler.passes.split_constants import split_constants
 from nimble_core.compiler.rerecord import tracked
-from nimble_core.compiler.to_fx import calls_of, lift, reference_of
+from nimble_core.compiler.to_fx import calls_of, draws, lift, pinned, reference_of
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.saved_plan import Plan
 from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.kernel_launches import Relaunch
+from nimble_core.tracing.operator_traits import fills
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.rewritten import Provenance, Rewritten
@@ -192,11 +193,11 @@ def _lifted_step(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
 def _lifted(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
     module = lift(recorded.recording)
     if compiled:
-        _refuse_opaque(module)
+        _refuse_opaque(module, recorded.recording.program)
     return module
 
 
-def _refuse_opaque(module: fx.GraphModule) -> None:
+def _refuse_opaque(module: fx.GraphModule, program: Program) -> None:
     """Raise CaptureError for what Inductor cannot look into, or computes otherwise."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten._reshape_alias.default:
@@ -209,6 +210,19 @@ def _refuse_opaque(module: fx.GraphModule) -> None:
                 "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",
                 fix='Options(fuse="library"), or wrap them with torch.library.triton_op',
             )
+        if _draws_into_part(node, program):
+            raise CaptureError(
+                "the model draws random numbers into a part of a tensor, which Inductor leaves out if nobody reads it",
+                fix='draw a tensor of their own and copy it, or Options(fuse="library")',
+            )
+
+
+def _draws_into_part(node: fx.Node, program: Program) -> bool:
+    """Whether a node fills memory with random numbers of which the graph also holds other parts."""
+    if not draws(node) or not pinned(node) or not fills(node.target):
+        return False
+    filled = reference_of(node.all_input_nodes[0])
+    return filled is not None and program.storages[filled.storage].role == "intermediate"
 
 
 def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
@@ -226,17 +240,17 @@ def _compiled(
 ) -> tuple[Run, Provenance]:
     """Compile a graph; calls that draw random numbers, and an optimizer's, stay as they are."""
     program = recorded.recording.program
-    draws, module = draws_apart(module, recorded.signature.device)
+    ahead, module = draws_apart(module, recorded.signature.device)
     updates = None
     last = next((node for node in module.graph.nodes if _updates(node, program)), None)
     if last is not None:
         module, updates = cut_before(module, last)
         keep_strides(module, exactly=True)
     stages = []
-    if draws is not None:
-        stages.append(tracked(draws, program))
+    if ahead is not None:
+        stages.append(tracked(ahead, program))
         with torch.no_grad():
-            inputs = draws(*inputs)
+            inputs = ahead(*inputs)
     stages.append((compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)))
     if recorded.trained:
         stages.append(tracked(results_laid_out(module, free=recorded.copied_out), program))

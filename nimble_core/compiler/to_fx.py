@@ -190,6 +190,8 @@ class _Lifting:
             if argument.kwarg_only or argument.name not in named:
                 break
             args = (*args, named.pop(argument.name))
+        if functional and fills(step.func):
+            args = (self._unfilled(args[0]), *args[1:])
         name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
         target = functional or _RESHAPES.get(step.func) or _SPLITS.get(step.func, step.func)
         node = self.graph.create_node("call_function", target, args, named, name=name)
@@ -230,7 +232,7 @@ class _Lifting:
         self.take(slot, add_call(self.graph, laid_out, (node, recorded.strides), (node,)))
 
     def _functional(self, step: Step, written: Sequence[int], position: int) -> Any:
-        """Find the operator without its write in place, or itself if it fills fresh memory; None if others see it."""
+        """Find the operator without its write in place, or itself if it fills memory; None if others see that."""
         if len(written) != 1 or written[0] not in self.value:
             return None
         slot, recording = written[0], self.recording
@@ -243,8 +245,15 @@ class _Lifting:
             return None
         if pinned(self.value[slot]) or len({recording.refs[read].dtype for read in step.reads}) > 1:
             return None  # of mixed types the functional form may give another one
-        fresh = self.value[slot].target is torch.ops.aten.empty_strided.default and not self.value[slot].users
-        return step.func if fresh and fills(step.func) else _without_write(step.func)
+        return step.func if fills(step.func) else _without_write(step.func)
+
+    def _unfilled(self, node: fx.Node) -> fx.Node:
+        """Return memory like that of ``node`` which nobody has read, to be filled with random numbers."""
+        if node.target is torch.ops.aten.empty_strided.default and not node.users:
+            return node
+        made = self.graph.call_function(torch.ops.aten.empty_like.default, (node,))
+        made.meta[_REF] = node.meta[_REF]
+        return made
 
     def _take_all(self, step: Step, node: fx.Node) -> None:
         """Let all results of a step be the value of their slots."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -57,19 +55,6 @@ def test_any_pool(average: bool, kernel: int, stride: int, padding: int, ceil: b
     one = recorded(forward, torch.randn(2, 3, 7, 8).to(memory_format=layout))
     assert turned(unchanged_by(turned, one, 1e-6)) == 0
     assert turned(lift(one.recording)) == 1
-
-
-@pytest.mark.parametrize(
-    "forward",
-    [
-        lambda x: F.max_pool2d(x, 2, return_indices=True),
-        lambda x: F.max_pool2d(x[0], 2),
-        lambda x: F.adaptive_avg_pool2d(x, 3),
-        lambda x: F.max_pool2d(x, 2)[:, :1].mul_(2),
-    ],
-)
-def test_what_else_there_is_computes_the_same(forward: Callable[..., Any]) -> None:
-    unchanged_by(turned, recorded(forward, torch.randn(2, 3, 6, 6)), 1e-6)
 
 
 def test_used_places_forbid_it() -> None:
