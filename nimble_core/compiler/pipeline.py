@@ -1,4 +1,4 @@
-"""Other kernels for the same model: lift, rewrite, split off constants, compile if asked to, and record again.
+"""Other kernels for the same model: lift, rewrite, split off constants, compile, record again.
 
 What comes out is a ``Recorded`` like the eager one, whose calls stand for eager calls. Everything after it (hazards,
 policies, memory, capture, checks) is the same.
@@ -166,7 +166,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
 
 
 def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-    """Lift a training step, or half of one, and rewrite it, with its convolutions channels last if that is faster."""
+    """Lift and rewrite a training step, or half of one, channels last if that is faster."""
     module, turned = (_lifted_step(recorded, compiled=compiled) for _ in range(2))
     if to_channels_last(turned):
         turned.recompile()
@@ -283,7 +283,7 @@ def _updates(node: fx.Node, program: Program) -> bool:
 
 
 def _owned(recording: Recording) -> list[tuple[Role, str, torch.Tensor]]:
-    """Parameters and buffers by role and name; half of a training step does not know which are its module's."""
+    """List parameters and buffers by role and name; half of a step does not know which are its module's."""
     homes = [(recording.program.storages[recording.storage_of[slot]], one) for slot, one in recording.given.items()]
     return [(home.role, home.name, one) for home, one in homes if home.role in ("parameter", "buffer")]
 
@@ -297,7 +297,7 @@ def _given_names(recording: Recording) -> dict[str, str]:
 
 
 def _require_same_results(kind: str, made: Recording, recorded: Recorded) -> None:
-    """Raise CaptureError for launches that were not seen, and for results of other types or strides than eager's.
+    """Raise CaptureError for unseen launches, and for results of other types or strides than eager's.
 
     Fused optimizers refuse gradients of other strides.
     """

@@ -1,4 +1,4 @@
-"""From a recording to an FX graph: what the model computes, as a graph of pure operators that rewrites can change.
+"""From a recording to an FX graph of pure operators, which rewrites can change.
 
 In-place operators become their functional forms if nothing else looks at the memory they write. The others stay as they
 are, in order, and everything on their memory is *pinned*: rewrites leave it alone. Every node knows which eager calls
@@ -148,7 +148,7 @@ def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
 
 
 def recorded_ancestor(node: fx.Node) -> fx.Node:
-    """Return the node if it was recorded, else what rewrites made it of, first inputs first: a weight, mostly."""
+    """Return the node if it was recorded, else the one that rewrites made it of: a weight, mostly."""
     while reference_of(node) is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -216,7 +216,7 @@ class _Lifting:
         return all(size == 1 or a == b for size, a, b in strides)
 
     def _reshaped(self, step: Step) -> Step:
-        """Make a view of a window that shows all of a tensor, row by row as it is; autograd takes such windows."""
+        """Make a view of a window on all of a tensor, row by row as it is; autograd takes such windows."""
         before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
         whole = (before.offset, before.numel, before.dtype) == (after.offset, after.numel, after.dtype)
         if not (whole and row_by_row(before.sizes, before.strides) and row_by_row(after.sizes, after.strides)):
@@ -328,7 +328,7 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _exact(recording: Recording) -> frozenset[int]:
-    """Find slots whose strides count even where they address nothing: results, and what fused optimizers compare."""
+    """Find slots whose strides count even for sizes of 1: results, and what fused optimizers compare."""
     calls = recording.program.calls
     updates = (step for step in recording.steps if step.call is not None and calls[step.call].phase == "optimizer")
     return frozenset(recording.outputs).union(*(step.reads for step in updates))
@@ -367,7 +367,7 @@ def _written_slots(step: Step) -> tuple[int, ...]:
 
 @cache
 def _without_write(func: Any) -> Any:
-    """Find ``relu`` for ``relu_``: the same operator with a new result; None if none has the same arguments."""
+    """Find ``relu`` for ``relu_``: the operator with a new result; None if none has the same arguments."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     if not name.endswith("_") or name.startswith("_") or name.removesuffix("_") in _TRUTHS:

@@ -53,7 +53,7 @@ def is_sound(module: fx.GraphModule) -> None:
 
 
 def traced(function: Callable[..., Any], *tensors: torch.Tensor) -> fx.GraphModule:
-    """What ``make_fx`` sees, with the notes that ``lift`` leaves on every node."""
+    """Trace with ``make_fx``, and note on every node what ``lift`` notes."""
     module = make_fx(function)(*tensors)
 
     class Noting(fx.Interpreter):
