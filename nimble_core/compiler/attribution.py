@@ -1,4 +1,4 @@
-"""Which eager calls each compiled kernel stands for: what the compiler says, corrected by who writes what.
+"""Which eager calls each kernel stands for: what the compiler says, corrected by who writes what.
 
 Inductor names, for a kernel, all that went into what it fused and into what it reads: the convolution that a pointwise
 kernel finishes, but also that of the kernel before. Here an eager call belongs to the first kernel that does it, and
@@ -55,7 +55,7 @@ def attributed(program: Program, eager: Program) -> Program:
 
 
 def _in_phases(calls: Sequence[Call], eager: Program) -> Iterator[Call]:
-    """Put calls in the phase of the last eager call that they stand for, or else in that of the call before."""
+    """Put calls in the phase of the last eager call they stand for, or else of the call before."""
     phase: Phase = "forward"
     for call in calls:
         if call.eager:
@@ -74,7 +74,7 @@ def _library_calls(program: Program, eager: Program) -> dict[int, int]:
 
 
 def _between(calls: list[Call], before: list[int], eager: Program, unclaimed: set[int]) -> list[Call]:
-    """Give calls that name nothing the unclaimed eager calls between what they read and who reads them."""
+    """Give calls that name nothing the unclaimed eager calls between what they read and their readers."""
     done = list(calls)
     made_by: dict[int, Call] = {}
     for place, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Inductor as a maker of kernels: a graph goes in, a function that launches compiled kernels comes out.
+"""Inductor as a maker of kernels: from a graph to a function that launches compiled kernels.
 
 The function is run under the recorder like any model. Inductor writes a comment above every launch that names the nodes
 of the graph it stands for; from it one learns where each kernel comes from.
@@ -98,8 +98,9 @@ def compile_graph(
 
 @contextmanager
 def _kept_on_disk(module: fx.GraphModule) -> Iterator[None]:
-    """Let Inductor keep on disk what it compiles inside: it does so only where shapes might vary, and here none does.
+    """Let Inductor keep on disk what it compiles inside.
 
+    By itself it does so only where shapes might vary, and here none does.
     Its keys tell what a graph computes. Ours also tell how its nodes are called, which comments in the code repeat, and
     how we have code written.
     """
@@ -136,7 +137,7 @@ def _host_kernels_commented() -> Iterator[None]:
 
 @contextmanager
 def _kernels_that_wait() -> Iterator[Mapping[str, Any]]:
-    """Let Inductor's Triton kernels wait, before all else, for the end of what they may be launched ahead of.
+    """Let Inductor's Triton kernels first wait for the end of what they may be launched ahead of.
 
     By itself Inductor has them wait for what precedes them in its own order, and before the access that needs it. A
     schedule has another order, other memory and several streams. Inductor would also launch them ahead itself; here the

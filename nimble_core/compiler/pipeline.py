@@ -1,4 +1,4 @@
-"""Other kernels for the same model: lift, rewrite, split off constants, compile if asked to, and record again.
+"""Other kernels for the same model: lift, rewrite, split off constants, compile, record again.
 
 What comes out is a ``Recorded`` like the eager one, whose calls stand for eager calls. Everything after it (hazards,
 policies, memory, capture, checks) is the same.
@@ -38,13 +38,14 @@ from nimble_core.compiler.passes.rng import draws_apart
 from nimble_core.compiler.passes.split_backward import split_backward
 from nimble_core.compiler.passes.split_constants import split_constants
 from nimble_core.compiler.rerecord import tracked
-from nimble_core.compiler.to_fx import calls_of, lift, reference_of
+from nimble_core.compiler.to_fx import calls_of, draws, lift, pinned, reference_of
 from nimble_core.ir.call_graph import build_graph
 from nimble_core.ir.program import Fuse, KernelChoice, Origin, Program, Role
 from nimble_core.runtime.device import Device
 from nimble_core.scheduling.saved_plan import Plan
 from nimble_core.tracing.autocast import no_autocast
 from nimble_core.tracing.kernel_launches import Relaunch
+from nimble_core.tracing.operator_traits import fills
 from nimble_core.tracing.recorded import Recorded, state_kept
 from nimble_core.tracing.recording import Recording
 from nimble_core.tracing.rewritten import Provenance, Rewritten
@@ -165,7 +166,7 @@ def _rewritten(device: Device, recorded: Recorded, decisions: Decisions, *, comp
 
 
 def _rewritten_step(device: Device, recorded: Recorded, decisions: Decisions, *, compiled: bool) -> fx.GraphModule:
-    """Lift a training step, or half of one, and rewrite it, with its convolutions channels last if that is faster."""
+    """Lift and rewrite a training step, or half of one, channels last if that is faster."""
     module, turned = (_lifted_step(recorded, compiled=compiled) for _ in range(2))
     if to_channels_last(turned):
         turned.recompile()
@@ -192,11 +193,11 @@ def _lifted_step(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
 def _lifted(recorded: Recorded, *, compiled: bool) -> fx.GraphModule:
     module = lift(recorded.recording)
     if compiled:
-        _refuse_opaque(module)
+        _refuse_opaque(module, recorded.recording.program)
     return module
 
 
-def _refuse_opaque(module: fx.GraphModule) -> None:
+def _refuse_opaque(module: fx.GraphModule, program: Program) -> None:
     """Raise CaptureError for what Inductor cannot look into, or computes otherwise."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten._reshape_alias.default:
@@ -209,6 +210,19 @@ def _refuse_opaque(module: fx.GraphModule) -> None:
                 "the model launches kernels past torch's dispatcher, which Inductor cannot take into a graph",
                 fix='Options(fuse="library"), or wrap them with torch.library.triton_op',
             )
+        if _draws_into_part(node, program):
+            raise CaptureError(
+                "the model draws random numbers into a part of a tensor, which Inductor leaves out if nobody reads it",
+                fix='draw a tensor of their own and copy it, or Options(fuse="library")',
+            )
+
+
+def _draws_into_part(node: fx.Node, program: Program) -> bool:
+    """Whether a node fills memory with random numbers of which the graph also holds other parts."""
+    if not draws(node) or not pinned(node) or not fills(node.target):
+        return False
+    filled = reference_of(node.all_input_nodes[0])
+    return filled is not None and program.storages[filled.storage].role == "intermediate"
 
 
 def _widened(signature: Signature, module: fx.GraphModule) -> Signature:
@@ -226,17 +240,17 @@ def _compiled(
 ) -> tuple[Run, Provenance]:
     """Compile a graph; calls that draw random numbers, and an optimizer's, stay as they are."""
     program = recorded.recording.program
-    draws, module = draws_apart(module, recorded.signature.device)
+    ahead, module = draws_apart(module, recorded.signature.device)
     updates = None
     last = next((node for node in module.graph.nodes if _updates(node, program)), None)
     if last is not None:
         module, updates = cut_before(module, last)
         keep_strides(module, exactly=True)
     stages = []
-    if draws is not None:
-        stages.append(tracked(draws, program))
+    if ahead is not None:
+        stages.append(tracked(ahead, program))
         with torch.no_grad():
-            inputs = draws(*inputs)
+            inputs = ahead(*inputs)
     stages.append((compile_graph(module, inputs, thorough=thorough), provenance_in_code(module, program)))
     if recorded.trained:
         stages.append(tracked(results_laid_out(module, free=recorded.copied_out), program))
@@ -269,7 +283,7 @@ def _updates(node: fx.Node, program: Program) -> bool:
 
 
 def _owned(recording: Recording) -> list[tuple[Role, str, torch.Tensor]]:
-    """Parameters and buffers by role and name; half of a training step does not know which are its module's."""
+    """List parameters and buffers by role and name; half of a step does not know which are its module's."""
     homes = [(recording.program.storages[recording.storage_of[slot]], one) for slot, one in recording.given.items()]
     return [(home.role, home.name, one) for home, one in homes if home.role in ("parameter", "buffer")]
 
@@ -283,7 +297,7 @@ def _given_names(recording: Recording) -> dict[str, str]:
 
 
 def _require_same_results(kind: str, made: Recording, recorded: Recorded) -> None:
-    """Raise CaptureError for launches that were not seen, and for results of other types or strides than eager's.
+    """Raise CaptureError for unseen launches, and for results of other types or strides than eager's.
 
     Fused optimizers refuse gradients of other strides.
     """

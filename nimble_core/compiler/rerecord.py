@@ -1,4 +1,4 @@
-"""A rewritten graph as a function to record, which knows the eager calls that each of its calls stands for."""
+"""A rewritten graph as a function to record, which knows what eager calls its calls stand for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["provenance_of", "tracked"]
 
 
 def provenance_of(program: Program, calls: Sequence[int], operator: str) -> tuple[tuple[Origin, ...], tuple[int, ...]]:
-    """Return the origins of eager calls, each once, or the operator alone if there are none; and the calls."""
+    """Return origins of eager calls, each once, or the operator alone if there are none; and the calls."""
     origins = dict.fromkeys(origin for call in calls for origin in program.calls[call].origins)
     return tuple(origins) or (Origin(operator),), tuple(calls)
 

@@ -1,4 +1,4 @@
-"""From a recording to an FX graph: what the model computes, as a graph of pure operators that rewrites can change.
+"""From a recording to an FX graph of pure operators, which rewrites can change.
 
 In-place operators become their functional forms if nothing else looks at the memory they write. The others stay as they
 are, in order, and everything on their memory is *pinned*: rewrites leave it alone. Every node knows which eager calls
@@ -148,7 +148,7 @@ def made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
 
 
 def recorded_ancestor(node: fx.Node) -> fx.Node:
-    """Return the node if it was recorded, else what rewrites made it of, first inputs first: a weight, mostly."""
+    """Return the node if it was recorded, else the one that rewrites made it of: a weight, mostly."""
     while reference_of(node) is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -190,6 +190,8 @@ class _Lifting:
             if argument.kwarg_only or argument.name not in named:
                 break
             args = (*args, named.pop(argument.name))
+        if functional and fills(step.func):
+            args = (self._unfilled(args[0]), *args[1:])
         name = f"{CALL_PREFIX}{step.call}" if step.call is not None else None
         target = functional or _RESHAPES.get(step.func) or _SPLITS.get(step.func, step.func)
         node = self.graph.create_node("call_function", target, args, named, name=name)
@@ -214,7 +216,7 @@ class _Lifting:
         return all(size == 1 or a == b for size, a, b in strides)
 
     def _reshaped(self, step: Step) -> Step:
-        """Make a view of a window that shows all of a tensor, row by row as it is; autograd takes such windows."""
+        """Make a view of a window on all of a tensor, row by row as it is; autograd takes such windows."""
         before, after = self.recording.refs[step.reads[0]], self.recording.refs[step.outputs[0]]
         whole = (before.offset, before.numel, before.dtype) == (after.offset, after.numel, after.dtype)
         if not (whole and row_by_row(before.sizes, before.strides) and row_by_row(after.sizes, after.strides)):
@@ -230,7 +232,7 @@ class _Lifting:
         self.take(slot, add_call(self.graph, laid_out, (node, recorded.strides), (node,)))
 
     def _functional(self, step: Step, written: Sequence[int], position: int) -> Any:
-        """Find the operator without its write in place, or itself if it fills fresh memory; None if others see it."""
+        """Find the operator without its write in place, or itself if it fills memory; None if others see that."""
         if len(written) != 1 or written[0] not in self.value:
             return None
         slot, recording = written[0], self.recording
@@ -243,8 +245,15 @@ class _Lifting:
             return None
         if pinned(self.value[slot]) or len({recording.refs[read].dtype for read in step.reads}) > 1:
             return None  # of mixed types the functional form may give another one
-        fresh = self.value[slot].target is torch.ops.aten.empty_strided.default and not self.value[slot].users
-        return step.func if fresh and fills(step.func) else _without_write(step.func)
+        return step.func if fills(step.func) else _without_write(step.func)
+
+    def _unfilled(self, node: fx.Node) -> fx.Node:
+        """Return memory like that of ``node`` which nobody has read, to be filled with random numbers."""
+        if node.target is torch.ops.aten.empty_strided.default and not node.users:
+            return node
+        made = self.graph.call_function(torch.ops.aten.empty_like.default, (node,))
+        made.meta[_REF] = node.meta[_REF]
+        return made
 
     def _take_all(self, step: Step, node: fx.Node) -> None:
         """Let all results of a step be the value of their slots."""
@@ -319,7 +328,7 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _exact(recording: Recording) -> frozenset[int]:
-    """Find slots whose strides count even where they address nothing: results, and what fused optimizers compare."""
+    """Find slots whose strides count even for sizes of 1: results, and what fused optimizers compare."""
     calls = recording.program.calls
     updates = (step for step in recording.steps if step.call is not None and calls[step.call].phase == "optimizer")
     return frozenset(recording.outputs).union(*(step.reads for step in updates))
@@ -358,7 +367,7 @@ def _written_slots(step: Step) -> tuple[int, ...]:
 
 @cache
 def _without_write(func: Any) -> Any:
-    """Find ``relu`` for ``relu_``: the same operator with a new result; None if none has the same arguments."""
+    """Find ``relu`` for ``relu_``: the operator with a new result; None if none has the same arguments."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     if not name.endswith("_") or name.startswith("_") or name.removesuffix("_") in _TRUTHS:

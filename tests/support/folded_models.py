@@ -45,7 +45,7 @@ class Counted:
 
 
 def made() -> Foldable:
-    """A model whose every weight matters, in evaluation mode."""
+    """Make a model whose every weight matters, in evaluation mode."""
     torch.manual_seed(0)
     model = Foldable()
     with torch.no_grad():
@@ -56,12 +56,12 @@ def made() -> Foldable:
 
 
 def example(seed: int = 0) -> torch.Tensor:
-    """An input."""
+    """Draw an input."""
     return torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def folds_of(model: Foldable) -> Counted:
-    """Folded convolution weight (channels last) and bias, joined weights and biases."""
+    """Compute a folded convolution weight (channels last) and bias, and joined weights and biases."""
     joined = (model.q, model.k, model.v)
 
     def compute() -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ def folds_of(model: Foldable) -> Counted:
 
 
 def folded(model: Foldable) -> Folded:
-    """The folds of ``model`` as values."""
+    """Return the folds of ``model`` as values."""
     compute = folds_of(model)
     with torch.no_grad():
         constants = tuple(value.clone() for value in compute.compute())

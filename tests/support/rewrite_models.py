@@ -138,79 +138,84 @@ class Drawn(nn.Module):
             ]
             made = [layer(rows) for layer in layers]
             return [*made, layers[0](rows), (torch.cat(made, 1).sum() + x)]
-        return self._simple(name, values, x, other, b, c)
-
-    def _simple(
-        self, name: str, values: list[torch.Tensor], x: torch.Tensor, other: torch.Tensor, b: int, c: int
-    ) -> Any:
-        if name == "relu":
-            return x.relu()
-        if name == "relu_":
-            return x.relu_()
-        if name == "sigmoid":
-            return torch.sigmoid(x)
-        if name == "add":
-            return x + other
-        if name == "add_":
-            return x.add_(other, alpha=1 + c % 2)
-        if name == "iadd":
-            x += other.float()
-            return x
-        if name == "mul_":
-            return x.mul_(0.5)
-        if name == "cat":
-            return torch.cat([x, other], 1)[:, : 2 + c % 5]
-        if name == "max_pool":
-            return F.max_pool2d(x, 3, 1, 1) if c % 2 else F.max_pool2d(x, 1)
-        if name == "avg_pool":
-            return F.avg_pool2d(x, 2, 1) if min(x.shape[2:]) > 1 else x * 1
-        if name == "slice":
-            return x[:, : 1 + c % x.shape[1]]
-        if name == "slice_":
-            x[:, c % x.shape[1]].mul_(2)
-            return x
-        if name == "fill_slice":
-            x[:, :, c % x.shape[2]] = other[:, :, 0]
-            return x
-        if name == "view_":
-            seen = x.reshape(-1)
-            seen.add_(1)
-            return [seen, x]
-        if name == "flat_view":
-            seen = x.flatten(1)
-            x.relu_()
-            return [seen, seen * 2]
-        if name == "transposed_view":
-            return x.transpose(2, 3)
-        if name == "chunk":
-            return list(x.chunk(2, 1))
-        if name == "made_inside":
-            made = torch.arange(x.shape[3], dtype=x.dtype) * 0.1 + torch.ones(x.shape[3], dtype=x.dtype)
-            return x + made if c % 2 else [made, x + made * self.scale]
-        if name == "mean":
-            return [x.mean((2, 3)), x]
-        if name == "count":
-            self.count += 1
-            return x + self.count * 0.1
-        if name == "compare_":
-            mask = x.clone()
-            return mask.gt_(100.0) + x
-        if name == "squeeze_inside":
-            made = x * 1
-            made.unsqueeze_(0)
-            made.squeeze_(0)
-            return made
-        if name == "copy_":
-            return x.clone().copy_(other)
         if name == "input_":
             values[0].mul_(0.9)
             return x * 1
-        if name == "zero_dead":
-            x.sin()
-            torch.zeros(3).add_(1)
-            return x - 1
-        assert name == "clone"
-        return x.clone()
+        if name == "count":
+            self.count += 1
+            return x + self.count * 0.1
+        if name == "made_inside":
+            made = torch.arange(x.shape[3], dtype=x.dtype) * 0.1 + torch.ones(x.shape[3], dtype=x.dtype)
+            return x + made if c % 2 else [made, x + made * self.scale]
+        return SIMPLE[name](x, other, c)
+
+
+def _iadd(x: torch.Tensor, other: torch.Tensor, c: int) -> torch.Tensor:
+    x += other.float()
+    return x
+
+
+def _slice_written(x: torch.Tensor, other: torch.Tensor, c: int) -> torch.Tensor:
+    x[:, c % x.shape[1]].mul_(2)
+    return x
+
+
+def _fill_slice(x: torch.Tensor, other: torch.Tensor, c: int) -> torch.Tensor:
+    x[:, :, c % x.shape[2]] = other[:, :, 0]
+    return x
+
+
+def _view_written(x: torch.Tensor, other: torch.Tensor, c: int) -> list[torch.Tensor]:
+    seen = x.reshape(-1)
+    seen.add_(1)
+    return [seen, x]
+
+
+def _flat_view(x: torch.Tensor, other: torch.Tensor, c: int) -> list[torch.Tensor]:
+    seen = x.flatten(1)
+    x.relu_()
+    return [seen, seen * 2]
+
+
+def _squeeze_inside(x: torch.Tensor, other: torch.Tensor, c: int) -> torch.Tensor:
+    made = x * 1
+    made.unsqueeze_(0)
+    made.squeeze_(0)
+    return made
+
+
+def _zero_dead(x: torch.Tensor, other: torch.Tensor, c: int) -> torch.Tensor:
+    x.sin()
+    torch.zeros(3).add_(1)
+    return x - 1
+
+
+SIMPLE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
+    "relu": lambda x, other, c: x.relu(),
+    "relu_": lambda x, other, c: x.relu_(),
+    "sigmoid": lambda x, other, c: torch.sigmoid(x),
+    "add": lambda x, other, c: x + other,
+    "add_": lambda x, other, c: x.add_(other, alpha=1 + c % 2),
+    "iadd": _iadd,
+    "mul_": lambda x, other, c: x.mul_(0.5),
+    "cat": lambda x, other, c: torch.cat([x, other], 1)[:, : 2 + c % 5],
+    "max_pool": lambda x, other, c: F.max_pool2d(x, 3, 1, 1) if c % 2 else F.max_pool2d(x, 1),
+    "avg_pool": lambda x, other, c: F.avg_pool2d(x, 2, 1) if min(x.shape[2:]) > 1 else x * 1,
+    "slice": lambda x, other, c: x[:, : 1 + c % x.shape[1]],
+    "slice_": _slice_written,
+    "fill_slice": _fill_slice,
+    "view_": _view_written,
+    "flat_view": _flat_view,
+    "transposed_view": lambda x, other, c: x.transpose(2, 3),
+    "chunk": lambda x, other, c: list(x.chunk(2, 1)),
+    "mean": lambda x, other, c: [x.mean((2, 3)), x],
+    "compare_": lambda x, other, c: x.clone().gt_(100.0) + x,
+    "squeeze_inside": _squeeze_inside,
+    "copy_": lambda x, other, c: x.clone().copy_(other),
+    "zero_dead": _zero_dead,
+    "clone": lambda x, other, c: x.clone(),
+}
+"""What an instruction does with one tensor, another of its shape, and a number."""
 
 
 def _instructions(names: Sequence[str]) -> st.SearchStrategy[Code]:
@@ -222,7 +227,7 @@ def _instructions(names: Sequence[str]) -> st.SearchStrategy[Code]:
 def drawn_models(
     draw: st.DrawFn, names: Sequence[str] = IMAGE_OPS, dtype: torch.dtype = torch.float64
 ) -> tuple[Drawn, tuple[torch.Tensor, ...]]:
-    """A random model and its inputs."""
+    """Draw a random model and its inputs."""
     code = draw(_instructions(names))
     outputs = draw(st.lists(st.integers(0, 12), max_size=3))
     training, batch, size = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.sampled_from([1, 4, 5]))
@@ -248,19 +253,19 @@ class Effects:
 
 
 def recorded(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Recorded:
-    """A recording on the host."""
+    """Record a model on the host."""
     signature = Signature(args, kwargs)
     return record_static(HostDevice(), model, signature, strict=True, step=lambda name: nullcontext())
 
 
 def lifted(model: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorded, fx.GraphModule]:
-    """A recording, and the graph that it is lifted to."""
+    """Record a model on the host, and lift it."""
     one = recorded(model, *args, **kwargs)
     return one, lift(one.recording)
 
 
 def live(one: Recorded) -> list[torch.Tensor]:
-    """The tensors that a model has besides its inputs."""
+    """Return the tensors that a model has besides its inputs."""
     owned: list[torch.Tensor] = []
     if isinstance(one.model, nn.Module):
         owned = [*one.model.parameters(), *one.model.buffers()]
@@ -268,7 +273,7 @@ def live(one: Recorded) -> list[torch.Tensor]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides."""
+    """Copy a tensor with its strides."""
     if any(stride == 0 for stride in tensor.stride()):
         return tensor.detach().clone()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -276,7 +281,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def effects(run: Callable[..., Any], one: Recorded) -> Effects:
-    """What ``run`` does to copies of the inputs and to the model, which is put back."""
+    """Return what ``run`` does to copies of the inputs and to the model, which is put back."""
     mine = live(one)
     before = [tensor.clone() for tensor in mine]
     inputs = [copied(tensor) for tensor in one.signature.tensors]
@@ -291,7 +296,7 @@ def effects(run: Callable[..., Any], one: Recorded) -> Effects:
 
 
 def eager_effects(one: Recorded) -> Effects:
-    """What the model itself does."""
+    """Return what the model itself does."""
     build = builder(one.signature.structure)
 
     def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -328,7 +333,7 @@ def same(found: Effects, wanted: Effects, tolerance: float = 0.0, *, strides: bo
 def unchanged_by(
     rewrite: Callable[[fx.GraphModule], object], one: Recorded, tolerance: float = 1e-10, *, strides: bool = False
 ) -> fx.GraphModule:
-    """The graph after ``rewrite``, found to be sound and to do what eager does."""
+    """Rewrite a lifted graph, check that it is sound and does what eager does, and return it."""
     module = lift(one.recording)
     wanted = eager_effects(one)
     rewrite(module)
@@ -344,7 +349,7 @@ def claimed(module: fx.GraphModule) -> set[int]:
 
 
 def targets(module: fx.GraphModule) -> list[str]:
-    """What the graph runs, in order."""
+    """List what the graph runs, in order."""
     return [
         str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
         for node in module.graph.nodes
@@ -352,7 +357,7 @@ def targets(module: fx.GraphModule) -> list[str]:
 
 
 def fake_timer(numbers: Sequence[float]) -> Timer:
-    """A timer that runs every call once, and then says the given times in turn."""
+    """Make a timer that runs every call once, and then returns the given times in turn."""
 
     def timer(calls: Sequence[Timed]) -> list[float | None]:
         for one in calls:
@@ -364,7 +369,7 @@ def fake_timer(numbers: Sequence[float]) -> Timer:
 
 
 def results_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inductor does on GPUs with products of odd widths; here it is done to all results with two dimensions."""
+    """Pad all results with two dimensions, as Inductor does on GPUs with products of odd widths."""
     compile_graph = pipeline.compile_graph
 
     def compiled_and_padded(module: Any, inputs: Any, **how: Any) -> Any:

@@ -126,7 +126,7 @@ def _is_image(node: Any) -> bool:
 
 
 def _is_single_pixel(node: fx.Node) -> bool:
-    """Whether images are single pixels: libraries and compilers disagree on the layout that their strides mean."""
+    """Whether images are single pixels: their strides mean no layout that all libraries agree on."""
     recorded = reference_of(node)
     return recorded is not None and recorded.sizes[2:] == (1, 1)
 
@@ -145,7 +145,7 @@ def _is_channels_last(node: fx.Node) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether an image is computed, and so is channels last already, rather than given or a view of what is given."""
+    """Whether an image is computed, and so channels last already, and not given or a view of that."""
     while node.op == "call_function" and node.args:
         source = node.args[0]
         mine, theirs = reference_of(node), reference_of(source) if isinstance(source, fx.Node) else None
@@ -177,7 +177,7 @@ def keep_strides(module: fx.GraphModule, *, exactly: bool = False, free: int = 0
 
 
 def results_laid_out(module: fx.GraphModule, *, free: int = 0) -> fx.GraphModule:
-    """Make a graph that gives a compiler's results of ``module`` eager's types and strides, where they differ.
+    """Make a graph that gives the results of compiled kernels eager's types and strides.
 
     Compilers pad the rows of products, and may hand out the padded memory for what the graph says is contiguous. They
     keep statistics of norms in float32 where torch's kernels for the host round them to half precision.

@@ -1,4 +1,4 @@
-"""The ways to compute a convolution with what follows it: one form for each routine that a library offers.
+"""The ways to compute a convolution with what follows it: a form for each library routine.
 
 After folding, a convolution is followed by its bias, often by a sum and a ReLU. Libraries have single calls for that
 (cuDNN on CUDA, oneDNN on the host), a 1x1 convolution is a matrix product, and a depthwise one has kernels of its own.
@@ -107,7 +107,7 @@ def _plain(site: Site) -> Routine:
 
 
 def _separate(site: Site, bare: Routine, *, adds_bias: bool = False) -> Form:
-    """Make a convolution and then each thing that follows it; one that ``adds_bias`` itself has no bare form."""
+    """Make a convolution, then all that follows; one that ``adds_bias`` itself has no bare form."""
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:
         out = bare(x, weight, bias if adds_bias else None, None)
@@ -144,7 +144,7 @@ def _on_cuda(site: Site) -> dict[str, Form]:
 
 
 def _cudnn(site: Site, *, tuned: bool, other: bool) -> Routine:
-    """Make cuDNN's convolution: ``tuned`` by trial in any case, and ``other`` than eager's to cuDNN's memory."""
+    """Make cuDNN's convolution, ``tuned`` by trial or not, and to cuDNN ``other`` than eager's."""
     stride, padding, dilation, groups = site.parameters
 
     def run(x: Any, weight: Any, bias: Any, addend: Any) -> Any:

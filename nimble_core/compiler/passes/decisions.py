@@ -51,7 +51,7 @@ class Decisions:
         return self.times[key]
 
     def second_is_faster(self, key: Hashable, calls: Callable[[], Sequence[Timed]]) -> bool:
-        """Whether the second of two calls takes less time; False if nothing is measured, or if one of them fails."""
+        """Whether the second of two calls takes less time; False if unmeasured, or if one fails."""
         times = self.times_ns(key, calls)
         return times is not None and times[1] < times[0] < math.inf
 

@@ -33,7 +33,7 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 def bring_seeds(module: fx.GraphModule) -> int:
-    """Let backwards of attention with dropout find seeds that were made ahead of the graph, and return how many do."""
+    """Let backwards of attention find dropout seeds made ahead of the graph, and return how many do."""
     count = 0
     for node in module.graph.nodes:
         if node.target in _BACKWARDS and _drops_as_given(node):
@@ -69,7 +69,7 @@ def _bringing(func: OpOverload) -> OpOverload:
 
 
 def _define(name: str, signature: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """Define an operator whose arguments keep the layout they were recorded in, as libraries' kernels need it."""
+    """Define an operator whose arguments keep their recorded layout, as libraries' kernels need it."""
     _library.define(signature, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
     _library.impl(name, run, "CUDA")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", shapes, lib=_library)

@@ -1,4 +1,4 @@
-"""Batch normalisation in evaluation mode, as a scale and a shift of the convolution before it, and then in its weights.
+"""Batch normalisation in evaluation mode: a scale and shift, and then part of a convolution's weights.
 
 With fixed statistics, normalisation scales and shifts each channel. A compiler does that while it stores what follows,
 in float32, with the weights as they are. A library wants it inside the convolution: scaled weights and a bias do the
@@ -63,13 +63,13 @@ def shift_as(shift: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Compute ``x * scale + shift`` by channel, in the type of scale and shift; the result is of the type of ``x``."""
+    """Compute ``x * scale + shift`` by channel, in their type, and return it in the type of ``x``."""
     shape = [1, -1] + [1] * (x.dim() - 2)
     return (x.to(scale.dtype) * scale.view(shape) + shift.view(shape)).to(x.dtype)
 
 
 def affine_norms(module: fx.GraphModule) -> int:
-    """Make every batch normalisation that alone reads a convolution's result a scale and a shift, and return how many.
+    """Make batch norms that alone read a convolution's result scales and shifts, and return how many.
 
     Weights and statistics have to be given tensors that nobody writes. The convolution's bias becomes part of it.
     """
@@ -110,7 +110,7 @@ def _separate(graph: fx.Graph, norm: fx.Node) -> bool:
 
 
 def fold_affine(module: fx.GraphModule) -> int:
-    """Move every scale and shift that alone reads a convolution's result into its weights, and return how many."""
+    """Move scales and shifts that alone read a convolution into its weights, and return how many."""
     count = 0
     for node in list(module.graph.nodes):
         convolution = node.args[0] if node.target is affine else None

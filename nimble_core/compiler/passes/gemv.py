@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 def row_products_as_sums(module: fx.GraphModule) -> int:
-    """Replace products of a single row, 1x1 convolutions of a single pixel among them, and return how many."""
+    """Replace products of one row, and 1x1 convolutions of one pixel, and return how many."""
     count = 0
     for node in list(module.graph.nodes):
         if node.op != "call_function" or pinned(node):

@@ -39,7 +39,7 @@ _CONVOLUTION, _PRODUCTS = _aten.convolution.default, (_aten.addmm.default, _aten
 
 @dataclass(frozen=True, slots=True)
 class _Sibling:
-    """A product or convolution whose weight, ``[out, in, ...]``, and bias are computed from given tensors alone."""
+    """A product or convolution whose weight, ``[out, in, ...]``, and bias come from given tensors alone."""
 
     node: fx.Node
     source: fx.Node

@@ -183,7 +183,7 @@ def _multiple(node: fx.Node) -> int:
 
 
 def _odd_size(product: _Product) -> int:
-    """Find the largest size of a large product that is no multiple of what is loaded at a time; 0 if none is."""
+    """Find the largest size of a large product that is no multiple of what is loaded at once, or 0."""
     rows, terms, columns = product.sizes
     if rows * terms * columns < _LEAST_WORK:
         return 0
@@ -195,7 +195,7 @@ def _odd_size(product: _Product) -> int:
 
 
 def _takes_any_strides(reader: fx.Node) -> bool:
-    """Whether an operator, and who reads its views, computes the same of a tensor that is not row after row in memory.
+    """Whether an operator, and who reads its views, computes the same of a tensor of any strides.
 
     Not all of torch's do: autograd's formulas give some kernels what is contiguous already, and these do not look.
     """
@@ -246,7 +246,7 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def _may_widen(base: fx.Node, source: fx.Node, size: int) -> bool:
-    """Whether a matrix is all of an input, row after row, whose readers take any strides and do not return it."""
+    """Whether a matrix is all of an input whose readers take any strides and do not return it."""
     matrix, given = reference_of(base), reference_of(source)
     if matrix is None or given is None or pinned(source) or given.sizes[-1:] != (size,) or size in matrix.sizes[:1]:
         return False
@@ -259,7 +259,7 @@ def _may_widen(base: fx.Node, source: fx.Node, size: int) -> bool:
 
 
 def _pays(padding: _Padding, device: torch.device, decisions: Decisions) -> bool:
-    """Whether products and the copies for their padding take clearly less time than the products as they are."""
+    """Whether padded products, with the copies they need, take clearly less time than those as they are."""
     if decisions.timer is None:
         return False
     try:
@@ -366,7 +366,7 @@ def _rows(graph: fx.Graph, source: fx.Node, columns: int, product: fx.Node) -> f
 
 
 def _padded(graph: fx.Graph, operand: _Operand, product: fx.Node, padding: _Padding) -> tuple[fx.Node, fx.Node]:
-    """Pad a matrix, and return it and what others read now: of a computed matrix, a part of the padded one."""
+    """Pad a matrix, and return it and what others read: of a computed one, a part of the padded one."""
     base, sizes = operand.base, operand.sizes
     computed = base.op == "call_function" and not any(user.op == "output" for user in base.users)
     with graph.inserting_after(base) if computed else graph.inserting_before(product):

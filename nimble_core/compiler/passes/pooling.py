@@ -1,4 +1,4 @@
-"""Pooling in the layout in which it is fast: torch's own pools can take many times as long channels last.
+"""Pooling in its fast layout: torch's own pools can take many times as long channels last.
 
 Changing the layout there and back costs two copies; whether that pays is measured for each distinct pool.
 """

@@ -1,4 +1,4 @@
-"""Gradients that one call computes independently, as calls of their own: the rest of the backward waits for one only.
+"""Independent gradients of one call as calls of their own, so that the backward waits for one only.
 
 Autograd asks one operator for all gradients of a layer. A call runs on one stream, so the layer before would wait for
 the gradients of weights too, which nobody reads until the optimizer does. Split is what separate kernels compute:
@@ -55,7 +55,7 @@ def split_backward(module: fx.GraphModule) -> int:
 
 
 def _parts(node: fx.Node) -> list[list[fx.Node]]:
-    """Results of a node that are read, in groups that need nothing of each other; none if it stays as it is."""
+    """Group results that are read and need nothing of each other; no groups if a node stays as it is."""
     if node.target not in _APART:
         return []
     computed = [place for place, wanted in enumerate(arguments_of(node)["output_mask"]) if wanted]

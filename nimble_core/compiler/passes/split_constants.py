@@ -29,7 +29,7 @@ _GROWTH_NBYTES = 64 << 20
 
 
 def split_constants(module: fx.GraphModule, names: dict[str, str]) -> Folded | None:
-    """Cut ``module`` down to what depends on its inputs; what it reads instead becomes attributes ``folded_<n>``.
+    """Cut ``module`` down to what depends on its inputs; the rest becomes attributes ``folded_<n>``.
 
     Args:
         module: changed in place.
@@ -114,7 +114,7 @@ def _pure(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a constant node has a value of its own (a view of a weight reads live weights, and costs nothing)."""
+    """Whether a constant has a value of its own: a view of a weight reads live weights at no cost."""
     while is_view(node.target) and node.op == "call_function":
         if not node.all_input_nodes:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,50 +14,59 @@ from nimble_core.ir.program import Access, Call, Origin, Program, Storage, Tenso
 from tests.support.rewrite_models import lifted
 from tests.support.strategies import programs
 
-EAGER_CALLS = 6
+Kernel = tuple[str, tuple[int, ...], int | None, int]
+"""Operator, eager calls that the compiler names, storage read, storage written."""
+
+CONV, MM, RELU, COPY = "aten.convolution.default", "aten.addmm.default", "triton_relu", "aten.clone.default"
+ATTENTION = "aten._scaled_dot_product_flash_attention.default"
 
 
-def eager_program() -> Program:
-    calls = tuple(
-        Call(index, f"aten.op{index}.default", (), (), origins=(Origin(f"aten.op{index}.default", f"m{index}"),))
-        for index in range(EAGER_CALLS)
-    )
-    return Program(calls=calls, storages=(), inputs=(), outputs=())
+def program_of(kernels: list[Kernel]) -> Program:
+    """Make a program of kernels, each on one storage read and one written."""
+    refs = [TensorRef(n, 0, (4,), (1,), "float32", 4) for n in range(12)]
+    calls = []
+    for index, (operator, named, read, written) in enumerate(kernels):
+        accesses = (Access(refs[read], write=False),) if read is not None else ()
+        origins = tuple(Origin(f"eager{one}") for one in named) or (Origin(operator),)
+        calls.append(
+            Call(index, operator, (), (*accesses, Access(refs[written], write=True)), origins=origins, eager=named)
+        )
+    return Program(tuple(calls), (Storage(16, "intermediate"),) * 12, (refs[0],), ())
+
+
+def eager_chain(operators: list[str]) -> Program:
+    """Make eager calls of which each reads what the one before wrote."""
+    program = program_of([(one, (), index, index + 1) for index, one in enumerate(operators)])
+    return replace(program, calls=tuple(replace(one, origins=(Origin(f"eager{one.index}"),)) for one in program.calls))
 
 
 @st.composite
 def compiled(draw: st.DrawFn) -> Program:
-    """A Program of kernels and library calls, each with any eager calls to its name."""
+    """Draw a program of kernels and library calls, each with any eager calls to its name."""
     program = draw(programs())
     calls = []
     for call in program.calls:
-        named = tuple(sorted(draw(st.sets(st.integers(0, EAGER_CALLS - 1), max_size=3))))
-        operator = draw(st.sampled_from(["triton_poi_fused_0", "aten.addmm.default"]))
-        origins = tuple(Origin(f"aten.op{index}.default", f"m{index}") for index in named) or (Origin(operator),)
+        named = tuple(sorted(draw(st.sets(st.integers(0, 5), max_size=3))))
+        operator = draw(st.sampled_from(["triton_poi_fused_0", MM]))
+        origins = tuple(Origin(f"eager{one}") for one in named) or (Origin(operator),)
         calls.append(replace(call, operator=operator, eager=named, origins=origins))
     return replace(program, calls=tuple(calls))
 
 
 @given(compiled())
-def test_nothing_is_lost_and_nothing_is_made_up(program: Program) -> None:
-    eager = eager_program()
+def test_any_program(program: Program) -> None:
+    """Nothing is lost or made up, and calls are claimed again only by who goes on with them or has nothing else."""
+    eager = program_of([("aten.op.default", (), None, 0)] * 6)
+    eager = replace(eager, calls=tuple(replace(one, origins=(Origin(f"eager{one.index}"),)) for one in eager.calls))
     found = attributed(program, eager)
     assert {one for call in found.calls for one in call.eager} == {one for call in program.calls for one in call.eager}
-    for call, before in zip(found.calls, program.calls, strict=True):
-        assert set(call.eager) <= set(before.eager)
-        assert bool(call.eager) == bool(before.eager)
-        assert list(call.eager) == sorted(set(call.eager))
-        assert replace(call, eager=before.eager, origins=before.origins) == before
-        wanted = tuple(origin for index in call.eager for origin in eager.calls[index].origins)
-        assert call.origins == (wanted or (Origin(call.operator),))
-
-
-@given(compiled())
-def test_a_call_is_claimed_again_only_by_who_goes_on_with_it_or_has_nothing_else(program: Program) -> None:
-    found = attributed(program, eager_program())
     claimed: set[int] = set()
     library: dict[int, set[int]] = {}
     for call, before in zip(found.calls, program.calls, strict=True):
+        assert set(call.eager) <= set(before.eager)
+        assert list(call.eager) == sorted(set(call.eager))
+        assert replace(call, eager=before.eager, origins=before.origins) == before
+        assert call.origins == (tuple(Origin(f"eager{one}") for one in call.eager) or (Origin(call.operator),))
         kernel = "." not in call.operator
         goes_on = set().union(*(library.get(ref.storage, set()) for ref in call.reads)) if kernel else set()
         if set(before.eager) - claimed:
@@ -71,92 +81,49 @@ def test_a_call_is_claimed_again_only_by_who_goes_on_with_it_or_has_nothing_else
             library[ref.storage] = set() if kernel else set(call.eager)
 
 
-def program_of(*kernels: tuple[str, tuple[int, ...], int | None, int]) -> Program:
-    """Kernels as (operator, eager calls, storage read, storage written)."""
-    refs = [TensorRef(n, 0, (1,), (1,), "float32", 4) for n in range(6)]
-    calls = []
-    for index, (operator, named, read, written) in enumerate(kernels):
-        accesses = (Access(refs[read], False),) if read is not None else ()
-        calls.append(Call(index, operator, (), (*accesses, Access(refs[written], True)), eager=named))
-    return Program(calls=tuple(calls), storages=(Storage(4, "intermediate"),) * 6, inputs=(), outputs=())
+@pytest.mark.parametrize(
+    ("eager", "kernels", "claims"),
+    [
+        # A bias left out of a convolution is still the convolution's.
+        ([CONV, RELU], [(CONV, (0,), None, 1), (RELU, (0, 1), 1, 2)], [(0,), (0, 1)]),
+        # What a kernel reads from another kernel is the other's.
+        ([RELU] * 3, [(RELU, (0, 1), None, 1), (RELU, (1, 2), 1, 2)], [(0, 1), (2,)]),
+        # A library call is not that of who reads it two kernels later.
+        (
+            [CONV, RELU, RELU],
+            [(CONV, (0,), None, 1), (RELU, (0, 1), 1, 2), (RELU, (0, 1, 2), 2, 3)],
+            [(0,), (0, 1), (2,)],
+        ),
+        # One call in two kernels belongs to both.
+        ([RELU], [(RELU, (0,), None, 1), (RELU, (0,), 1, 2)], [(0,), (0,)]),
+        # What names nothing stands for the calls between its neighbours.
+        (
+            [RELU] * 5,
+            [(RELU, (0,), 0, 1), (ATTENTION, (), 1, 4), (RELU, (4,), 4, 5), (COPY, (), 0, 6)],
+            [(0,), (1, 2, 3), (4,), ()],
+        ),
+        # A change of layout, named after all that reads it, does not do what is still to come.
+        (
+            [CONV, RELU, CONV, RELU],
+            [
+                (RELU, (0, 1, 2), 0, 5),
+                (CONV, (0,), 5, 6),
+                (RELU, (0, 1), 6, 7),
+                (CONV, (1, 2), 7, 8),
+                (RELU, (2, 3), 8, 4),
+            ],
+            [(), (0,), (0, 1), (2,), (2, 3)],
+        ),
+    ],
+)
+def test_who_does_a_call(eager: list[str], kernels: list[Kernel], claims: list[tuple[int, ...]]) -> None:
+    found = attributed(program_of(kernels), eager_chain(eager))
+    assert [call.eager for call in found.calls] == claims
+    for call in found.calls:
+        assert call.origins == (tuple(Origin(f"eager{one}") for one in call.eager) or (Origin(call.operator),))
+    assert unmapped(found) == claims.count(())
 
 
-def claims(program: Program) -> list[tuple[int, ...]]:
-    return [call.eager for call in attributed(program, eager_program()).calls]
-
-
-def test_a_bias_left_out_of_a_convolution_is_still_its() -> None:
-    program = program_of(("aten.convolution.default", (0,), None, 0), ("triton_relu", (0, 1), 0, 1))
-    assert claims(program) == [(0,), (0, 1)]
-
-
-def test_what_a_kernel_reads_from_another_kernel_is_the_others() -> None:
-    program = program_of(("triton_a", (0, 1), None, 0), ("triton_b", (1, 2), 0, 1))
-    assert claims(program) == [(0, 1), (2,)]
-
-
-def test_a_library_call_is_not_that_of_who_reads_it_two_kernels_later() -> None:
-    program = program_of(
-        ("aten.convolution.default", (0,), None, 0), ("triton_a", (0, 1), 0, 1), ("triton_b", (0, 1, 2), 1, 2)
-    )
-    assert claims(program) == [(0,), (0, 1), (2,)]
-
-
-def test_one_call_in_two_kernels_belongs_to_both() -> None:
-    assert claims(program_of(("triton_a", (0,), None, 0), ("triton_b", (0,), 0, 1))) == [(0,), (0,)]
-
-
-def test_what_nobody_explains_is_counted() -> None:
-    program = program_of(("triton_a", (0,), None, 0), ("aten.clone.default", (), 0, 1), ("triton_b", (), 0, 1))
-    assert unmapped(program) == 2
+def test_eager_calls_themselves_are_unmapped() -> None:
     one, _ = lifted(lambda x: x + 1, torch.randn(3))
     assert unmapped(one.recording.program) == 1
-
-
-def test_what_names_nothing_stands_for_the_calls_between_its_neighbours() -> None:
-    """0 → 1 → 2 → 3 → 4 beside 5: kernels for 0 and 4, one between them that says nothing, and one for 5."""
-
-    def ref(storage: int) -> TensorRef:
-        return TensorRef(storage, 0, (4,), (1,), "float32", 4)
-
-    def chain(index: int, read: int, write: int, operator: str, calls: tuple[int, ...] = ()) -> Call:
-        accesses = (Access(ref(read), write=False), Access(ref(write), write=True))
-        return Call(index, operator, (), accesses, origins=(Origin(operator, f"m{index}"),), eager=calls)
-
-    storages = tuple(Storage(16, "intermediate") for _ in range(7))
-    eager_calls = (*(chain(n, n, n + 1, f"aten.op{n}.default") for n in range(5)), chain(5, 0, 6, "aten.op5.default"))
-    eager = Program(eager_calls, storages, (ref(0),), (ref(5), ref(6)))
-    kernels = (
-        chain(0, 0, 1, "triton_poi_0", (0,)),
-        chain(1, 1, 4, "aten._scaled_dot_product_flash_attention.default"),
-        chain(2, 4, 5, "triton_poi_1", (4,)),
-        chain(3, 0, 6, "aten.clone.default"),
-    )
-    found = attributed(Program(kernels, storages, (ref(0),), (ref(5), ref(6))), eager)
-    assert [call.eager for call in found.calls] == [(0,), (1, 2, 3), (4,), ()]
-    assert [origin.operator for origin in found.calls[1].origins] == [f"aten.op{n}.default" for n in (1, 2, 3)]
-    assert unmapped(found) == 1
-
-
-def test_a_change_of_layout_does_not_do_what_is_still_to_come() -> None:
-    """A kernel that only turns weights around, named after all that reads them, before the first convolution."""
-
-    def ref(storage: int) -> TensorRef:
-        return TensorRef(storage, 0, (4,), (1,), "float32", 4)
-
-    def step(index: int, operator: str, read: int, write: int, calls: tuple[int, ...] = ()) -> Call:
-        accesses = (Access(ref(read), write=False), Access(ref(write), write=True))
-        return Call(index, operator, (), accesses, origins=(Origin(operator),), eager=calls)
-
-    names = ("aten.convolution.default", "aten.relu.default", "aten.convolution.default", "aten.relu.default")
-    storages = tuple(Storage(16, "intermediate") for _ in range(9))
-    eager = Program(tuple(step(n, name, n, n + 1) for n, name in enumerate(names)), storages, (ref(0),), (ref(4),))
-    kernels = (
-        step(0, "triton_poi_0", 0, 5, (0, 1, 2)),
-        step(1, "aten.convolution.default", 5, 6, (0,)),
-        step(2, "triton_poi_1", 6, 7, (0, 1)),
-        step(3, "aten.convolution.default", 7, 8, (1, 2)),
-        step(4, "triton_poi_2", 8, 4, (2, 3)),
-    )
-    found = attributed(Program(kernels, storages, (ref(0),), (ref(4),)), eager)
-    assert [call.eager for call in found.calls] == [(), (0,), (0, 1), (2,), (2, 3)]

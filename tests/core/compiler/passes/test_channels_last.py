@@ -207,7 +207,7 @@ def stepped(model: nn.Module, x: torch.Tensor) -> TrainStep:
 
 
 def turned(rec: Recorded, device: Device | None = None, kind: Any = "library") -> Recorded:
-    """The step in other kernels, channels last as if that had been measured to be faster."""
+    """Make other kernels for a step, channels last as if that had been measured to be faster."""
     first = next(call.index for call in rec.recording.program.calls if call.operator == "aten.convolution.default")
     choices = [KernelChoice(first, "channels last")]
     return fuse(device or HostDevice(), rec, kind, choices=choices, step=lambda name: nullcontext())

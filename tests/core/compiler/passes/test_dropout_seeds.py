@@ -22,7 +22,7 @@ _FORWARD = _aten._scaled_dot_product_efficient_attention.default
 
 
 def backward(target: Any, dropout: float, *, forward: bool = False) -> fx.GraphModule:
-    """A graph of one backward; its seeds are inputs, or of the forward ahead of it."""
+    """Make a graph of one backward; its seeds are inputs, or of the forward ahead of it."""
     graph = fx.Graph()
     x, seed = graph.placeholder("x"), graph.placeholder("seed")
     if forward:

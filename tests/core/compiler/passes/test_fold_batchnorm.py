@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from nimble_core.compiler.passes.fold_batchnorm import affine, affine_norms, fold_affine
-from nimble_core.compiler.to_fx import calls_of, lift
+from nimble_core.compiler.to_fx import lift
 from tests.support.rewrite_models import (
     eager_effects,
     effects,
     recorded,
-    same,
     targets,
     unchanged_by,
 )
@@ -152,34 +151,3 @@ def test_what_cannot_be_joined_stays(way: Callable[..., Any]) -> None:
     module = unchanged_by(both, one)
     assert affine not in run_by(module)
     assert any("batch_norm" in name for name in targets(module))
-
-
-def test_one_weight_behind_two_norms_is_folded_twice() -> None:
-    def way(model: Any, x: torch.Tensor) -> Any:
-        return (
-            model.norm(model.conv(x))
-            + F.batch_norm(model.conv(x + 1), model.norm.running_var, model.norm.running_var)
-            + model.conv(x * 2)
-        )
-
-    one = recorded(Two(way), torch.randn(2, 3, 4, 4, dtype=torch.float64))
-    module = unchanged_by(both, one)
-    assert not any("batch_norm" in name for name in targets(module))
-
-
-def test_the_fold_stands_for_both_calls() -> None:
-    one = recorded(Two(lambda model, x: model.norm(model.conv(x))), torch.randn(1, 3, 4, 4, dtype=torch.float64))
-    module = unchanged_by(both, one)
-    (node,) = (node for node in module.graph.nodes if node.target is aten.convolution.default)
-    assert calls_of(node) == (0, 1)
-
-
-def test_live_weights_are_read() -> None:
-    one = recorded(Two(lambda model, x: model.norm(model.conv(x))), torch.randn(1, 3, 4, 4, dtype=torch.float64))
-    module = lift(one.recording)
-    both(module)
-    with torch.no_grad():
-        for tensor in (*one.model.parameters(), *one.model.buffers()):  # type: ignore[attr-defined]
-            if tensor.is_floating_point():
-                tensor.mul_(1.5)
-    assert same(effects(module, one), eager_effects(one), 1e-12)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from nimble_core.compiler.passes.channels_last import to_channels_last
 from nimble_core.compiler.passes.gemv import row_products_as_sums
 from nimble_core.compiler.to_fx import lift
-from tests.support.rewrite_models import claimed, lifted, recorded, targets, unchanged_by
+from tests.support.rewrite_models import claimed, recorded, unchanged_by
 
 
 @settings(max_examples=40)
@@ -80,15 +80,3 @@ def test_products(forward: Callable[..., Any], count: int) -> None:
 def test_half_precision_keeps_its_type() -> None:
     layer = nn.Linear(64, 8).half()
     unchanged_by(row_products_as_sums, recorded(layer, torch.randn(1, 64).half()), 1e-2)
-
-
-def test_what_is_written_in_place_stays() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, W, B)
-        y[:, 0] = 1
-        return y
-
-    _, module = lifted(forward, X)
-    before = targets(module)
-    assert row_products_as_sums(module) == 0
-    assert targets(module) == before

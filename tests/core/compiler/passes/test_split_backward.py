@@ -53,7 +53,7 @@ def is_sound(module: fx.GraphModule) -> None:
 
 
 def traced(function: Callable[..., Any], *tensors: torch.Tensor) -> fx.GraphModule:
-    """What ``make_fx`` sees, with the notes that ``lift`` leaves on every node."""
+    """Trace with ``make_fx``, and note on every node what ``lift`` notes."""
     module = make_fx(function)(*tensors)
 
     class Noting(fx.Interpreter):
@@ -325,43 +325,6 @@ def test_the_layer_before_waits_for_the_inputs_gradient_alone() -> None:
 
 
 # -- graphs that others made ------------------------------------------------------------------------------------------
-
-
-def convolution(*, mask: tuple[bool, bool, bool] = (True, True, True)) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """The backward of one convolution, as a graph of its three gradients."""
-    torch.manual_seed(0)
-    tensors = [torch.randn(*shape).double() for shape in [(2, 4, 5, 5), (2, 3, 7, 7), (4, 3, 3, 3)]]
-
-    def gradients(*given: torch.Tensor) -> Any:
-        found = CONVOLUTION(*given, [4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, list(mask))
-        return [one for one in found if one is not None]
-
-    return traced(gradients, *tensors), tensors
-
-
-def test_a_result_taken_twice_is_computed_once() -> None:
-    module, tensors = convolution()
-    output = module.graph.output_node()
-    with module.graph.inserting_before(output):
-        again = [module.graph.node_copy(item) for item in nodes_of(module, operator.getitem)]
-    output.args = ([*output.args[0], *again],)
-    assert split_backward(module) == 1
-    is_sound(module)
-    module.recompile()
-    made = module(*tensors)
-    assert all(torch.equal(a, b) for a, b in zip(made[:3], made[3:], strict=True))
-    assert len(nodes_of(module, CONVOLUTION, aten.sum.dim_IntList)) == 3
-
-
-def test_results_that_cannot_be_told_apart_stay_together() -> None:
-    module, _ = convolution()
-    output = module.graph.output_node()
-    output.args = ([*output.args[0], *nodes_of(module, CONVOLUTION)],)  # all of it, as a tuple
-    assert split_backward(module) == 0
-    module, _ = convolution(mask=(True, True, False))
-    item = nodes_of(module, operator.getitem)[0]
-    item.args = (item.args[0], 2)  # nobody asked for it
-    assert split_backward(module) == 0
 
 
 def rms_norm(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
