@@ -167,7 +167,6 @@ ENGINE_RUN = private(
     "torch.autograd:_engine_run_backward",
     "answer torch.autograd.grad for parameters behind a replayed backward",
     _NO_SEARCHES,
-    replaced=True,
 )
 
 
