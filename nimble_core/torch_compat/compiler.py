@@ -1,4 +1,4 @@
-"""Compilers: Inductor, Dynamo, Triton and TorchScript, looked up when they are used since importing them takes long."""
+"""Inductor, Dynamo, Triton and TorchScript: looked up on use, since importing them is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dispatcher: modes that see each operator, operators and their kernels, fake tensors, and trees of tensors."""
+"""The dispatcher: modes, operators and their kernels, fake tensors, and trees of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a private name of torch is for, where it was checked, and what happens in a torch that lacks it.
+"""Private names of torch: what each is for, where it was checked, what happens without it.
 
 Nothing else in these packages spells out a private name of torch. Three ways to use one:
 
@@ -71,7 +71,7 @@ class Private:
         return self.needs == "" or _has_triton()
 
     def find(self) -> Any:
-        """Import the module it is in; return its value, which may be a module, or None where this torch has none."""
+        """Import the module it is in, and return its value; None where this torch has none."""
         owner, attribute = self._place()
         found = getattr(owner, attribute, None)
         if found is None:
