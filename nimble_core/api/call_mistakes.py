@@ -1,4 +1,4 @@
-"""Hints for calls with wrong inputs, which would fail inside the model with an error about its internals."""
+"""Hints for calls with wrong inputs, which would fail somewhere inside the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def input_hint(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 @contextmanager
 def mistakes_explained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Raise InputError with a hint where a model fails inside on how it was called; other errors of it pass."""
+    """Raise InputError with a hint where a model fails on how it was called; other errors pass."""
     try:
         yield
     except (TypeError, AttributeError, InputError) as error:

@@ -169,7 +169,7 @@ class Nimble(WrappedModule):
             return engine.build(outputs)
 
     def _transformed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a transform is to run the model itself. Raises InputError where that was not asked for."""
+        """Return whether a transform shall run the model itself. Raises InputError where it may not."""
         linked = torch.is_grad_enabled() and any(engine.backward is not None for engine in self._engines)
         transform = transform_of(flatten((tuple(args), dict(kwargs)))[0], linked=linked)
         if transform and self._options.on_new_shape != "eager":
@@ -293,7 +293,7 @@ class Nimble(WrappedModule):
 
 
 def _require_prepared_parts(model: Callable[..., Any]) -> None:
-    """Refuse a module with a Nimble in it that cannot be called yet: it would stop the recording, and not say which."""
+    """Refuse a module that has a part, itself a Nimble, in which nothing is prepared."""
     for path, part in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(part, Nimble) and not part.engines and part._options.on_new_shape == "error":
             name = model_name(part._model)

@@ -85,7 +85,7 @@ def prepare_inference(
 
 
 def _choose(device: Device, recorded: Recorded, options: Options, plan: Plan | None, watch: Stopwatch) -> _Chosen:
-    """Follow the plan if there is one, else tune; call or capture the model as a whole where neither can be right."""
+    """Follow the plan if there is one, else tune; take the model as a whole where neither is right."""
     if recorded.whole:
         if plan is not None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""A module that stands for another model: its parameters, attributes, mode and state are the model's own."""
+"""A module that stands for another: its parameters, attributes, mode and state are the model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WrappedModule"]
 
 
 class WrappedModule(torch.nn.Module):
-    """A module with the parameters, buffers, submodules and ``state_dict`` of ``model``, under the same names.
+    """A module with the parameters, buffers, submodules and ``state_dict`` of ``model``.
 
     Args:
         model: a module, or any function.

@@ -154,7 +154,7 @@ def available() -> bool:
 def collect(
     run: Callable[[], object], synchronize: Callable[[], object], nodes: Sequence[int] = ()
 ) -> tuple[list[Activity], dict[int, int]]:
-    """Run ``run``; return what the GPU did, sorted by start, and positions in ``nodes`` by ``Activity.node``.
+    """Run ``run``; return what the GPU did, and positions in ``nodes`` by ``Activity.node``.
 
     Where CUPTI is not ours to use (``unavailable``), it is not touched, nothing is run, and both are empty.
 

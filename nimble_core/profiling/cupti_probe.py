@@ -1,4 +1,4 @@
-"""Whether CUPTI is in this process, told by what launching a graph takes: to ask CUPTI would bring it in."""
+"""Detects CUPTI by how long launching a graph takes: to ask CUPTI itself would load it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a GPU did during watched replays to when each call ran: which activity was which node of the graph.
+"""From what a GPU did during watched replays to when each call ran.
 
 Pure: activities and a graph go in, a timeline and costs come out. With graph node ids the answer is exact. Without
 them nodes are told by name, launch shape and the graph's order, and what could have been told otherwise is counted.
@@ -86,7 +86,7 @@ def tell_by_id(seen: Sequence[Activity], raw: RawGraph, ids: Mapping[int, int], 
 
 
 def tell_by_order(seen: Sequence[Activity], raw: RawGraph, launches: Sequence[Launch], replays: int) -> Told:
-    """Tell nodes by name, launch shape, and the graph's order: a node starts after those before it have ended.
+    """Tell nodes by name, launch shape, and the graph's order.
 
     All or nothing: where a replay's kernels are not those of the graph, or no order explains them, no node is told.
 
@@ -139,7 +139,7 @@ def observation(
     launches: Sequence[Launch] = (),
     note: str = "",
 ) -> Observation:
-    """Return the timeline of the replay of median length, and each call's cost: the sum of its kernels' medians.
+    """Return the timeline of the median replay, and each call's cost: its kernels' median times.
 
     Args:
         told: which activity was which node.
@@ -215,7 +215,7 @@ def replay_timeline(
     unprofiled_ns: float = 0.0,
     note: str = "",
 ) -> Timeline:
-    """Return the replay of median length, with the planned streams as lanes; arguments as of ``observation``.
+    """Return the median replay on the planned streams; arguments are those of ``observation``.
 
     What was launched ahead begins where its wait ends: with the end of what it waited for.
     """
@@ -271,7 +271,7 @@ def _key(kind: str, launch: Launch, *, precise: bool, shaped: bool) -> _Key:
 
 
 def _named(name: str, precise: bool) -> str:
-    """Return the whole name, or the function's own: tools demangle differently, and the latter may still agree."""
+    """Return the whole name, or the function's own, which tools that demangle differently share."""
     return demangle(name) if precise else short_kernel_name(name)
 
 
@@ -360,9 +360,9 @@ def _in_order(
 
 
 def _ambiguous(raw: RawGraph, keys: Mapping[int, _Key]) -> int:
-    """Count the nodes that the graph does not order with all others of the same key: their activities may be swapped.
+    """Count the nodes that the graph does not order with all others of the same key.
 
-    Where it orders all nodes of a key, they run in that order.
+    Their activities may be swapped; where it orders all nodes of a key, they run in that order.
     """
     earlier: dict[_Key, int] = {}
     doubtful = 0
@@ -380,7 +380,7 @@ def _ambiguous(raw: RawGraph, keys: Mapping[int, _Key]) -> int:
 def _median_replay(
     runs: Mapping[int, Sequence[Activity]], raw: RawGraph, schedule: Schedule, replays: int
 ) -> tuple[tuple[Span, ...], tuple[int, ...], tuple[int, ...], float]:
-    """Return spans of the replay of median length, the device's stream and node id of each, and that length."""
+    """Return spans of the median replay, the device's stream and node id of each, and its length."""
     if not runs:
         return (), (), (), 0.0
     starts = [min(run[i].start_ns for run in runs.values()) for i in range(replays)]

@@ -27,7 +27,7 @@ def _runtime() -> tuple[Any, Any] | None:
 
 @cache
 def demangle(name: str) -> str:
-    """Return the C++ name of a mangled symbol; ``name`` itself if it is none or the C++ runtime is missing."""
+    """Return the C++ name of a mangled symbol; ``name`` itself where that is not possible."""
     runtime = _runtime() if name.startswith("_Z") else None
     if runtime is None:
         return name

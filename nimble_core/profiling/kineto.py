@@ -38,7 +38,7 @@ class Session:
                 raise
 
     def stop(self) -> None:
-        """Stop it, and take CUPTI out if it was not in before and nobody launched graphs without torch meanwhile."""
+        """Stop it, and take CUPTI out unless it was there before or graphs were launched without torch."""
         import torch
 
         with interrupts_postponed(), capturing, launching:

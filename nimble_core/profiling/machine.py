@@ -99,7 +99,7 @@ def environment(device: str) -> Environment:
 
 
 def finish(before: Environment, running: Sequence[int] = ()) -> Environment:
-    """Add what was seen while measuring to ``before``: others that ran, the GPU's clock after it, throttling.
+    """Add to ``before`` what was seen while measuring: others that ran, GPU clock, throttling.
 
     Args:
         before: the stamp taken before.
@@ -123,7 +123,7 @@ def finish(before: Environment, running: Sequence[int] = ()) -> Environment:
 
 
 def interruptions() -> int:
-    """Count how often another program took a core from this process since it started; 0 where nobody counts."""
+    """Count how often another program took a core from this process; 0 where nobody counts."""
     try:
         import resource
     except ImportError:  # not on every system
@@ -132,7 +132,7 @@ def interruptions() -> int:
 
 
 def others_running() -> int | None:
-    """Count threads of other programs that run or wait for a core right now; None where the system does not tell."""
+    """Count threads of other programs that run or wait for a core now; None where unknown."""
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
         tasks = [Path(task.path, "stat").read_text() for task in os.scandir("/proc/self/task")]
@@ -162,7 +162,7 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 
 def gpu_facts(uuid: str = "") -> GpuFacts:
-    """Return driver, SM clock, throttling and processes of the GPU ``uuid`` (``"GPU-…"``), the first one if empty."""
+    """Return driver, SM clock, throttling and processes of a GPU, the first one if ``uuid`` is empty."""
     return _attempt(lambda: read_nvml(uuid), GpuFacts())
 
 
@@ -205,7 +205,7 @@ def _others(processes: Iterable[int] | None, *, holds_context: bool) -> int | No
 
 
 def _uuid(torch: Any) -> str:
-    """Return the UUID of torch's current GPU: under CUDA_VISIBLE_DEVICES the driver numbers devices otherwise."""
+    """Return the UUID of torch's current GPU: the driver may number devices otherwise."""
     return _attempt(lambda: f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}", "")
 
 

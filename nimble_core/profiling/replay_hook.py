@@ -1,4 +1,4 @@
-"""Counts replays of torch's CUDA graphs, whoever asks for them, and holds them back while CUPTI comes and goes."""
+"""Counts replays of torch's CUDA graphs, and holds them back while CUPTI comes and goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _undo = ExitStack()
 
 
 class Replays:
-    """Counts replays from now until ``end``, each of which holds ``launching``: ours, torch.compile's, the user's.
+    """Counts replays until ``end``: ours, torch.compile's, the user's. Each holds ``launching``.
 
     Launches of graphs without torch are neither counted nor held back.
     """

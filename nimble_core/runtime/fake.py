@@ -1,4 +1,4 @@
-"""A device whose values are real and whose clock is not: every time measured on it can be asserted exactly."""
+"""A device with real values and a simulated clock: times on it can be asserted exactly."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Every private name of torch that we use, and everything of torch that we replace: the one room for both."""
+"""Every private name of torch that we use, and everything of torch that we replace."""

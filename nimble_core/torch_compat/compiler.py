@@ -1,4 +1,4 @@
-"""Compilers: Inductor, Dynamo, Triton and TorchScript, looked up when they are used since importing them takes long."""
+"""Inductor, Dynamo, Triton and TorchScript: looked up on use, since importing them is slow."""
 
 from __future__ import annotations
 
@@ -38,18 +38,16 @@ CODE_COMMENT = private(
     "torch._inductor.codegen.cpp:CppScheduling.codegen_comment",
     "have Inductor write above host kernels which nodes they stand for",
     _UNEXPLAINED,
-    replaced=True,
 )
 FX_CACHE_SHAPES = private(
     "torch._inductor.codecache:FxGraphCache._get_shape_env",
     "have Inductor keep on disk what it compiles, though no shape varies",
     "Inductor compiles anew in each process",
-    replaced=True,
 )
 _AHEAD = "have Triton kernels wait for what they may be launched ahead of"
 _NOT_AHEAD = "kernels are not launched ahead of each other's end"
 KERNEL_WRITERS = tuple(
-    private(f"torch._inductor.codegen.triton:TritonKernel.{name}", _AHEAD, _NOT_AHEAD, replaced=True)
+    private(f"torch._inductor.codegen.triton:TritonKernel.{name}", _AHEAD, _NOT_AHEAD)
     for name in ("_handle_pdl_before_access", "_filter_pdl", "triton_meta_common")
 )
 """What writes how kernels wait, in this order: before an access, after a kernel is written, and its options."""
@@ -57,13 +55,11 @@ AUTOTUNER_RUN = private(
     "torch._inductor.runtime.triton_heuristics:CachingAutotuner.run",
     "see Inductor's Triton kernels where they are launched",
     needs="triton",
-    replaced=True,
 )
 TRITON_RUN = private(
     "triton.runtime.jit:JITFunction.run",
     "see a user's Triton kernels where they are launched",
     needs="triton",
-    replaced=True,
 )
 TRITON_ANALYSIS = private(
     "torch._higher_order_ops:triton_kernel_wrap",

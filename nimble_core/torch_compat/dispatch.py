@@ -1,4 +1,4 @@
-"""The dispatcher: modes that see each operator, operators and their kernels, fake tensors, and trees of tensors."""
+"""The dispatcher: modes, operators and their kernels, fake tensors, and trees of tensors."""
 
 from __future__ import annotations
 
@@ -128,7 +128,6 @@ FAKE_TENSOR = private(
     "torch._subclasses:FakeTensor",
     "hide from libraries that tensors are fake: they keep another branch for those",
     "masks of Hugging Face's models are planned as they are for captures",
-    replaced=True,
 )
 conjugated: Callable[[Any], Any] = function("torch:_conj", "make lazy views again")
 negated: Callable[[Any], Any] = function("torch:_neg_view", "make lazy views again")

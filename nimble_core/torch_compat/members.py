@@ -43,10 +43,8 @@ PROFILER_RUNS = private(
     "leave CUPTI to a profiler that runs",
     "only a profiler of this thread is noticed",
 )
-TENSOR_TEXT = private("torch._tensor_str:_str", "count what printing a tensor reads as one", replaced=True)
-DATA_LOADER = private(
-    "torch.utils.data.dataloader:_BaseDataLoaderIter", "time the wait for a data loader", replaced=True
-)
+TENSOR_TEXT = private("torch._tensor_str:_str", "count what printing a tensor reads as one")
+DATA_LOADER = private("torch.utils.data.dataloader:_BaseDataLoaderIter", "time the wait for a data loader")
 TRACER_WARNING = private("torch.jit._trace:TracerWarning", "keep torch.jit.trace's warnings from users")
 CAPTURABLE_DEVICES = "_get_capturable_supported_devices"
 """What torch's optimizers ask; replaced in each module of theirs while one steps on the host."""
@@ -54,7 +52,6 @@ private(
     f"torch.optim.optimizer:{CAPTURABLE_DEVICES}",
     "run capturable forms of optimizers on the host",
     "on the host, optimizers without a fused form fail when a TrainStep is made",
-    replaced=True,
 )
 ALL_PRE_HOOKS: dict[int, Any] = private(
     "torch.optim.optimizer:_global_optimizer_pre_hooks", "notice hooks of all optimizers"

@@ -1,4 +1,4 @@
-"""What a private name of torch is for, where it was checked, and what happens in a torch that lacks it.
+"""Private names of torch: what each is for, where it was checked, what happens without it.
 
 Nothing else in these packages spells out a private name of torch. Three ways to use one:
 
@@ -51,7 +51,6 @@ class Private:
         without: what happens in a torch that lacks it.
         needs: what a build must have for the name to be there.
         essential: whether there is no other way, so that using it without it raises.
-        replaced: whether a value of ours takes its place for the whole process at times.
         checked: releases of torch on which the tests passed.
     """
 
@@ -60,12 +59,11 @@ class Private:
     without: str
     needs: Needs = ""
     essential: bool = False
-    replaced: bool = False
     checked: tuple[str, ...] = CHECKED
 
     @property
     def expected(self) -> bool:
-        """Whether this build of torch should have it."""
+        """Return whether this build of torch should have it."""
         import torch
 
         if self.needs == "cuda":
@@ -73,7 +71,7 @@ class Private:
         return self.needs == "" or _has_triton()
 
     def find(self) -> Any:
-        """Its value, which may be a module; None where this torch has none. Imports the module it is in."""
+        """Import the module it is in, and return its value; None where this torch has none."""
         owner, attribute = self._place()
         found = getattr(owner, attribute, None)
         if found is None:
@@ -82,7 +80,7 @@ class Private:
         return found
 
     def require(self) -> Any:
-        """Its value. Raises DeviceError where this torch has none."""
+        """Return its value. Raises DeviceError where this torch has none."""
         found = self.find()
         if found is None:
             raise _missing(self)
@@ -90,7 +88,7 @@ class Private:
 
     @property
     def loaded(self) -> bool:
-        """Whether the module it is in was imported: until then nothing can have called it."""
+        """Return whether the module it is in was imported: until then nothing can have called it."""
         return self.name.partition(":")[0] in sys.modules
 
     @contextmanager
@@ -128,7 +126,7 @@ class Private:
 
 
 def all_entries() -> tuple[Private, ...]:
-    """All entries, those included that nothing has used yet."""
+    """Return all entries, those included that nothing has used yet."""
     for room in _ROOMS:
         import_module(f"{__package__}.{room}")
     return tuple(ENTRIES.values())
@@ -140,8 +138,6 @@ def private(
     without: str = "",
     *,
     needs: Needs = "",
-    essential: bool = False,
-    replaced: bool = False,
     since: str = "",
 ) -> Private:
     """Add an entry; its value is looked up when it is used.
@@ -151,8 +147,6 @@ def private(
         purpose: what we need it for.
         without: what happens in a torch that lacks it.
         needs: what a build must have for the name to be there.
-        essential: whether using it without it raises.
-        replaced: whether we replace it.
         since: the first checked release that has it, where that is not the oldest.
     """
     checked = CHECKED_ON_GPU if needs else CHECKED
@@ -161,8 +155,7 @@ def private(
         purpose,
         without or "what needs it raises, and names this torch",
         needs,
-        essential or not without,
-        replaced,
+        not without,
         tuple(one for one in checked if not since or _number(one) >= _number(since)),
     )
     ENTRIES[name] = entry
@@ -183,7 +176,7 @@ def function(
     In a torch without it: the fallback, whose consequence ``without`` states; without a fallback a function that raises
     DeviceError.
     """
-    entry = private(name, purpose, without, needs=needs, essential=fallback is None, since=since)
+    entry = private(name, purpose, without, needs=needs, since=since)
     found = entry.find()
     if found is not None:
         return found  # type: ignore[no-any-return]  # torch's private names have no types

@@ -9,11 +9,10 @@ __all__ = ["GRAPH_REPLAY", "IS_CAPTURING", "READS_TO_CHECK", "TENSOR_METHODS"]
 IS_CAPTURING = private(
     "torch.cuda:is_current_stream_capturing",
     "tell libraries on the recording thread whether a capture is under way",
-    replaced=True,
 )
-GRAPH_REPLAY = private("torch.cuda:CUDAGraph.replay", "hold replays back while CUPTI comes and goes", replaced=True)
+GRAPH_REPLAY = private("torch.cuda:CUDAGraph.replay", "hold replays back while CUPTI comes and goes")
 TENSOR_METHODS: dict[str, Private] = {
-    name: private(f"torch:Tensor.{name}", purpose, replaced=True)
+    name: private(f"torch:Tensor.{name}", purpose)
     for name, purpose in (
         ("numpy", "notice memory that a model hands out"),
         ("__dlpack__", "notice memory that a model hands out"),
@@ -25,8 +24,6 @@ TENSOR_METHODS: dict[str, Private] = {
     )
 }
 READS_TO_CHECK: dict[str, Private] = {
-    name: private(
-        f"{module}:{name}", "check values without reading them", "models that check values are refused", replaced=True
-    )
+    name: private(f"{module}:{name}", "check values without reading them", "models that check values are refused")
     for module, name in (("torch", "_check_tensor_all_with"), ("torch.nn.functional", "one_hot"))
 }

@@ -71,7 +71,7 @@ class CaptureCounter:
 
 @dataclass(frozen=True, slots=True)
 class AllocationTrace:
-    """The allocator's history of one stream. Labels belong to the thread that allocates, which tells others' apart."""
+    """The allocator's history of one stream; its labels are set by the thread that allocates."""
 
     stream: torch.cuda.Stream
 

@@ -70,7 +70,7 @@ def capture_on(
 
 
 def retry_with_room(capture: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Capture once more if memory ran out, with what torch and Python still hold of earlier work given back.
+    """Capture once more if memory ran out, after torch and Python have freed what they can.
 
     Inside of a capture neither can give anything back: torch keeps the memory of ended captures, which no other capture
     may have, and Python's collector is paused.

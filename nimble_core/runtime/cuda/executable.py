@@ -158,7 +158,7 @@ class CudaExecutable:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stay between two runs: work issued inside on the current stream follows the one and precedes the other."""
+        """Stay between two runs: work issued inside on the current stream runs between them."""
         with self._lock:
             if self.graph is None:
                 raise _closed()

@@ -134,7 +134,7 @@ def linked(handle: int, raw: RawGraph, ahead: Sequence[tuple[int, int]]) -> RawG
 
 
 def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, Sequence[range]]]) -> RawGraph:
-    """Replace nodes that zero workspaces, one for each call, by one at the graph's beginning, where that is safe.
+    """Zero workspaces by one node at the graph's beginning instead of one for each call, where safe.
 
     A library may have a counter in its workspace that must be zero when its kernel begins: the kernel waits for a node
     that zeroes it. What nothing touches before can be zeroed at the beginning.
@@ -182,7 +182,7 @@ def zeroed_at_once(handle: int, raw: RawGraph, untouched: Sequence[Mapping[int, 
 
 
 def _add_fill(driver: Any, graph: Any, reaches: Sequence[range]) -> tuple[Any, Any]:
-    """Add a node that waits for nothing and zeroes all from the first to the last; return ``(code, node)``."""
+    """Add a node that waits for nothing and zeroes all of ``reaches``; return ``(code, node)``."""
     once = driver.CUDA_MEMSET_NODE_PARAMS()
     once.dst = driver.CUdeviceptr(min(reach.start for reach in reaches))
     once.elementSize, once.height, once.value, once.pitch = 1, 1, 0, 0
@@ -235,7 +235,7 @@ def _link(handle: int, raw: RawGraph, edges: Sequence[tuple[int, int]], *, progr
 
 
 def _of_edges(driver: Any, name: str) -> Any:
-    """Return the variant of a driver function that knows kinds of edges, if there is one: the only one in CUDA 13."""
+    """Return the variant of a driver function that knows kinds of edges, if there is one."""
     variant = getattr(driver, f"{name}_v2", None) if _edges_have_kinds(driver) else None
     return variant or getattr(driver, name)
 

@@ -1,4 +1,4 @@
-"""A schedule's calls, issued under a capture: each on its stream, behind what it waits for, into planned memory."""
+"""Issues a schedule's calls under a capture: on their streams, into planned memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def issue_schedule(
     probe: CaptureProbe,
     unplaced: set[str],
 ) -> list[tuple[int, int]]:
-    """Issue the calls, each on its stream behind what it waits for; return each one's first node and the next after it.
+    """Issue each call on its stream behind its waits; return ``(first node, next after it)`` by call.
 
     Args:
         device: which GPU.

@@ -1,4 +1,4 @@
-"""The memory of a captured schedule: one block, in which the allocator is told where each call's results go."""
+"""The memory of a captured schedule: one block, with a planned place for each call's results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Placement:
 
 
 def _regions(layout: Layout, memory: MemoryPlan) -> dict[str, int]:
-    """Return where each kind of block begins in the arena's own memory, and under ``"end"`` the size of that."""
+    """Return where each kind of block begins in the arena, and its size under ``"end"``."""
     nbytes = {
         "front": layout.front_nbytes,
         "arena": memory.nbytes,
@@ -102,7 +102,7 @@ def _place(layout: Layout, memory: MemoryPlan, start: int) -> _Placement:
 
 
 class CudaArena:
-    """The memory of one captured schedule: a single block, and the allocator told where in it each call's results go.
+    """The memory of one captured schedule: a single block, which the allocator serves calls from.
 
     Args:
         device: which GPU.
@@ -186,7 +186,7 @@ class CudaArena:
             clear_cublas_workspaces()
 
     def placed(self, call: int, issuer: Issuer) -> bool:
-        """Return whether all results of ``call`` are where they were planned, and it asked for what was planned."""
+        """Return whether ``call`` asked for what was planned, and its results are where they should be."""
         if self._placer is None:
             return True
         surprised = len(self._placer.surprises) > self._surprises
@@ -242,7 +242,7 @@ class CudaArena:
 def _last_uses(
     program: Program, schedule: Schedule, placed: set[int], releases: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Release placed storages right after their last use is issued: their bytes are the plan's; others as before."""
+    """Release placed storages right after their last use is issued; the others as in ``releases``."""
     last: dict[int, int] = {}
     for position, call in enumerate(schedule.order):
         for access in program.calls[call].accesses:

@@ -57,7 +57,7 @@ def join(streams: Sequence[torch.cuda.Stream]) -> None:
 
 
 class Lanes:
-    """The streams of a schedule during its capture: one a lane, or one for each priority that its calls have."""
+    """The streams of a schedule during its capture: one for each lane, and for each priority in it."""
 
     def __init__(self, device: torch.device, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -80,7 +80,7 @@ class Lanes:
 
     @contextmanager
     def joined(self, streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-        """Bring every lane back to its own stream at the end, and the first one to be current; errors go first."""
+        """Bring every lane back to its own stream at the end, and make the first one current."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""From a recording and a schedule to straight-line Python that re-issues the calls with as little else as possible.
+"""From a recording and a schedule to straight-line Python that re-issues the calls.
 
 What is done once, here, is not done again in a replay: the cheapest entry into each operator is found, results go to
 buffers that exist already, views of such buffers are made, and calls on constants alone are run. What remains of one
@@ -243,7 +243,7 @@ class _Writer:
         return name
 
     def function(self, name: str) -> Lines:
-        """Compile. Every variable is deleted on the line of its last use, so that its memory serves again at once."""
+        """Compile. Each variable is deleted on the line of its last use, which frees its memory."""
         last = {used: index for index, line in enumerate(self.lines) for used in line.names}
         gone: dict[int, list[str]] = {}
         for used, index in last.items():

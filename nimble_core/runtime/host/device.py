@@ -107,7 +107,7 @@ class HostDevice:
         layout: Layout | None = None,
         memory: MemoryPlan | None = None,
     ) -> HostExecutable:
-        """Compile ``schedule``: run each call once on copies of what it writes. Plan the memory if it is not given.
+        """Compile ``schedule``: run each call once on copies of what it writes, plan memory if not given.
 
         Raises:
             CaptureError: a call that cannot be issued again.
@@ -166,7 +166,7 @@ class HostDevice:
         return _observation(executable, recording, plain, seen)
 
     def call_times_ns(self, calls: Sequence[Timed]) -> list[float | None]:
-        """Time a few runs of each and take the fastest; None for calls side by side, which would take turns here."""
+        """Time each call as the fastest of a few runs; None for calls side by side."""
         return [None if isinstance(call, tuple) else _fastest_ns(call) for call in calls]
 
     def libraries_tuned(self) -> AbstractContextManager[None]:
@@ -202,7 +202,7 @@ def _observation(
     plain_ns: Sequence[float],
     seen: Sequence[tuple[float, list[int], list[int]]],
 ) -> Observation:
-    """Return the timeline of the replay of median length, and what each call costs: the median of its times.
+    """Return the timeline of the replay of median length, and the median time of each call.
 
     Args:
         executable: what was replayed.

@@ -1,4 +1,4 @@
-"""The cheapest callable for an operator: a function behind torch's Python interface, where one calls just that."""
+"""The cheapest callable for an operator: a function behind torch's Python interface, if one fits."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class HostExecutable:
     def _issue(
         self, recording: Recording, lines: Sequence[Lines], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run the functions without autograd and autocast, as ``recording.issuing`` would, at a tenth of its price."""
+        """Run the functions without autograd and autocast, as ``recording.issuing``, only cheaper."""
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         try:
             set_grad_enabled(False)
@@ -191,7 +191,7 @@ class WholeExecutable:
         self._rewind = rewinding(recording, self._inputs)
 
     def run(self, inputs: Sequence[torch.Tensor], *, static: bool = False) -> list[torch.Tensor]:
-        """Call the model; return what it returned if ``static``, else copies: some of it may be the model's own."""
+        """Call the model; return copies of its outputs, which may be its own buffers, unless ``static``."""
         model = self._model
         if model is None:
             raise DeviceError("this executable was closed", fix="prepare again")

@@ -1,4 +1,4 @@
-"""Operators whose result can be written to memory that is planned: those with a known ``out=`` variant.
+"""Operators whose result can be written to planned memory: those with a known ``out=`` variant.
 
 An operator and its variant here share one kernel, so the bits are the same. Any other operator allocates its own
 result: many of torch's variants leave a result unwritten, resize it, or write beyond it.

@@ -180,7 +180,7 @@ def _shape(result: Any) -> str:
 
 
 def _tensors_without_effect(recording: Recording, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the tensors from before the first step, by slot; those that calls write, on copies of their memory."""
+    """Return the tensors from before the first step, by slot; copies of those that calls write."""
     tensors = dict(recording.given) | dict(zip(recording.inputs, inputs, strict=True))
     written = {ref.storage for call in recording.program.calls for ref in call.writes}
     copies: dict[int, torch.UntypedStorage] = {}

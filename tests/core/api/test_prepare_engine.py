@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -190,16 +189,6 @@ def test_options_that_are_none() -> None:
         Nimble(torch.nn.Identity(), {"strict": True})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="returned a NoneType"):
         Nimble(lambda x: x + 1, Options(policy=lambda graph, costs: None)).prepare(torch.ones(1))
-
-
-def test_preparing_from_several_threads_puts_the_capture_query_back() -> None:
-    real = torch.cuda.is_current_stream_capturing
-    threads = [threading.Thread(target=lambda: Nimble(lambda x: x + 1, QUICK).prepare(torch.ones(2))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.cuda.is_current_stream_capturing is real
 
 
 def test_a_plan_is_followed_without_tuning() -> None:

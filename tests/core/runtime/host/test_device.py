@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nimble_core.runtime.host.device import HostDevice
-from tests.support.host_models import CASES, Branches, Prepared
+from tests.support.host_models import Branches, Prepared
 
 
 def test_observing_sees_every_call_once() -> None:
@@ -50,14 +50,3 @@ def test_calls_are_timed_alone_but_not_side_by_side() -> None:
     assert alone > 0
     assert broken is beside is None
     assert set(calls) == {"alone"}
-
-
-def test_constants_are_computed_once() -> None:
-    model, args = CASES["constants"]()
-    made = Prepared(model, *args)
-    executable = made.capture()
-    operators = {call.label for call in made.recording.program.calls}
-    assert {"tril", "arange"} <= operators
-    assert executable.folded >= 4
-    timeline = made.device.observe(executable, made.recording, 1).timeline
-    assert str(executable.folded) in timeline.note

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,44 +94,6 @@ def test_runs_in_inference_mode_and_out_of_it(streams: int) -> None:
     executable.close()
 
 
-def test_inputs_written_in_place_are_the_callers_and_preparing_leaves_them() -> None:
-    def write(x: torch.Tensor) -> torch.Tensor:
-        x.add_(1)
-        return x * 2
-
-    example = torch.zeros(3)
-    made = Prepared(write, example)
-    executable = made.capture()
-    executable.replay()
-    assert torch.equal(example, torch.zeros(3))
-    x = torch.zeros(3)
-    assert torch.equal(executable.run([x])[0], torch.full((3,), 2.0))
-    assert torch.equal(x, torch.ones(3))
-
-
-def test_running_statistics_follow_eager() -> None:
-    torch.manual_seed(0)
-    model, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    made = Prepared(model, torch.randn(8, 4))
-    executable = made.capture()
-    assert torch.equal(model.running_mean, torch.zeros(4)), "preparing left a trace"  # type: ignore[arg-type]
-    for _ in range(3):
-        x = torch.randn(8, 4)
-        assert same(executable.run([x]), eager(twin, [x]))
-    assert torch.equal(model.running_mean, twin.running_mean)  # type: ignore[arg-type]
-    assert int(model.num_batches_tracked) == 3  # type: ignore[arg-type]
-
-
-def test_weights_are_live() -> None:
-    model = nn.Linear(3, 3)
-    made = Prepared(model, torch.randn(2, 3))
-    executable = made.capture()
-    with torch.no_grad():
-        model.weight.mul_(3)
-    x = torch.randn(2, 3)
-    assert same(executable.run([x]), eager(model, [x]))
-
-
 @pytest.mark.parametrize("streams", [1, 2])
 def test_random_calls_draw_what_eager_draws(streams: int) -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
@@ -176,28 +136,6 @@ def test_workers_do_not_wait_for_an_empty_part_of_a_result() -> None:
     x = torch.randn(3, 3)
     got = executable.run([x])
     assert all(torch.equal(a, b) for a, b in zip(got, forward(x), strict=True))
-    executable.close()
-
-
-def test_threads_take_turns() -> None:
-    model = Branches().eval()
-    made = Prepared(model, torch.randn(3, 8))
-    executable = made.wide(2)
-    inputs = [torch.randn(3, 8) for _ in range(4)]
-    expected = [eager(model, [x]) for x in inputs]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(20):
-            if not same(executable.run([inputs[index]]), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
     executable.close()
 
 
