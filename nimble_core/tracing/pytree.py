@@ -114,7 +114,7 @@ class _Splitter:
             if id(value) in self._met or depth > _OBJECT_DEPTH:
                 return _MET
             self._met[id(value)] = value
-        if opened := _open(value):
+        if opened := _open(value, self._of_run):
             return self._container(value, path, depth, *opened)
         if is_iterator(value):
             raise InputError(
@@ -207,8 +207,11 @@ def _constant(value: Any) -> Constant:
     return Constant(value, None if held is value else held)
 
 
-def _open(value: Any) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
-    """Return ``(kind, keys, children, context)`` of a container; None for anything else."""
+def _open(value: Any, of_run: bool) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
+    """Return ``(kind, keys, children, context)`` of a container; None for anything else.
+
+    Of a dataclass among the inputs, fields are compared alone: methods may keep what they compute beside them.
+    """
     cls = type(value)
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         return "output", tuple(value.keys()), value.values(), None
@@ -223,7 +226,8 @@ def _open(value: Any) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
         children = list(children)
         return "pytree", range(len(children)), children, context
     if dataclasses.is_dataclass(cls):
-        held = attributes(value)
+        fields = {field.name for field in dataclasses.fields(cls)}
+        held = {name: part for name, part in attributes(value).items() if of_run or name in fields}
         return "record", tuple(held), held.values(), None
     if is_cache(value):
         names = sorted(vars(value))
