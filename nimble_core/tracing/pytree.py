@@ -116,7 +116,7 @@ class _Splitter:
             self._met[id(value)] = value
         if opened := _open(value, self._of_run):
             return self._container(value, path, depth, *opened)
-        if is_iterator(value):
+        if is_iterator(value) and not depth:
             raise InputError(
                 f"{path} is a {type(value).__qualname__}: iterators and generators cannot be replayed",
                 where=path,
@@ -149,6 +149,7 @@ class _Splitter:
         self, value: Any, path: str, depth: int, kind: str, keys: Sequence[Any], children: Iterable[Any], context: Any
     ) -> Structure:
         if depth and len(keys) > _OBJECT_PARTS:
+            _require_no_tensor(children, path)
             return Constant(value)
         if id(value) in self._around:
             raise InputError(
@@ -172,8 +173,8 @@ class _Splitter:
             raise InputError(
                 f"{path} is an array of objects, which may hold tensors", where=path, fix=f"{self._verb} a list"
             )
-        if isinstance(value, (set, frozenset)) and any(isinstance(one, torch.Tensor) for one in value):
-            raise _HiddenTensor(path)
+        if isinstance(value, (set, frozenset)):
+            _require_no_tensor(value, path)
         if is_array(value) or is_opaque(value):
             return _constant(value)
         self._met[id(value)] = value
@@ -183,6 +184,7 @@ class _Splitter:
         elif isinstance(value, (list, tuple)):
             held |= {f"[{position}]": part for position, part in enumerate(value)}
         if not held or len(held) > _OBJECT_PARTS:
+            _require_no_tensor(held.values(), path)
             return Constant(value)
         found = [self.split(part, path + label, depth + 1) for label, part in held.items()]
         return Node("object", type(value), tuple(held), tuple(found), value)
@@ -200,6 +202,11 @@ class _Splitter:
             fix=f"{instead}{self._verb} the tensors themselves, a dict or a dataclass, or register "
             "the type with torch.utils._pytree.register_pytree_node",
         )
+
+
+def _require_no_tensor(held: Iterable[Any], path: str) -> None:
+    if any(isinstance(one, torch.Tensor) for one in held):
+        raise _HiddenTensor(path)
 
 
 def _constant(value: Any) -> Constant:

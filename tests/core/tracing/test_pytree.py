@@ -246,6 +246,7 @@ def test_hugging_face_paths() -> None:
         (Box([Box(torch.ones(1))]), "value.held[0].held"),
         ({torch.float16: {frozenset([1]): Box({"x": torch.ones(1)})}}, "held"),
         ({1, torch.ones(1)}, "value"),
+        (Box([torch.ones(1), *range(2000)]), "value.held"),
     ],
 )
 def test_hidden_tensors_are_refused_with_their_path(value: Any, path: str) -> None:
@@ -321,7 +322,7 @@ def test_caches_that_were_inputs_are_passed_on(value: Any) -> None:
 
 
 def test_objects_without_tensors_are_passed_as_they_are() -> None:
-    given = [Box([3, {"a": Box(1)}]), torch.nn.Linear(1, 1), len]
+    given = [Box([3, {"a": Box(iter([1]))}]), torch.nn.Linear(1, 1), len]
     tensors, structure = flatten(given)
     assert tensors == []
     assert all(map(operator.is_, builder(structure)([]), given))
