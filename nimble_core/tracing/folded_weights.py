@@ -2,7 +2,7 @@
 
 A rewritten program may read tensors that no model has: a convolution's weight with the batch norm behind it folded in,
 query, key and value weights side by side, a weight in another memory layout. They are right for the values that the
-parameters had; ``module_guard`` notices when these change.
+parameters had; ``folded_values`` notices when these change.
 """
 
 from __future__ import annotations

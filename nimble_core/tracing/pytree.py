@@ -114,9 +114,9 @@ class _Splitter:
             if id(value) in self._met or depth > _OBJECT_DEPTH:
                 return _MET
             self._met[id(value)] = value
-        if opened := _open(value):
+        if opened := _open(value, self._of_run):
             return self._container(value, path, depth, *opened)
-        if is_iterator(value):
+        if is_iterator(value) and not depth:
             raise InputError(
                 f"{path} is a {type(value).__qualname__}: iterators and generators cannot be replayed",
                 where=path,
@@ -149,6 +149,7 @@ class _Splitter:
         self, value: Any, path: str, depth: int, kind: str, keys: Sequence[Any], children: Iterable[Any], context: Any
     ) -> Structure:
         if depth and len(keys) > _OBJECT_PARTS:
+            _require_no_tensor(children, path)
             return Constant(value)
         if id(value) in self._around:
             raise InputError(
@@ -172,8 +173,8 @@ class _Splitter:
             raise InputError(
                 f"{path} is an array of objects, which may hold tensors", where=path, fix=f"{self._verb} a list"
             )
-        if isinstance(value, (set, frozenset)) and any(isinstance(one, torch.Tensor) for one in value):
-            raise _HiddenTensor(path)
+        if isinstance(value, (set, frozenset)):
+            _require_no_tensor(value, path)
         if is_array(value) or is_opaque(value):
             return _constant(value)
         self._met[id(value)] = value
@@ -183,6 +184,7 @@ class _Splitter:
         elif isinstance(value, (list, tuple)):
             held |= {f"[{position}]": part for position, part in enumerate(value)}
         if not held or len(held) > _OBJECT_PARTS:
+            _require_no_tensor(held.values(), path)
             return Constant(value)
         found = [self.split(part, path + label, depth + 1) for label, part in held.items()]
         return Node("object", type(value), tuple(held), tuple(found), value)
@@ -202,13 +204,21 @@ class _Splitter:
         )
 
 
+def _require_no_tensor(held: Iterable[Any], path: str) -> None:
+    if any(isinstance(one, torch.Tensor) for one in held):
+        raise _HiddenTensor(path)
+
+
 def _constant(value: Any) -> Constant:
     held = frozen(value)
     return Constant(value, None if held is value else held)
 
 
-def _open(value: Any) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
-    """Return ``(kind, keys, children, context)`` of a container; None for anything else."""
+def _open(value: Any, of_run: bool) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
+    """Return ``(kind, keys, children, context)`` of a container; None for anything else.
+
+    Of a dataclass among the inputs, fields are compared alone: methods may keep what they compute beside them.
+    """
     cls = type(value)
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         return "output", tuple(value.keys()), value.values(), None
@@ -223,7 +233,8 @@ def _open(value: Any) -> tuple[str, Sequence[Any], Iterable[Any], Any] | None:
         children = list(children)
         return "pytree", range(len(children)), children, context
     if dataclasses.is_dataclass(cls):
-        held = attributes(value)
+        fields = {field.name for field in dataclasses.fields(cls)}
+        held = {name: part for name, part in attributes(value).items() if of_run or name in fields}
         return "record", tuple(held), held.values(), None
     if is_cache(value):
         names = sorted(vars(value))

@@ -157,10 +157,10 @@ class Guard:
     def before_draw(self, generator: torch.Generator | None) -> None:
         """Keep the state of ``generator``; None is torch's own. A capture draws from those of the host alone."""
         if generator is None:
-            self.draws.told(TORCH)
-        if generator is None or not (self.live or generator.device.type == "cpu"):
+            if self.live:  # a capture draws from a GPU's, and the guard's is the host's
+                self.draws.told(TORCH)
             return
-        if generator not in self._drawn:
+        if (self.live or generator.device.type == "cpu") and generator not in self._drawn:
             self._drawn[generator] = generator.get_state()
 
     @contextmanager

@@ -62,10 +62,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def made(name: str) -> Any:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def made(name: str, device: str = "cpu") -> Any:
     config, model, sizes = MODELS[name]
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval().to(device)
 
 
 def given(model: Any, seed: int, words: int = 6) -> dict[str, torch.Tensor]:
@@ -73,7 +76,7 @@ def given(model: Any, seed: int, words: int = 6) -> dict[str, torch.Tensor]:
     ids = {"input_ids": torch.randint(3, WORDS, (2, words), generator=generator)}
     if model.config.is_encoder_decoder:
         ids["decoder_input_ids"] = torch.randint(3, WORDS, (2, 3), generator=generator)
-    return ids
+    return {name: one.to(model.device) for name, one in ids.items()}
 
 
 def parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -108,10 +111,11 @@ def prepared(model: Any, *args: Any, **kwargs: Any) -> Nimble:
     return Nimble(model, Options(fuse="none", tune="off")).prepare(*args, **kwargs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_the_default_configuration_returns_what_eager_returns(name: str) -> None:
-    model = made(name)
+def test_the_default_configuration_returns_what_eager_returns(name: str, device: str) -> None:
+    model = made(name, device)
     net = prepared(model, **given(model, 0))
     first = net(**given(model, 1))
     kept = copy.deepcopy(first)
@@ -198,22 +202,17 @@ def growing(model: Any) -> Any:
         ("windows in between", lambda model: StaticCache(config=model.config, max_cache_len=8)),
     ],
 )
-def test_a_cache_that_changes_in_python_is_refused(name: str, make: Any) -> None:
-    model = made(name)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_cache_that_changes_in_python_is_refused(name: str, make: Any, training: bool) -> None:
+    model = made(name).train(training)
     with torch.no_grad():
         cache = make(model)
     before = copy.deepcopy(cache)
     with pytest.raises(CaptureError, match=r"changes .*past_key_values.*, which it is given") as caught:
-        prepared(model, **given(model, 1), past_key_values=cache)
+        prepared(model, **given(model, 1), past_key_values=cache, training=training)
     assert "StaticCache" in caught.value.fix
     assert "use_cache=False" in caught.value.fix
     assert_same(cache, before)
-
-
-def test_so_it_is_in_training() -> None:
-    model = made("keys and values").train()
-    with pytest.raises(CaptureError, match=r"changes .*past_key_values.*, which it is given"):
-        prepared(model, **given(model, 1), past_key_values=DynamicCache(), training=True)
 
 
 def test_training_goes_on_beside_a_cache() -> None:
@@ -294,30 +293,13 @@ def test_what_counts_as_a_cache() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_on_a_gpu_too(name: str) -> None:
-    model = made(name).cuda()
-
-    def on_gpu(seed: int, words: int = 6) -> dict[str, torch.Tensor]:
-        return {key: ids.cuda() for key, ids in given(model, seed, words).items()}
-
-    net = prepared(model, **on_gpu(0))
-    first = net(**on_gpu(1))
-    kept = copy.deepcopy(first)
-    assert_same(first, model(**on_gpu(1)))
-    assert_same(net(**on_gpu(2)), model(**on_gpu(2)))
-    assert_same(first, kept)
-
-
-@pytest.mark.gpu
 @torch.no_grad()
 def test_a_static_cache_on_a_gpu() -> None:
-    model = made("keys and values").cuda()
+    model = made("keys and values", "cuda")
     ours, eager = (StaticCache(config=model.config, max_cache_len=12) for _ in range(2))
     for cache in (ours, eager):
-        model(given(model, 0)["input_ids"].cuda(), past_key_values=cache)
-    step = given(model, 1, words=1)["input_ids"].cuda()
+        model(**given(model, 0), past_key_values=cache)
+    step = given(model, 1, words=1)["input_ids"]
     net = Nimble(model, Options(fuse="none", budget_s=1.0)).prepare(step, past_key_values=ours)
     for _ in range(4):
         found, expected = (run(step, past_key_values=one) for run, one in ((net, ours), (model, eager)))
