@@ -113,7 +113,6 @@ def provenance(report: ReportData) -> dict[str, Any] | None:
 
     mapped = f"{plural(len(calls), 'call')} ({report.program.fuse}) for {plural(len(report.eager.calls), 'eager call')}"
     return {
-        "fuse": report.program.fuse,
         "unmapped": len(unmapped),
         "copies": len(copies),
         "calls": len(unmapped) / len(calls) if calls else 0.0,

@@ -63,7 +63,6 @@ def _shown(report: ReportData, line: Timeline) -> dict[str, Any]:
         "profiled_ns": line.profiled_ns,
         "unprofiled_ns": line.unprofiled_ns,
         "idle": device_idle(report, line),
-        "factor": distortion(line),
         "distorted": distorted(report, line),
         "distortion": _distortion_words(report, line),
         "reliable": line.reliable,

@@ -676,7 +676,6 @@ def test_figures_of_a_run_open_below_its_lanes_and_lead_to_calls(opened):
     shown.page.locator(".nv-figures summary").last.click()
     text = shown.page.locator(".nv-figures").last.inner_text()
     assert "60 kernels seen, 60 nodes expected" in text
-    assert "4 planned, 4 observed" in text
     point = shown.page.evaluate("nimbleViewer.timelinePoint('nimble', 33)")
     shown.page.mouse.move(point["x"], point["y"])
     assert f"ran on stream {20 + report.schedule('nimble').stream[33]} of the device" in shown.page.inner_text(
