@@ -8,7 +8,6 @@ the graph that is not the capture's, and CUDA ends the capture. torch 2.13 can r
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,11 +43,10 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
         finally:
             set_stale_capture_stream(before)
         return
-    handled = sys.exception()
     try:
         yield
     except (CaptureError, torch.AcceleratorError) as error:
-        _let_go(error, handled)
+        _clear_frames(error)
         if not held:
             raise
         raise CaptureError(
@@ -60,18 +58,13 @@ def kept_graphs_apart(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
         ) from error
 
 
-def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
-    """Clear the frames that ended with ``error``: a notebook keeps the error, and with it graphs in those frames.
-
-    Args:
-        error: with all that it came of.
-        handled: what was being handled before all that, which is the caller's.
-    """
-    seen = {handled}
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and of its causes: a notebook keeps the error, and with it their graphs."""
+    seen: set[BaseException] = set()
     while error is not None and error not in seen:
         seen.add(error)
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
 
 
 def _and_more(count: int) -> str:

@@ -81,27 +81,6 @@ def test_an_error_that_is_kept_keeps_no_graph_of_the_capture_that_failed(monkeyp
     assert caught.value.__cause__ is not None
 
 
-def test_errors_of_the_callers_and_errors_that_cause_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimble_core.tracing.grad_accumulators.set_stale_capture_stream", None)
-
-    def fails_with_something() -> None:
-        something = 1  # noqa: F841 - what a frame holds
-        raise ValueError("the caller's")
-
-    try:
-        fails_with_something()
-    except ValueError as mine:
-        with pytest.raises(CaptureError), kept_graphs_apart({}):
-            fails()
-        traceback = mine.__traceback__
-        assert traceback is not None
-        assert traceback.tb_next is not None
-        assert traceback.tb_next.tb_frame.f_locals == {"something": 1}
-    error = CaptureError("round and round")
-    with pytest.raises(CaptureError, match="round"), kept_graphs_apart({}):
-        raise error from error
-
-
 def test_other_errors_and_other_captures_speak_for_themselves() -> None:
     weight = leaf(3)
     with pytest.raises(CaptureError, match="CUDA refused"), kept_graphs_apart({"weight": weight}):
