@@ -41,7 +41,7 @@ test-all: lint
 lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy --strict nimble_core
+	$(BIN)/python -m mypy --strict nimble_core nimble_viz
 	$(BIN)/lint-imports --no-logo
 
 FUZZ ?= 20000

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,7 +16,9 @@ from nimble_core.ir.call_graph import CallGraph, build_graph
 from nimble_core.scheduling.memory_planner import ALIGNMENT, Lent
 from nimble_core.scheduling.memory_requirements import SMALL_NBYTES
 from nimble_core.torch_compat.cuda import clear_cublas_workspaces
+from nimble_core.tracing.operator_traits import owned_tensors
 from nimble_core.tracing.out_of_memory import memory_explained
+from nimble_core.tracing.pytree import flatten
 from nimble_core.tracing.recording_contexts import announced, following
 from nimble_core.tracing.rng_state import TORCH, RandomStates, random_state_kept, seed_otherwise
 from nimble_core.tracing.side_effects import Saved, after_a_run
@@ -23,6 +26,7 @@ from nimble_core.tracing.signature import Signature, require_initialised, requir
 from nimble_core.tracing.static_check import (
     changed_constant,
     check_static,
+    identical,
     on_other_values,
     other_values,
 )
@@ -373,20 +377,46 @@ def _hold_to_next(
     again: Callable[[Sequence[torch.Tensor]], Recording],
     others: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse a model whose next run computes something else because of an attribute that is no tensor."""
+    """Refuse a model whose next run computes something else because of an attribute that is no tensor.
+
+    What a model makes in its first run and finds there later (a cache of masks or positions) may be made by each replay.
+    """
     with after_a_run(model, *signature.arguments()):
         later = again(others)
     try:
         check_static(recording, later)
     except NimbleError as error:
+        if _first_run_goes_for_all(recording, model, signature, others):
+            return
         name = recording.counters[0].rpartition(".")[2]
         raise NotStaticError(
             f"the model is not static: a run changes {', '.join(recording.counters[:3])}, and the next one computes "
             "something else because of that; replays would go on with the first value",
             where=error.where,
             fix=f"keep it in a buffer that is written in place (register_buffer({name!r}, torch.tensor(0)), "
-            f"self.{name}.add_(1)), or pass it as an input; if only the first run sets it, run the model once before",
+            f"self.{name}.add_(1)), or pass it as an input",
         ) from error
+
+
+def _first_run_goes_for_all(
+    recording: Recording, model: Callable[..., Any], signature: Signature, others: Sequence[torch.Tensor]
+) -> bool:
+    """Whether a second run computes the same with the attributes that the first found, as a replay does."""
+    program = recording.program
+    written = {program.storages[ref.storage].name for call in program.calls for ref in call.writes}
+
+    def second(*, attributes: bool) -> list[torch.Tensor]:
+        with (
+            random_state_kept(signature.device, recording.generators, recording.draws),
+            after_a_run(model, *signature.arguments(), attributes=attributes),
+            after_a_run(model, *signature.arguments(others)) as result,
+        ):
+            state = [tensor for _, name, tensor in owned_tensors(model) if name in written]
+            return [tensor.detach().clone() for tensor in (*flatten(result)[0], *state)]
+
+    loose = 0.0 if signature.device.type == "cpu" else 0.01  # kernels may add in any order
+    eager, replayed = second(attributes=True), second(attributes=False)
+    return len(eager) == len(replayed) and all(map(identical, eager, replayed, repeat(loose)))
 
 
 def whole_note(device: Records, recorded: Recorded) -> str:
