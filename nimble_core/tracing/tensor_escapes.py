@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any
@@ -22,14 +22,18 @@ from nimble_core.utils.locks import free_after_fork
 
 __all__ = ["exports_seen", "host_copies_seen", "readings_seen"]
 
+_EXPORTS = ("numpy", "__dlpack__")
+"""Methods that share a tensor's memory; ``__array__`` goes through the first."""
+_READINGS = ("tolist",)
+_COPIES = ("cpu", "to")
 _SEEING = free_after_fork(threading.RLock())
 
 Seen = Callable[[torch.Tensor, FrameType], None]
-"""Called with a tensor and the frame of the caller."""
 
 
-def exports_seen(seen: Seen) -> AbstractContextManager[None]:
-    """Call ``seen`` before this thread hands the memory of a tensor out.
+@contextmanager
+def exports_seen(seen: Seen) -> Iterator[None]:
+    """Call ``seen(tensor, frame of the caller)`` before this thread hands the memory of a tensor out.
 
     >>> found = []
     >>> with exports_seen(lambda tensor, frame: found.append(tensor.shape)):
@@ -37,48 +41,59 @@ def exports_seen(seen: Seen) -> AbstractContextManager[None]:
     >>> found
     [torch.Size([3])]
     """
-    return _methods_seen(("numpy", "__dlpack__"), seen, lambda given: True)  # __array__ goes through the first
-
-
-def readings_seen(seen: Seen) -> AbstractContextManager[None]:
-    """Call ``seen`` before this thread makes a list of a tensor's numbers.
-
-    Not while modes are off, as where torch prints a tensor.
-    """
-    return _methods_seen(("tolist",), seen, lambda given: current_mode() is not None)
-
-
-@contextmanager
-def host_copies_seen(seen: Seen) -> Iterator[None]:
-    """Call ``seen`` before this thread says ``x.cpu()`` or ``x.to("cpu")``.
-
-    Not for ``x.to(device)``: that may be the device of another tensor, for which the host stands in.
-    """
-
-    def names_host(given: Sequence[Any]) -> bool:
-        return any(isinstance(one, str) and one.startswith("cpu") for one in given)
-
-    with _methods_seen(("cpu",), seen, lambda given: True), _methods_seen(("to",), seen, names_host):
+    with _methods_told(_EXPORTS, lambda tensor, frame, name, given: seen(tensor, frame)):
         yield
 
 
 @contextmanager
-def _methods_seen(names: Sequence[str], seen: Seen, counts: Callable[[Sequence[Any]], bool]) -> Iterator[None]:
-    """Call ``seen`` before this thread calls a method of a tensor with arguments that count."""
+def readings_seen(seen: Seen) -> Iterator[None]:
+    """Call ``seen(tensor, frame of the caller)`` before this thread makes a list of a tensor's numbers.
+
+    Not while modes are off, as where torch prints a tensor.
+    """
+
+    def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
+        if current_mode() is not None:
+            seen(tensor, frame)
+
+    with _methods_told(_READINGS, told):
+        yield
+
+
+@contextmanager
+def host_copies_seen(seen: Seen) -> Iterator[None]:
+    """Call ``seen(tensor, frame of the caller)`` before this thread says ``x.cpu()`` or ``x.to("cpu")``.
+
+    Not for ``x.to(device)``: that may be the device of another tensor, for which the host stands in.
+    """
+
+    def told(tensor: torch.Tensor, frame: FrameType, name: str, given: Sequence[Any]) -> None:
+        if name == "cpu" or any(isinstance(one, str) and one.startswith("cpu") for one in given):
+            seen(tensor, frame)
+
+    with _methods_told(_COPIES, told):
+        yield
+
+
+@contextmanager
+def _methods_told(
+    names: Sequence[str], seen: Callable[[torch.Tensor, FrameType, str, Sequence[Any]], None]
+) -> Iterator[None]:
+    """Inside, methods of tensors that this thread calls tell ``seen(tensor, frame, name, arguments)`` first."""
     thread = threading.get_ident()
 
-    def seeing(name: str) -> Callable[..., Any]:
+    def telling(name: str) -> Callable[..., Any]:
         method = getattr(torch.Tensor, name)
 
         @wraps(method)
-        def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and counts([*args, *kwargs.values()]):
-                seen(tensor, sys._getframe(1))
+        def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                seen(tensor, sys._getframe(1), name, [*args, *kwargs.values()])
             return method(tensor, *args, **kwargs)
 
-        return called
+        return told
 
     with _SEEING, ExitStack() as undo:
         for name in names:
-            undo.enter_context(TENSOR_METHODS[name].replaced_by(seeing(name)))
+            undo.enter_context(TENSOR_METHODS[name].replaced_by(telling(name)))
         yield
