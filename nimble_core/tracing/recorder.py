@@ -207,8 +207,15 @@ class _Recorder(TorchDispatchMode):
         self.log = RunLog(signature.device, counter, stand_in is None, CallOrigins(model, calls), calls)
         self.runner = CallRunner(self.log)
         self._writer = CallWriter(self.log, rewritten)
-        self.kernels = KernelCalls(self.log, self.runner, self._writer, self._before_write)
-        self._fresh = FreshConstants(self.log)
+        fresh = self._fresh = FreshConstants(self.log)
+
+        def before_write(tensor: torch.Tensor) -> None:
+            guard.before_write(tensor)
+            fresh.before_write(tensor)
+
+        # No method of this object: a circle would keep its tensors until Python's collector runs.
+        self._before_write = before_write
+        self.kernels = KernelCalls(self.log, self.runner, self._writer, before_write)
         self._work = HostWork(self.log, self._fresh)
         self.reads = HostReads(self.log, self._fresh, self._work)
         self.handed_out = HandedOut(self.log, self.reads, guard.before_write)
@@ -315,10 +322,6 @@ class _Recorder(TorchDispatchMode):
         result, draws = self._run(operation, args, kwargs)
         self._write_down(operation, result, draws)
         return result
-
-    def _before_write(self, tensor: torch.Tensor) -> None:
-        self._guard.before_write(tensor)
-        self._fresh.before_write(tensor)
 
     def _run(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Run a call; returns its result, and whether it drew random numbers.

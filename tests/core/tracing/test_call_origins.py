@@ -15,7 +15,7 @@ def test_origins_name_the_innermost_module_and_the_line() -> None:
     for call in program.calls:
         (origin,) = call.origins
         assert origin.operator == call.operator
-        assert origin.file.endswith("models.py")
+        assert origin.file.endswith("modules.py")
         assert not origin.file.startswith("/")
         assert origin.line > 0
 

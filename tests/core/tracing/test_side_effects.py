@@ -123,7 +123,11 @@ def test_a_backward_of_eager_that_reads_what_the_forward_writes_may_come_after_p
 
 
 def test_candidates_are_judged_without_giving_weights_other_memory() -> None:
-    model, x = Model(other_memory), torch.randn(3)
+    def memory_of_its_own(net: Any, x: torch.Tensor) -> None:
+        net.weight.data = net.weight.sign()
+        net.last.data = x * net.weight
+
+    model, x = Model(memory_of_its_own), torch.randn(3)
     pointers = [model.weight.data_ptr(), model.last.data_ptr()]
     with pytest.warns(NimbleWarning) as given:
         net = Nimble(model, Options(tune="off", fuse="library")).prepare(x)

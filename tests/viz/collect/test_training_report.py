@@ -76,7 +76,7 @@ def test_loss_and_update_stand_under_the_users_lines(report: Report) -> None:
         for origin in call.origins:
             assert "nimble_viz" not in origin.file, call
         if call.phase == "loss":
-            assert any(origin.file.endswith("training_steps.py") for origin in call.origins), call
+            assert any(origin.file.endswith("compared_steps.py") for origin in call.origins), call
 
 
 def test_spans_have_the_phase_of_their_call(report: Report) -> None:
