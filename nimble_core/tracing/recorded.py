@@ -379,7 +379,7 @@ def _hold_to_next(
 ) -> None:
     """Refuse a model whose next run computes something else because of an attribute that is no tensor.
 
-    What a model makes in its first run and finds there later (a cache of masks or positions) may be made by each replay.
+    What a model makes in its first run and finds there later (a cache of masks, say) may be made by each replay.
     """
     with after_a_run(model, *signature.arguments()):
         later = again(others)
