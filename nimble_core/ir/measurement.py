@@ -251,16 +251,16 @@ def interleave(
         budget_s: seconds to spend at most, None for no bound.
         patience_s: seconds to go on for where something is open.
         open_names: which candidates need more samples, given all measurements so far.
-        interruptions: how often a core was taken from this process since it started.
+        interruptions: how often a core was taken from this process so far.
         rehearse: make an untimed call before each sample: a GPU that changes graphs fetches the new one first.
-        first_round: number of the first round, for measurements that are to be paired with no earlier ones.
+        first_round: number of the first round, so that no sample is paired with an earlier one.
         on_round: told ``(rounds done, rounds at the next look)`` after each round.
         on_interrupt: told that a KeyboardInterrupt ended the measuring early; complete rounds are kept.
     """
     run = _Rounds(candidates, clock_ns, synchronize, interruptions, warmup, first_round)
     run.warm_up()
-    order, going, began = random.Random(0), list(candidates), clock_ns()
-    done, look, enough = 0, rounds, ENOUGH if patience_s > 0 else 0
+    order, going = random.Random(0), list(candidates)
+    began, done, look, enough = clock_ns(), 0, rounds, ENOUGH if patience_s > 0 else 0
     try:
         while going:
             for name in order.sample(going, len(going)):

@@ -122,7 +122,6 @@ def lay_out(
         asks: what each call asks for; empty: for its results alone.
         skip: operators whose calls are not placed.
         stagger: whether workspaces with counters have memory of their own.
-        alignment: of every block.
     """
     made, touched = _made_by(program, schedule)
     outputs = {ref.storage for ref in program.outputs}

@@ -46,8 +46,7 @@ def plan_streams(
         extra: ``(earlier, later)`` calls to be ordered besides, such as users of memory and those who reuse it.
 
     Raises:
-        InputError: ``stream`` does not give one stream per call, ``order`` not each call once, or ``extra`` contradicts
-            the order.
+        InputError: not one stream per call, not each call once in ``order``, or ``extra`` contradicts the order.
 
     >>> from nimble_core.ir.call_graph import graph_from_edges
     >>> plan_streams(graph_from_edges(3, [(0, 1), (0, 2)]), [0, 0, 1], policy="mine").syncs
