@@ -19,8 +19,10 @@ interactiveshell = pytest.importorskip("IPython.core.interactiveshell", reason="
 def shell() -> Iterator[object]:
     from traitlets.config import Config
 
+    main = sys.modules["__main__"]  # which a shell replaces by its own, and what starts processes asks
     shell = interactiveshell.InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     yield shell
+    sys.modules["__main__"] = main
     # reset(), which IPython calls at exit, collects garbage: over a second for each shell.
     atexit.unregister(shell.atexit_operations)
     shell.user_ns.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,9 +47,11 @@ m = torch.ones(4, 16)
 def shell() -> Iterator[Any]:
     from traitlets.config import Config
 
+    main = sys.modules["__main__"]  # which a shell replaces by its own, and what starts processes asks
     shell = interactiveshell.InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     shell.run_line_magic("colors", "nocolor")
     yield shell
+    sys.modules["__main__"] = main
     # reset(), which IPython calls at exit, collects garbage: over a second for each shell.
     atexit.unregister(shell.atexit_operations)
     shell.user_ns.clear()
