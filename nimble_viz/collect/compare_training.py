@@ -32,7 +32,7 @@ from nimble_core.training.whole_step import WholeStep
 from nimble_core.utils.errors import InputError
 from nimble_core.validation.rounding_noise import perturbed
 from nimble_viz.collect.peers import Peer, Run, twin_of
-from nimble_viz.traces.profiler import PHASE
+from nimble_viz.traces.events import PHASE
 
 if TYPE_CHECKING:
     from nimble_core.tracing.recorded import Recorded

@@ -7,7 +7,7 @@ from statistics import median
 
 from nimble_viz.collect.intervals import union
 from nimble_viz.report.data import INPUT, Bound, DeviceIdle, OverheadProfile
-from nimble_viz.traces.profiler import Trace
+from nimble_viz.traces.events import Trace
 
 __all__ = ["device_idle", "iteration_bound"]
 

@@ -13,7 +13,8 @@ from nimble_core.torch_compat.dispatch import TorchDispatchMode, current_mode
 from nimble_core.tracing.provenance import module_paths, place_of
 from nimble_core.utils.interrupts import interrupts_postponed
 from nimble_viz.collect.sources import pass_over_machinery
-from nimble_viz.traces.profiler import PRINT, watched_prints
+from nimble_viz.traces.events import PRINT
+from nimble_viz.traces.profiler import watched_prints
 
 __all__ = ["DispatchOrigins"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nimble_core.ir.timeline import Lane, Span, Timeline
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import OverheadProfile
-from nimble_viz.traces.profiler import DeviceEvent, OperatorEvent
+from nimble_viz.traces.events import DeviceEvent, OperatorEvent
 
 __all__ = ["eager_timeline"]
 

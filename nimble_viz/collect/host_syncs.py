@@ -11,7 +11,7 @@ from nimble_core.ir.program import Program
 from nimble_viz.collect.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import HostSync, Stage
-from nimble_viz.traces.profiler import PRINT, RuntimeEvent, Trace, is_launch, is_synchronisation
+from nimble_viz.traces.events import PRINT, RuntimeEvent, Trace, is_launch, is_synchronisation
 
 __all__ = ["blocking_copies", "host_syncs"]
 

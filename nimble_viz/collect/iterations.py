@@ -13,7 +13,7 @@ from nimble_core.utils.errors import ReportFileError
 from nimble_viz.collect.intervals import covers, union
 from nimble_viz.report.data import Stage
 from nimble_viz.traces.chrome import Recording
-from nimble_viz.traces.profiler import (
+from nimble_viz.traces.events import (
     CALIBRATION,
     PRINT,
     RUN,

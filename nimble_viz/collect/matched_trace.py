@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nimble_core.algorithms.alignment import align
 from nimble_core.ir.program import Program
-from nimble_viz.traces.profiler import OperatorEvent, Trace, outer_first
+from nimble_viz.traces.events import OperatorEvent, Trace, outer_first
 
 __all__ = ["Forest", "MatchedTrace", "match_positions"]
 

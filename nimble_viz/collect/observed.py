@@ -12,7 +12,7 @@ from nimble_viz.collect.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace, match_positions
 from nimble_viz.report.data import INPUT, Stage
 from nimble_viz.traces.chrome import Frame
-from nimble_viz.traces.profiler import OperatorEvent, Trace, is_launch, outer_first
+from nimble_viz.traces.events import OperatorEvent, Trace, is_launch, outer_first
 
 __all__ = ["observed"]
 

@@ -22,7 +22,8 @@ from nimble_viz.collect.host_syncs import blocking_copies, host_syncs
 from nimble_viz.collect.intervals import covers, union
 from nimble_viz.collect.matched_trace import Forest, MatchedTrace
 from nimble_viz.report.data import STAGES, CallOverhead, OverheadProfile, PhaseOverhead
-from nimble_viz.traces.profiler import PRINT, Trace, is_launch, is_synchronisation, profile_eager
+from nimble_viz.traces.events import PRINT, Trace, is_launch, is_synchronisation
+from nimble_viz.traces.profiler import profile_eager
 
 __all__ = ["measure_overhead", "overhead_profile"]
 

@@ -34,7 +34,8 @@ from nimble_viz.collect.sampler import KIND_WORDS, Action, Counts, Kind, Sampler
 from nimble_viz.collect.sources import read_sources
 from nimble_viz.render.report import Report
 from nimble_viz.traces.chrome import Recording, read_trace
-from nimble_viz.traces.profiler import RUN, Running, calibrate
+from nimble_viz.traces.events import RUN
+from nimble_viz.traces.profiler import Running, calibrate
 
 __all__ = ["Profiling", "profile"]
 

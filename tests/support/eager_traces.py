@@ -12,7 +12,7 @@ from nimble_viz.collect.eager_timeline import eager_timeline
 from nimble_viz.collect.matched_trace import MatchedTrace
 from nimble_viz.collect.overhead import overhead_profile
 from nimble_viz.report.data import OverheadProfile
-from nimble_viz.traces.profiler import DeviceEvent, OperatorEvent, RuntimeEvent, Trace, outer_first
+from nimble_viz.traces.events import DeviceEvent, OperatorEvent, RuntimeEvent, Trace, outer_first
 
 
 def program_of(*operators: str, lines: bool = False) -> Program:

@@ -22,27 +22,10 @@ from nimble_viz.cli.command import _parser, main
 from nimble_viz.collect.progress import Progress
 from nimble_viz.collect.sampler import Counts
 from nimble_viz.render.report import Report
+from tests.support.factories import FACTORIES
 from tests.support.sample_reports import sample_report
 
 ROOT = Path(__file__).parents[3]
-FACTORY = """
-import sibling
-def model(x, scale=1):
-    return x
-def two():
-    return model, (sibling.VALUE,)
-def three():
-    return model, [1, 2], {"scale": 3}
-def wrong():
-    return model
-def step():
-    return {"model": model, "args": [1], "kwargs": {"scale": 2}, "target": 3, "loss_fn": max, "clip_grad_norm": 0.5}
-def trained():
-    return {"model": model, "args": [1], "training": True}
-def misspelt():
-    return {"model": model, "args": [1], "loss": max}
-number = 7
-"""
 
 
 class Called(dict[str, Any]):
@@ -69,7 +52,7 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The path of a .py file with factories, beside a module that it imports."""
     (tmp_path / "sibling.py").write_text("VALUE = 5\n")
     path = tmp_path / "factory_for_tests.py"
-    path.write_text(FACTORY)
+    path.write_text(FACTORIES)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("sibling", "factory_for_tests"):
         monkeypatch.delitem(sys.modules, name, raising=False)

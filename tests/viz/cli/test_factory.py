@@ -12,25 +12,7 @@ import pytest
 from nimble_core.utils.errors import InputError
 from nimble_viz.cli.factory import TRAINING, load_factory, made_by
 from nimble_viz.collect.compare import compare
-
-FACTORIES = """
-import sibling
-def model(x, scale=1):
-    return x
-def two():
-    return model, (sibling.VALUE,)
-def three():
-    return model, [1, 2], {"scale": 3}
-def wrong():
-    return model
-def step():
-    return {"model": model, "args": [1], "kwargs": {"scale": 2}, "target": 3, "loss_fn": max, "clip_grad_norm": 0.5}
-def trained():
-    return {"model": model, "args": [1], "training": True}
-def misspelt():
-    return {"model": model, "args": [1], "loss": max}
-number = 7
-"""
+from tests.support.factories import FACTORIES
 
 
 @pytest.fixture

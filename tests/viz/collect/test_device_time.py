@@ -8,7 +8,7 @@ import pytest
 
 from nimble_viz.collect.device_time import device_idle, iteration_bound
 from nimble_viz.report.data import Bound
-from nimble_viz.traces.profiler import DeviceEvent, RuntimeEvent, Trace
+from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace
 from tests.support.eager_traces import CUDA, TWO, op, program_of, split
 
 

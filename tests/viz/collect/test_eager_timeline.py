@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from nimble_core.ir.program import Program
-from nimble_viz.traces.profiler import DeviceEvent, Trace, outer_first
+from nimble_viz.traces.events import DeviceEvent, Trace, outer_first
 from tests.support.eager_traces import CUDA, TWO, drawn, no_overlap, op, program_of, programs, split, traces
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from nimble_core.ir.program import Call, Program
 from nimble_viz.report.data import HostSync
-from nimble_viz.traces.profiler import DeviceEvent, RuntimeEvent, Trace, outer_first, profile_eager
+from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace, outer_first
+from nimble_viz.traces.profiler import profile_eager
 from tests.support.eager_traces import CUDA, TWO, op, program_of, split
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from nimble_core.ir.program import Program
 from nimble_viz.collect.matched_trace import MatchedTrace
-from nimble_viz.traces.profiler import Trace
+from nimble_viz.traces.events import Trace
 from tests.support.eager_traces import op, program_of, programs, traces
 
 

@@ -18,7 +18,7 @@ from nimble_core.ir.timeline import Timeline
 from nimble_viz.collect.device_time import iteration_bound
 from nimble_viz.collect.overhead import measure_overhead
 from nimble_viz.report.data import CallOverhead, OverheadProfile
-from nimble_viz.traces.profiler import DeviceEvent, RuntimeEvent, Trace
+from nimble_viz.traces.events import DeviceEvent, RuntimeEvent, Trace
 from tests.support.eager_traces import CUDA, TWO, drawn, no_overlap, op, program_of, programs, split, traces
 
 

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from nimble_core.utils.errors import DeviceError
-from nimble_viz.traces.profiler import (
-    is_synchronisation,
-    profile_eager,
-)
+from nimble_viz.traces.events import is_synchronisation
+from nimble_viz.traces.profiler import profile_eager
 
 
 def test_real_profile_is_nested_ordered_and_within_the_iteration() -> None:
