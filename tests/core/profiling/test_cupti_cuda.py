@@ -49,7 +49,7 @@ import json
 from collections import Counter
 import torch, nimble_viz
 from nimble_core import Options
-from nimble_viz.traces.profiler import _BOOKKEEPING
+from nimble_viz.traces.events import _BOOKKEEPING
 
 layers = (torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Tanh())
 model, x = torch.nn.Sequential(*layers).cuda().eval(), torch.randn(8, 64, device="cuda")
